@@ -66,7 +66,7 @@ def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int
 @click.option(
     "--agreement",
     type=click.FloatRange(0, 1, max_open=True),
-    help="Also with run-ahead: the chance that a token written ahead is the same under the next weights.",
+    help="Also with run-ahead: the chance that a token written ahead is the same under the weights of its step.",
 )
 @as_json
 def estimate(

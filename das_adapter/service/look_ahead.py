@@ -1,24 +1,31 @@
-"""A look at the batch that a trainer will take next."""
+"""A look at the batches that a trainer will take next."""
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A batch that was read and is not taken yet."""
+
+    state: Any
+    """Of the loader, before it was read."""
+    batch: Any = None
+    error: Exception | None = None
+    """What the loader raised in its place: at the end of an epoch, `StopIteration`."""
+
+
 class LookAhead:
-    """A host's stateful data loader, of which the next batch of an epoch can be seen before it is taken. Whoever takes
-    batches or saves the state finds what the loader alone would give: a batch that was only seen is not taken yet."""
+    """A host's stateful data loader, of which the next batches of an epoch can be seen before they are taken. Whoever
+    takes batches or saves the state finds what the loader alone would give: what was only seen is not taken yet."""
 
     def __init__(self, loader: Any) -> None:
         """`loader`: torchdata's `StatefulDataLoader`, or one like it."""
         self._loader, self._iterator = loader, iter(())
-        self._seen: list[Any] | None = None
-        """The next batch, none at the end of an epoch; None: nobody has looked."""
-        self._state: Any = None
-        """Of the loader, before somebody looked."""
-        self._error: Exception | None = None
-        """What it raised then."""
+        self._seen = deque[_Seen]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_loader"], name)
@@ -27,27 +34,29 @@ class LookAhead:
         return len(self._loader)
 
     def __iter__(self) -> LookAhead:
-        self._seen, self._error, self._iterator = None, None, iter(self._loader)
+        self._seen.clear()
+        self._iterator = iter(self._loader)
         return self
 
     def __next__(self) -> Any:
-        seen, self._seen = self._seen, None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return next(self._iterator if seen is None else iter(seen))
+        if not self._seen:
+            return next(self._iterator)
+        seen = self._seen.popleft()
+        if seen.error is not None:
+            raise seen.error
+        return seen.batch
 
-    def peek(self) -> Any:
-        """Return the batch that is taken next; None: the epoch ends before, or the batch can't be read, which is an
-        error when it is taken."""
-        if self._seen is None:
-            self._state, self._seen = self._loader.state_dict(), []
+    def peek(self, count: int) -> list[Any]:
+        """Return the batches that are taken next, at most so many: fewer where the epoch ends before, or one can't be
+        read, which is an error when it is taken."""
+        while len(self._seen) < count and not (self._seen and self._seen[-1].error):
+            state = self._loader.state_dict()
             try:
-                self._seen += itertools.islice(self._iterator, 1)
+                self._seen.append(_Seen(state, next(self._iterator)))
             except Exception as error:
-                self._error = error
-        return self._seen[0] if self._seen else None
+                self._seen.append(_Seen(state, error=error))
+        return [seen.batch for seen in self._seen if seen.error is None]
 
     def state_dict(self) -> Any:
         """Return the state in which the batch that is taken next has not been read."""
-        return self._loader.state_dict() if self._seen is None else self._state
+        return self._seen[0].state if self._seen else self._loader.state_dict()

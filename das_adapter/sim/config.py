@@ -104,7 +104,7 @@ class AcceptanceBlock(_Block):
     rates: list[Rates] = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
     agreement: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Chance that a token that was written ahead (`history.run_ahead`) is the same under the next weights."""
+    """Chance that a token that was written ahead (`history.run_ahead`) is the same under the weights of its step."""
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None

@@ -71,7 +71,10 @@ class Fleet:
     def withdraw(self) -> None:
         """Take back all requests, between two steps; those that have ended stay what they are."""
         waiting = [row for queue in self._waiting for _, _, row in queue]
-        self.drafting.end(np.append(self.running, np.array(waiting, np.int64)))
+        r, rows = self.requests, np.append(self.running, np.array(waiting, np.int64))
+        self.drafting.end(rows)
+        r.draft[rows] = r.copied[rows] = r.handle[rows] = r.indexed[rows] = 0
+        r.slot[rows] = -1
         self.running = self.running[:0]
         self._waiting = [[] for _ in range(self.engines)]
         self._queued[:], self._open[:] = 0, False

@@ -6,6 +6,7 @@ weight versions. Without a lag, which is `sync`, rollout and training follow eac
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from das_adapter.sim.workload import Workload
 
 POLL_S = 0.2
 """Seconds until an engine that has nothing left is given something to write ahead (`das_adapter/verl/ahead.py`)."""
+STEPS = 4
+"""Steps that are written ahead (there, too)."""
 
 
 @dataclass
@@ -71,11 +74,11 @@ class Pipeline:
     """Engines that write, and a trainer that takes whole groups."""
 
     def __init__(self, fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock, ahead: bool) -> None:
-        """`ahead`: without a lag, engines that have nothing left write what the next step's requests begin with."""
+        """`ahead`: without a lag, engines that have nothing left write what the next steps' requests begin with."""
         self._fleet, self._workload, self._router, self._timing = fleet, workload, router, timing
         self._lag = timing.lag if timing.kind == "async" else 0
         self._ahead = ahead and not self._lag
-        self._early = np.zeros(0, np.int64)  # rows that were written ahead, one for each request of the next step
+        self._early = deque[Ints]()  # rows that are written ahead: of each of the next steps one for each request
         self._groups: list[_Group] = []  # in the order in which they were sent
         self._group_of: dict[int, _Group] = {}  # by row
         self._finished: list[_Group] = []  # in the order of their end
@@ -113,7 +116,8 @@ class Pipeline:
         step, requests = self._workload.steps[self._sent], self._fleet.requests
         rows = requests.add(**step)
         requests.version[rows] = self._version
-        requests.ahead[rows[: len(self._early)]] = requests.written[self._early]
+        if self._early:
+            requests.ahead[rows] = requests.written[self._early.popleft()]
         rows = rows[arrivals(step["problem"].tolist(), self._router.rng)]
         engines, priorities = self._router.send(requests, rows)
         self._fleet.submit(rows, engines, priorities, at)
@@ -127,16 +131,16 @@ class Pipeline:
         self._size = self._size or len(groups)
 
     def _write_ahead(self, since: float, until: float) -> float:
-        """Let engines that have nothing left since some time write what the next step's requests begin with, up to the
+        """Let engines that have nothing left since some time write what the next steps' requests begin with, up to the
         end of this one's; return when the last of their steps has ended. As in a run, each is given as many as it has
-        slots, first samples of all problems first."""
+        slots, the next step first, and of a step first samples of all problems first."""
         fleet, requests = self._fleet, self._fleet.requests
         if not self._ahead or self._sent == len(self._workload.steps):
             return until
-        step = self._workload.steps[self._sent]
-        self._early = rows = requests.add(**step, ahead=np.full(len(step["problem"]), -1))
-        _, first, group = np.unique(step["problem"], return_index=True, return_inverse=True)
-        rows = rows[np.argsort(np.arange(len(rows)) - first[group], kind="stable")]
+        for step in self._workload.steps[self._sent + len(self._early) : self._sent + STEPS]:
+            self._early.append(requests.add(**step, ahead=np.full(len(step["problem"]), -1)))
+        rows = np.concatenate([early[_first_samples(requests.problem[early])] for early in self._early])
+        rows = rows[requests.written[rows] < requests.length[rows]]
         idle = [e for e in np.argsort(fleet.clock) if since < fleet.clock[e] < until - POLL_S]
         for place, engine in enumerate(idle):
             now = rows[place * fleet.slots :][: fleet.slots]
@@ -194,6 +198,12 @@ class Pipeline:
         self._fleet.drafting.sync(self._version, rows, learned)
         self._router.sync(self._version, learned)
         self._since.clear()
+
+
+def _first_samples(problems: Ints) -> Ints:
+    """Return the order in which the first sample of each problem comes first, then the second, and so on."""
+    _, first, group = np.unique(problems, return_index=True, return_inverse=True)
+    return np.argsort(np.arange(len(problems)) - first[group], kind="stable")
 
 
 def _result(requests: Requests, rows: Ints, times: tuple[float, float, float], idle: float) -> StepResult:

@@ -57,7 +57,7 @@ class Requests:
     indexed: Ints
     """Tokens of it that the index has."""
     ahead: Ints
-    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of the next step."""
+    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of a step to come."""
     same: Ints
     """Its first tokens that are the same under the weights before, with the same noise."""
 

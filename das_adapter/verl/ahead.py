@@ -1,8 +1,8 @@
-"""Run-ahead in veRL: engines that have nothing left write what the requests of the next step will begin with.
+"""Run-ahead in veRL: engines that have nothing left write what the requests of the next steps will begin with.
 
-The trainer looks at the next batch and shows each agent loop worker the rows that it will have. A worker runs the agent
-loops of these rows up to their first request, which an idle replica answers with the noise of the request to come. The
-answer stays in the worker, and travels with that request when it comes.
+The trainer looks at the next batches and shows each agent loop worker the rows that it will have. A worker runs the
+agent loops of these rows up to their first request, which an idle replica answers with the noise of the request to
+come. The answer stays in the worker, and travels with that request when it comes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,9 @@ from das_adapter.verl import tracking
 
 logger = logging.getLogger("das_adapter")
 
+STEPS = 4
+"""Steps that are written ahead. A step that was written ahead leaves hardly an engine idle: with one, the step after it
+is not written ahead. A long tail is enough for several; what was written more weight syncs ago is repeated less."""
 LEAST = 0.05
 """Share of the tokens written ahead that requests must repeat, or nothing is written ahead for a while."""
 _REST, _LONGEST = 8, 64
@@ -58,7 +62,7 @@ def no_effect(trainer: Any) -> str | None:
 
 
 class Ahead:
-    """Shows agent loop workers the batch of the next step."""
+    """Shows agent loop workers the batches of the next steps."""
 
     running: Ahead | None = None
     """Of the run that this process trains; None: it has none."""
@@ -67,6 +71,8 @@ class Ahead:
         self._trainer = trainer
         trainer.train_dataloader = self._batches = LookAhead(trainer.train_dataloader)
         self._pays = Backoff(_REST, _LONGEST)
+        self._shown = 0
+        """The last step whose batch they were shown."""
 
     @classmethod
     def begin(cls, trainer: Any, das: DasConfig) -> None:
@@ -82,36 +88,41 @@ class Ahead:
         """Show the workers of an agent loop manager what comes after the batch that they have. An error ends nothing
         but run-ahead. `name_rows`: names the rows of a batch."""
         try:
-            if self._trainer.global_steps < self._trainer.total_training_steps and self.worth():
-                if (batch := self._next()) is not None:
-                    name_rows(batch)
-                    workers = manager.agent_loop_workers
-                    for worker, part in zip(workers, batch.chunk(len(workers)), strict=False):
-                        worker.das_write_ahead.remote(part)
+            for batch in self._new() if self.worth() else ():
+                name_rows(batch)
+                workers = manager.agent_loop_workers
+                for worker, part in zip(workers, batch.chunk(len(workers)), strict=False):
+                    worker.das_write_ahead.remote(part)
         except Exception:
             logger.exception("das: no responses are written ahead any more; the run goes on")
             Ahead.running = None
 
     def worth(self) -> bool:
-        """Whether what was written ahead in the last steps was repeated."""
+        """Whether what was written ahead in the last steps was repeated; what of it is left at rest is not judged."""
         step, repeated = self._trainer.global_steps, tracking.logged.pop("das/run_ahead_repeated", None)
-        if repeated is not None and repeated < LEAST:
-            self._pays.done(step)
-            logger.warning("das: requests repeat %.3f of what was written ahead: nothing is for some steps", repeated)
-        elif repeated is not None:
-            self._pays.restart()
+        if repeated is not None and self._pays.due(step):
+            if repeated < LEAST:
+                self._pays.done(step)
+                logger.warning("das: requests repeat %.3f of what was written ahead: nothing is for a while", repeated)
+            else:
+                self._pays.restart()
         return self._pays.due(step)
 
-    def _next(self) -> Any:
-        """Return the next batch as the trainer will dispatch it, veRL's `DataProto` or a `TensorDict`; None: it is not
-        known, since an epoch ends."""
+    def _new(self) -> Iterator[Any]:
+        """Yield the batches of the next steps that workers do not know, up to the end of the epoch and of the run."""
+        now = self._trainer.global_steps
+        count = min(STEPS, self._trainer.total_training_steps - now)
+        for step, seen in enumerate(self._batches.peek(count), now + 1):
+            if step > self._shown:
+                self._shown = step
+                yield self._batch(seen, step)
+
+    def _batch(self, seen: dict[str, Any], step: int) -> Any:
+        """Return a batch as the trainer will dispatch it in a step: veRL's `DataProto` or a `TensorDict`."""
         from verl import DataProto
         from verl.utils import tensordict_utils
 
-        trainer, step = self._trainer, self._trainer.global_steps + 1
-        seen = self._batches.peek()
-        if seen is None:
-            return None
+        trainer = self._trainer
         rows = {**seen, "uid": np.array([""] * len(seen["raw_prompt"]), dtype=object)}
         if hasattr(trainer, "trainer_mode"):
             batch = tensordict_utils.get_tensordict(rows)
@@ -127,15 +138,17 @@ class Ahead:
 
 @dataclass(eq=False)
 class Job:
-    """A sample of the next step."""
+    """A sample of one of the next steps."""
 
     params: dict[str, Any]
     """Sampling parameters, with which its agent loop begins."""
     trajectory: dict[str, Any]
     fields: dict[str, Any]
     """Further arguments of `_run_agent_loop`."""
-    text: list[int] = field(default_factory=list)
-    """What is written ahead of its first response."""
+    texts: dict[int, array[int]]
+    """Where the text goes when there is any: those of its step, by the seeds of their noise."""
+    text: array[int] = field(default_factory=lambda: array("i"))
+    """What is written ahead of its first response, int32 token ids."""
     ended: bool = False
     """Whether that is all."""
 
@@ -143,63 +156,72 @@ class Job:
         """Let a replica go on with the response to a request."""
         params = replace(label, record=False).put_into(params)
         tokens, self.ended = await server.write_ahead.remote([*prompt, *self.text], params)
-        self.text += tokens
+        self.text.extend(tokens)
         if self.text and label.seed is not None:
-            texts[-1][label.seed] = self.text
+            self.texts[label.seed] = self.text
 
 
-texts: deque[dict[int, list[int]]] = deque(maxlen=2)
-"""What is written ahead for the requests of the worker in this process, by the seeds of their noise: for the last two
-steps for which anything was."""
+texts: deque[dict[int, array[int]]] = deque(maxlen=1 + STEPS)
+"""What is written ahead for the requests of the worker in this process, by the seeds of their noise: for the step that
+goes on, and for those after it."""
 
 
 def take(seed: int | None) -> bytes | None:
     """Return the response of a request that begins, int32 token ids; None: nothing is written."""
     text = next((written.pop(seed) for written in texts if seed in written), None) if seed else None
-    return None if text is None else np.asarray(text, dtype=np.int32).tobytes()
+    return None if text is None else text.tobytes()
 
 
 class Writing:
-    """Writes ahead for the rows of a worker: the first sample of each, then the second, and so on."""
+    """Writes ahead for the rows of a worker, the next step first: the first sample of each, then the second, and so
+    on."""
 
-    def __init__(self, worker: Any, step: int, jobs: list[Job]) -> None:
-        self.step = step
-        self._jobs, self._worker = deque(jobs), copy.copy(worker)
+    def __init__(self, worker: Any) -> None:
+        self._worker = copy.copy(worker)
         self._worker._agent_loop_postprocess = _drop
         self._balancer = worker.llm_client._load_balancer
+        self._waiting: dict[int, deque[Job]] = {}
+        """Samples that wait for a replica, by their steps, the next one first."""
         self._at_work = set[asyncio.Task[None]]()
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        self.task: asyncio.Task[None] | None = None
 
-    def stop(self) -> None:
-        """Begin nothing more."""
-        self.task.cancel()
-        self._jobs.clear()
+    def add(self, step: int, jobs: list[Job]) -> None:
+        """Write a step ahead, too, behind those that wait."""
+        self._waiting[step] = deque(jobs)
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._run())
+
+    def stop(self, step: int) -> None:
+        """Begin nothing more for a step and those before it."""
+        for over in [number for number in self._waiting if number <= step]:
+            self._waiting.pop(over).clear()
 
     async def _run(self) -> None:
-        while self._jobs or self._at_work:
+        while any(self._waiting.values()) or self._at_work:
             await asyncio.sleep(POLL_S)
+            jobs = next(filter(None, self._waiting.values()), deque[Job]())  # a later step asks when these have begun
             try:
-                for name, server in await self._balancer.lend.remote(len(self._jobs)):
-                    self._begin(name, server)
+                for name, server in await self._balancer.lend.remote(len(jobs)):
+                    self._begin(jobs, name, server)
             except ray.exceptions.RayError as error:
-                logger.warning("das: nothing is written ahead for the next step: %r", error)
+                logger.warning("das: nothing is written ahead for the next steps: %r", error)
                 return
 
-    def _begin(self, name: str, server: Any) -> None:
-        if not self._jobs:
+    def _begin(self, jobs: deque[Job], name: str, server: Any) -> None:
+        if not jobs:
             self._balancer.give_back.remote(name)
             return
-        task = asyncio.create_task(self._write(self._jobs.popleft(), name, server))
+        task = asyncio.create_task(self._write(jobs.popleft(), jobs, name, server))
         self._at_work.add(task)
         task.add_done_callback(self._at_work.discard)
 
-    async def _write(self, job: Job, name: str, server: Any) -> None:
+    async def _write(self, job: Job, jobs: deque[Job], name: str, server: Any) -> None:
         try:
             job.ended = True  # unless it asks, and hears otherwise
             fields = {**job.fields, "trace": False, "das_job": (job, server)}
             await self._worker._run_agent_loop(job.params, job.trajectory, **fields)
             if not job.ended:
-                self._jobs.appendleft(job)
+                jobs.appendleft(job)
         except Exception as error:
             logger.warning("das: a response is not written ahead: %r", error)
         finally:
@@ -214,29 +236,29 @@ def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
     """Return the method `AgentLoopWorker.das_write_ahead(self, batch)`, which begins to write ahead for a batch."""
 
     async def das_write_ahead(self: Any, batch: Any) -> None:
-        stop(self)
         try:
             jobs, step = await jobs_of(self, batch)
-            texts.append({})
-            self.das_writing = Writing(self, step, jobs)
+            self.das_writing = getattr(self, "das_writing", None) or Writing(self)
+            self.das_writing.add(step, jobs)
         except Exception:
-            logger.exception("das: nothing is written ahead for the next step")
+            logger.exception("das: a step is not written ahead")
 
     return das_write_ahead
 
 
-def stop(worker: Any, step: int | None = None) -> None:
-    """End the writing of a worker; `step`: if that is for this step or one before, which now begins."""
+def stop(worker: Any, step: int) -> None:
+    """Write nothing more ahead for a step that begins in a worker."""
     writing: Writing | None = getattr(worker, "das_writing", None)
-    if writing is not None and (step is None or step >= writing.step):
-        writing.stop()
-        worker.das_writing = None
+    if writing is not None:
+        writing.stop(step)
 
 
 async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:
     """Return the samples of a batch, and its step: as veRL's workers make them."""
     from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 
+    written: dict[int, array[int]] = {}
+    texts.append(written)  # here: a method of the worker's class is pickled with what it names
     rollout, tensors = worker.rollout_config, not hasattr(batch, "non_tensor_batch")
     params = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     params |= {"repetition_penalty": 1.0, "logprobs": False}
@@ -248,9 +270,9 @@ async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:
         row.setdefault("agent_name", rollout.agent.default_agent_loop)
         count, sampled = row.pop("__rollout_n__", rollout.n), row.pop("__do_sample__", True)
         if not tensors:  # each sample has a row
-            jobs.append((trajectory["rollout_n"], Job(params, trajectory, row)))
+            jobs.append((trajectory["rollout_n"], Job(params, trajectory, row, written)))
         elif sampled:
-            jobs += [(n, Job(params, trajectory, {**row, "session_id": n})) for n in range(count)]
+            jobs += [(n, Job(params, trajectory, {**row, "session_id": n}, written)) for n in range(count)]
     return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])], int(step)
 
 

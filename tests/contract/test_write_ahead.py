@@ -1,5 +1,5 @@
 """veRL's own agent loop workers, client and data loader, around servers whose answers a test chooses: an idle one
-writes ahead, with the noise of the requests of the next step, and these bring it along."""
+writes ahead, with the noise of the requests of the next steps, and these bring it along."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ class Seen:
     """Labels of the requests up to the end of each step."""
     ahead: list[tuple[list[int], Label, int]]
     """What was asked to be written ahead: prompt, label, and requests that the replica had."""
+    early: int
+    """How much of it was asked in the first step."""
     batches: list[list[int]]
     """Indices of the rows that the trainer took."""
 
@@ -144,13 +146,14 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
     data = RLHFDataset(str(ROOT / "examples/tiny_math/data/train.parquet"), tokenizer, config.data)
     run = request.param(config, LLMServerClient(config, router), data)
     Ahead.begin(run.trainer, das)
-    steps, batches = [], []
+    steps, batches, early = [], [], []
     for number in range(1, STEPS + 1):
         batches.append(run.step(number))
         asked = ray.get([server.asked.remote() for server in servers.values()], timeout=60)
         steps.append([Label.of(extra) for real, _ in asked for _, extra in real])
-    ahead = [(prompt, Label.of(extra), running) for _, early in asked for prompt, extra, running in early]
-    yield Seen(steps, ahead, batches)
+        early.append(sum(len(written) for _, written in asked))
+    ahead = [(prompt, Label.of(extra), running) for _, written in asked for prompt, extra, running in written]
+    yield Seen(steps, ahead, early[0], batches)
     Ahead.running = None
     ray.shutdown()
 
@@ -178,6 +181,13 @@ def test_only_an_idle_replica_writes_ahead_and_not_for_the_history(seen: Seen) -
     assert len(seen.ahead) == (STEPS - 1) * BATCH * SAMPLES
     assert {running for _, _, running in seen.ahead} == {0}
     assert not any(label.record for _, label, _ in seen.ahead)
+
+
+def test_what_is_idle_for_long_enough_writes_the_step_after_the_next_one_too(seen: Seen) -> None:
+    assert seen.early > BATCH * SAMPLES
+    steps = [{label.seed for label in new(seen.steps, step)} for step in range(STEPS)]
+    order = [next(step for step in range(STEPS) if label.seed in steps[step]) for _, label, _ in seen.ahead]
+    assert order == sorted(order)
 
 
 def test_the_trainer_takes_every_batch_in_its_order(seen: Seen) -> None:

@@ -1,4 +1,4 @@
-"""A trainer whose next batch is looked at reads, saves and resumes as one whose is not."""
+"""A trainer whose next batches are looked at reads, saves and resumes as one whose are not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def loader(workers: int = 0) -> StatefulDataLoader:
     return StatefulDataLoader(list(range(ROWS)), BATCH, sampler=order, num_workers=workers, drop_last=True)
 
 
-def train(batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: False) -> list[tuple[Any, Any]]:
-    """Take batches as veRL's trainer does; return each with the state that a checkpoint behind it has."""
+def train(batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: 0) -> list[tuple[Any, Any]]:
+    """Take batches as veRL's trainer does; return each with the state that a checkpoint behind it has. `looks`: at how
+    many batches."""
     found = []
     for _ in range(steps):
         iterator = iter(batches) if iterator is None else iterator
@@ -32,38 +33,39 @@ def train(batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: F
         except StopIteration:
             iterator = iter(batches)
             batch = next(iterator)
-        seen = batches.peek() if looks() else None
+        seen = batches.peek(count) if (count := looks()) else []
         found.append((batch.tolist(), batches.state_dict()))
-        if seen is not None:
-            assert batches.peek() is seen
+        assert all(a is b for a, b in zip(seen, batches.peek(len(seen)) if seen else [], strict=True))
     return found
 
 
 def test_batches_and_saved_states_are_those_of_the_loader_alone() -> None:
     alone = train(loader(), 11)
     chosen = random.Random(1)
-    for looks in (lambda: True, lambda: chosen.random() < 0.5):
+    for looks in (lambda: 1, lambda: 2, lambda: 9, lambda: chosen.randrange(4)):
         assert str(train(LookAhead(loader()), 11, looks=looks)) == str(alone)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_a_run_resumed_from_a_state_behind_a_look_reads_the_same_batches(steps: int) -> None:
+def test_a_run_resumed_from_a_state_behind_a_look_reads_the_same_batches(steps: int, count: int) -> None:
     alone = [batch for batch, _ in train(loader(), 11)]
-    _, state = train(LookAhead(loader()), steps, looks=lambda: True)[-1]
+    _, state = train(LookAhead(loader()), steps, looks=lambda: count)[-1]
     resumed = loader()
     resumed.load_state_dict(state)
-    assert [batch for batch, _ in train(LookAhead(resumed), 11 - steps, looks=lambda: True)] == alone[steps:]
+    assert [batch for batch, _ in train(LookAhead(resumed), 11 - steps, looks=lambda: count)] == alone[steps:]
 
 
-def test_the_batch_that_is_seen_is_the_next_one_and_none_at_the_end_of_an_epoch() -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_batches_that_are_seen_are_the_next_ones_up_to_the_end_of_an_epoch(count: int) -> None:
     batches = LookAhead(loader())
-    seen = [(batch.tolist(), None if (after := batches.peek()) is None else after.tolist()) for batch in batches]
-    assert [after for _, after in seen] == [*(batch for batch, _ in seen[1:]), None]
+    taken, seen = zip(*((batch.tolist(), [s.tolist() for s in batches.peek(count)]) for batch in batches), strict=True)
+    assert list(seen) == [[*taken[number : number + count]] for number in (1, 2, 3)]
 
 
 def test_the_random_numbers_of_the_process_are_not_touched() -> None:
     states = []
-    for batches, looks in ((loader(), False), (LookAhead(loader()), True)):
+    for batches, looks in ((loader(), 0), (LookAhead(loader()), 2)):
         torch.manual_seed(3)
         train(batches, 7, looks=lambda looks=looks: looks)
         states.append(torch.get_rng_state())
@@ -88,6 +90,6 @@ def test_a_batch_that_cannot_be_read_is_an_error_when_it_is_taken() -> None:
     batches = LookAhead(StatefulDataLoader(Broken(range(8)), BATCH))
     iterator = iter(batches)
     assert next(iterator).tolist() == [0, 1, 2, 3]
-    assert batches.peek() is None
+    assert batches.peek(2) == []
     with pytest.raises(OSError, match="no such row"):
         next(iterator)

@@ -1,8 +1,9 @@
-"""What veRL's workers write ahead is what the requests of the next step will write, and travels with these."""
+"""What veRL's workers write ahead is what the requests of the next steps will write, and travels with these."""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -174,27 +175,52 @@ def test_an_agent_loop_that_asks_for_nothing_leaves_nothing() -> None:
     assert worker.balancer.lent == 0
 
 
-def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
+async def add(worker: Worker, *steps: int) -> None:
+    for step in steps:
+        batch = proto([("gsm8k", step)], step, False)
+        identity.name_rows(batch)
+        await worker.das_write_ahead(batch)
+
+
+def test_a_later_step_is_written_when_the_one_before_it_is() -> None:
+    pytest.importorskip("verl")
+    server = Server(([1], False), ([2], True), ([3], True), ([4], True), ([], False), ([5], True))
+    worker = Worker(server)
+
     async def check() -> None:
-        worker, forever = Worker(Server()), asyncio.Event()
-        worker.das_writing = writing = ahead.Writing(worker, 3, [])
-        writing.task.cancel()
-        writing.task = asyncio.create_task(forever.wait())
-        ahead.stop(worker, 2)
-        assert worker.das_writing is writing
-        ahead.stop(worker, 3)
-        assert worker.das_writing is None
-        with pytest.raises(asyncio.CancelledError):
-            await writing.task
+        await add(worker, 2, 3)
+        await worker.das_writing.task
 
     asyncio.run(check())
+    seeds = [Label.of(params["extra_args"]).seed for _, params in server.asked]
+    assert len(set(seeds)) == 4
+    assert seeds[2] == seeds[0]  # what was interrupted goes on before the next step
+    assert seeds.count(seeds[0]) == seeds.count(seeds[4]) == 2
+    texts = [[list(text) for text in written.values()] for written in ahead.texts]
+    assert texts == [[[1, 3], [2]], [[4], [5]]]
+
+
+def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
+    pytest.importorskip("verl")
+    worker = Worker()
+
+    async def check() -> None:
+        await add(worker, 2, 3, 4)
+        ahead.stop(worker, 3)
+        await worker.das_writing.task
+        assert [len(written) for written in ahead.texts] == [0, 0, 2]
+        await add(worker, 5)
+        await worker.das_writing.task
+
+    asyncio.run(check())
+    assert [len(written) for written in ahead.texts] == [0, 0, 2, 2]
 
 
 def test_texts_of_earlier_steps_are_forgotten() -> None:
-    for step in range(5):
-        ahead.texts.append({10 + step: [step]})
-    assert [ahead.take(10 + step) is not None for step in range(5)] == [False, False, False, True, True]
-    assert ahead.take(14) is None
+    for step in range(ahead.STEPS + 3):
+        ahead.texts.append({10 + step: array("i", [step])})
+    assert [ahead.take(10 + step) is not None for step in range(3)] == [False, False, True]
+    assert ahead.take(12) is None  # it was taken
 
 
 def test_a_label_carries_what_was_written_ahead() -> None:
@@ -279,9 +305,10 @@ def test_it_rests_where_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     run, shown = ahead.Ahead(trainer), list[bool]()
     for step in range(40):
         trainer.global_steps = step
-        monkeypatch.setattr(tracking, "logged", {"das/run_ahead_repeated": 0.01} if step and shown[-1] else {})
+        written = any(shown[-1 - ahead.STEPS : -1])  # steps after the one that begins were shown, too
+        monkeypatch.setattr(tracking, "logged", {"das/run_ahead_repeated": 0.01} if written else {})
         shown.append(run.worth())
-    assert [step for step in range(40) if shown[step]] == [0, 9, 26]
+    assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
 
 
 def test_what_shows_no_next_batch_refuses_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from replay import replay
 
 from das_adapter.core.latency import StepModel
-from das_adapter.sim import Simulation, fleet, summary
+from das_adapter.sim import Simulation, fleet, pipeline, summary
 from das_adapter.sim.config import RolloutBlock, parse
 from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Fixed, no_drafts
@@ -288,6 +288,15 @@ def test_what_idle_engines_write_ahead_shortens_the_next_steps() -> None:
         assert r.written[~real].sum() == r.ahead[real].sum() and not r.ended[r.written < r.length].any()
     same, other = (runs[chance]["ahead"].steps[-1].tokens_per_forward for chance in (0.9999, 0.5))
     assert same > 1.5 * other
+
+
+def test_a_long_tail_writes_several_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = FIRST | {"rollout__steps": 8, "rollout__dataset": 48, "acceptance__agreement": 0.9999}
+    several = small(**keys).run("ahead")
+    monkeypatch.setattr(pipeline, "STEPS", 1)
+    one = small(**keys).run("ahead")
+    assert sum(step.ahead for step in several.steps) > sum(step.ahead for step in one.steps)
+    assert rollout_s(several) < rollout_s(one)
 
 
 def test_run_ahead_costs_at_most_a_step_where_no_engine_is_idle() -> None:
