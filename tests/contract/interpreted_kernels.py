@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import device_reference
 import numpy as np
@@ -12,12 +14,14 @@ import pytest
 import torch
 import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
+from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.verification import accept_drawn
 from das_adapter.protocol.engine_args import DraftTokens
 
 SLOTS, LENGTH, STEPS = 4, 240, 5
@@ -105,7 +109,7 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
     """Of longer texts a program scans several tiles, and more than DEPTH tokens are equal. `gpu`: several programs
     scan live text, as on a GPU, in tiles so small that a text has several."""
     if gpu:
-        monkeypatch.setitem(device_index.SCAN, "cpu", (2, int(search.PLACES.value)))
+        monkeypatch.setitem(device_index.SCAN, "cpu", (3 * SLOTS, int(search.PLACES.value)))
     world, ends = World(seed, vocabulary, periodic, written), int(written > 0)
     kernels, plain = indices = [world.index(), world.index()]
     plain._launch = functools.partial(device_reference.launch, plain)  # type: ignore[method-assign]
@@ -126,6 +130,22 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
     if written:
         strongest = int((kernels.found[:, 1] & 0xFF).max())
         assert strongest == 2 * int(search.DEPTH.value)
+
+
+def test_drafts_are_accepted_up_to_the_first_token_that_was_not_drawn() -> None:
+    rng = np.random.default_rng(0)
+    begin = np.cumsum([0, *rng.integers(1, STEPS + 2, 40)])
+    drawn, fed = torch.from_numpy(rng.integers(0, 2, begin[-1])), torch.from_numpy(rng.integers(-1, 2, begin[-1]))
+    none = torch.zeros(0)
+    with mock.patch.object(gumbel, "gumbel_sample", lambda *_, **__: drawn):
+        rows = torch.from_numpy(begin.astype(np.int32))
+        sampled, counts = accept_drawn(none, None, fed.int(), rows, *[none] * 6, num_speculative_steps=STEPS)
+    for request, (first, end) in enumerate(itertools.pairwise(begin.tolist())):
+        count = 1
+        while first + count < end and drawn[first + count - 1] == fed[first + count]:
+            count += 1
+        assert int(counts[request]) == count
+        assert torch.equal(sampled[request, :count], drawn[first : first + count])
 
 
 def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:

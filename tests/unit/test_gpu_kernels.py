@@ -2,80 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
+from compiled_kernels import compiled, forms  # noqa: E402
 
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v2 import search, votes  # noqa: E402
 from das_adapter.engine.v2.device_index import SCAN, DeviceIndex  # noqa: E402
-
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    int: "i32",
-    float: "fp32",
-}
-"""What Triton calls the types of arguments."""
-
-
-class Launches:
-    """Stands in the place of a kernel, and notes for what kinds of arguments Triton would compile it."""
-
-    def __init__(self, kernel: Any, forms: set[Any]) -> None:
-        self._kernel, self._forms = kernel, forms
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            given = dict(zip(self._kernel.arg_names, args, strict=False)) | kwargs
-            self._forms.add(tuple(self._form(p, given[p.name]) for p in self._kernel.params))
-
-        return launch
-
-    def _form(self, parameter: Any, value: Any) -> Any:
-        """Return the type of an argument, and what else a kernel is compiled for."""
-        if parameter.is_constexpr:
-            return "constexpr", value
-        if isinstance(value, torch.Tensor):
-            return TYPES[value.dtype], parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
-        special = (value == 1, isinstance(value, int) and value % 16 == 0)
-        return TYPES[type(value)], parameter.do_not_specialize or special
-
-
-def forms(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> dict[str, set[Any]]:
-    """Have the kernels of some modules noted instead of launched; return what is noted, by name."""
-    noted: dict[str, set[Any]] = defaultdict(set)
-    for module in modules:
-        for name, kernel in vars(module).copy().items():
-            if isinstance(kernel, triton.runtime.JITFunction):
-                monkeypatch.setattr(module, name, Launches(kernel, noted[name]))
-    return noted
-
-
-def compiled(noted: dict[str, set[Any]], capability: int, *modules: Any) -> Iterator[Any]:
-    """Compile kernels for all that was noted, without a GPU: Triton brings its own assembler."""
-    target = GPUTarget("cuda", capability, 32)
-    for name, kinds in noted.items():
-        kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
-        for form in kinds:
-            signature = {argument: kind for argument, (kind, _) in zip(kernel.arg_names, form, strict=True)}
-            constants = {(i,): value for i, (kind, value) in enumerate(form) if kind == "constexpr"}
-            yield triton.compile(ASTSource(kernel, signature, constants), target=target)
 
 
 def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +72,7 @@ def test_drafting_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found = list(compiled(noted, 90, search, votes))
     assert len(found) == 6
     assert all(kernel.asm["cubin"] and kernel.metadata.shared < 48 * 1024 for kernel in found)
+    assert not any("acq_rel" in kernel.asm["ptx"] for kernel in found)
 
 
 def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +118,6 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
         4,
     )
     assert (tuple(sampled.shape), tuple(counts.shape)) == ((4, 5), (4,))
+    monkeypatch.undo()
+    (kernel,) = compiled({"accept": noted["accept"]}, 90, votes)
+    assert kernel.asm["cubin"]

@@ -17,8 +17,11 @@ MEMBERS = 64
 """Most texts of a problem, of running and of ended requests, that a request drafts from."""
 CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
-SCAN = {"cuda": (8, 1024), "cpu": (1, 512)}
-"""Programs that scan live text for a request, and tokens that each looks at, by kind of device."""
+SCAN = {"cuda": (3072, 256), "cpu": (1, 512)}
+"""Programs that scan live text, of all requests together where these are few, and tokens that each looks at at once, by
+kind of device. As many programs, of one warp and 80 registers a lane, run on an H100 at once."""
+SPLITS = 256
+"""Programs that scan for one request, at most: their places are merged one after the other."""
 
 
 class DeviceIndex:
@@ -43,14 +46,14 @@ class DeviceIndex:
         closed = min(CLOSED * slots, 8192)
         self.arena = Arena(words, slots, closed, MEMBERS)
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
-        self._splits, self._block = SCAN.get(self.device.type, SCAN["cpu"])
+        self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
         self.bringer = Bringer(self.arena, self.words, beside=self.device.type == "cuda")
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
         places, kinds = int(search.PLACES.value), int(votes.KINDS.value)
-        self._seen = self._zeros((slots, self._splits + 1, 4, places), torch.int64)
+        self._seen = self._zeros(2 * places * max(slots, self._programs), torch.int64)
         self.found = self._zeros((slots, 3, 4 * places), torch.int64)
         """Of each request, the places that vote; see `search`."""
         self.offers = self._zeros((slots, 4 + 2 * steps), torch.int32)
@@ -72,6 +75,7 @@ class DeviceIndex:
         """Lengths of the drafts."""
         self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._beside = torch.cuda.Stream(self.device) if self.words.is_cuda else None  # type: ignore[no-untyped-call]
 
     # Requests
 
@@ -153,25 +157,26 @@ class DeviceIndex:
         def parts(*names: str) -> dict[str, torch.Tensor]:
             return {name: tables[name] for name in names}
 
-        votes.learn[(-(-requests // rows),)](
-            offers=self.offers, **mine, outcomes=self.outcomes, requests=requests, **steps, ROWS=rows
-        )
-        votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
-        search.search_sealed[(requests, 2)](
-            **mine,
-            **parts("sealed_texts", "sealed_places", "sealed_count"),
-            fading=self._fading,
-            found=self.found,
-        )
-        search.scan_live[(requests, self._splits + 1)](
-            **mine,
-            **parts("begin", "members", "member_count"),
-            seen=self._seen,
-            MEMBERS=MEMBERS,
-            SPLITS=self._splits,
-            BLOCK=self._block,
-        )
-        search.merge_live[(requests,)](self._seen, self.found, SPLITS=self._splits)
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside):  # few programs, which wait for memory: the scan needs the processors
+            votes.learn[(-(-requests // rows),)](
+                offers=self.offers, **mine, outcomes=self.outcomes, requests=requests, **steps, ROWS=rows
+            )
+            votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
+            search.search_sealed[(requests, 2)](
+                **mine,
+                **parts("sealed_texts", "sealed_places", "sealed_count"),
+                fading=self._fading,
+                found=self.found,
+                num_warps=1,
+            )
+        splits = max(1, min(SPLITS, self._programs // requests))
+        live = {**mine, **parts("begin", "members"), "seen": self._seen, "MEMBERS": MEMBERS, "num_warps": 1}
+        search.scan_live[(requests, splits)](**live, **parts("member_count"), BLOCK=self._block)
+        search.merge_live[(requests, 2)](**live, found=self.found, splits=splits, BLOCK=self._block)
+        if self._beside is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
         votes.vote[(requests,)](
             self.words,
             self._slots,
@@ -186,6 +191,7 @@ class DeviceIndex:
             vocabulary=self._vocabulary,
             min_chance=self._min_chance,
             **steps,
+            num_warps=1,
         )
 
     def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -165,19 +165,22 @@ def search_sealed(arena, slots, text_at, text_len, sealed_texts, sealed_places, 
 def _ranks(arena, own, n, lowest, written, at, place, there, BLOCK: tl.constexpr):
     """Rank places of a text by the tokens that agree with a context: 3 more than these where the last one does, else
     those before it, BEYOND at most; 0 where nothing does."""
+    tl.static_assert((DEPTH - 1) % BEYOND == 0)
     last = tl.load(arena + at + place, mask=there & (place >= 0), other=START)
     exact = there & (last == written)
     alike = tl.zeros([BLOCK], tl.int32)
     going = there & (place >= 0)
     i = 1
     while (i < DEPTH) & (tl.max(going.to(tl.int32), axis=0) > 0):
-        expected = _context(arena, own, n, n - 1 - i, lowest)
-        token = tl.load(arena + at + place - i, mask=going & (place >= i), other=START)
-        going = going & (token == expected)
-        alike += going.to(tl.int32)
-        going = going & (token != START)
-        i += 1
-    return tl.where(exact, 4 + alike, tl.where(there, tl.minimum(alike, BEYOND), 0))
+        for j in tl.static_range(BEYOND):
+            expected = _context(arena, own, n, n - 1 - i - j, lowest)
+            token = tl.load(arena + at + place - i - j, mask=going & (place >= i + j), other=START)
+            going = going & (token == expected)
+            alike += going.to(tl.int32)
+            going = going & (token != START)
+        going = going & exact
+        i += BEYOND
+    return tl.where(exact, 4 + alike, tl.where(there, alike, 0))
 
 
 @triton.jit
@@ -215,69 +218,87 @@ def scan_live(
     member_count,
     seen,
     MEMBERS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the places in the live text of a request's problem that match its own text longest; of equal lengths the
-    latest. The tiles of these texts are shared out over SPLITS programs; one more does the request's prompt.
+    """Find the places in the live text of a request's problem that match its own text longest, of equal lengths the
+    latest, and those in its prompt. The tiles of all these texts are shared out over program_id(1).
 
     A place whose last token differs matches by the tokens before that, behind all others. `seen`: int64
-    [requests, SPLITS + 1, 4, PLACES], the three numbers of a place, and what it is ordered by.
+    [requests, 2, programs, PLACES], keys of places in live text and in the prompt, the best ones are the largest; -1:
+    none.
     """
-    request, split = tl.program_id(0), tl.program_id(1)
-    out = seen + (request * (SPLITS + 1) + split) * 4 * PLACES + tl.arange(0, PLACES)
-    tl.store(out + PLACES, tl.zeros([PLACES], tl.int64))
-    tl.store(out + 3 * PLACES, tl.full([PLACES], -1, tl.int64))
+    request, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + request)
     if slot >= 0:
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
         prompt = tl.load(begin + slot).to(tl.int32)
-        is_prompt = split == SPLITS
-        lowest = tl.where(is_prompt, -prompt, 0)
-        texts = tl.where(is_prompt, 1, tl.load(member_count + slot).to(tl.int32))
         written = tl.load(arena + own + n - 1)
-        best = tl.full([PLACES], -1, tl.int64)
-        for m in range(texts):
-            text = tl.load(members + slot * MEMBERS + m)
-            at = tl.where(is_prompt, own - prompt, tl.load(text_at + text))
-            size = tl.where(is_prompt, prompt, tl.load(text_len + text))
-            tile = tl.where(is_prompt, 0, split)
-            while tile * BLOCK < size:
-                place = size - 2 - (tile * BLOCK + tl.arange(0, BLOCK))
-                there = place >= tl.where(is_prompt, 0, -1)
-                rank = _ranks(arena, own, n, lowest, written, at, place, there, BLOCK)
+        lane = tl.arange(0, MEMBERS)
+        there = lane < tl.load(member_count + slot)
+        text = tl.load(members + slot * MEMBERS + lane, mask=there, other=0)
+        ends = tl.cumsum((tl.load(text_len + text, mask=there, other=0) + BLOCK - 1) // BLOCK, axis=0)
+        tile = split
+        for is_prompt in range(2):
+            tiles = tl.where(is_prompt > 0, (prompt + BLOCK - 1) // BLOCK, tl.max(ends, axis=0))
+            lowest = tl.where(is_prompt > 0, -prompt, 0)
+            best = tl.full([PLACES], -1, tl.int64)
+            while tile < tiles:
+                over = (ends <= tile) & (is_prompt == 0)
+                m = tl.sum(over.to(tl.int32), axis=0)
+                at, size = _text(text_at, text_len, members + slot * MEMBERS, m, own, prompt, is_prompt)
+                first = tl.max(tl.where(over, ends, 0), axis=0)
+                place = size - 2 - ((tile - first) * BLOCK + tl.arange(0, BLOCK))
+                rank = _ranks(arena, own, n, lowest, written, at, place, place >= is_prompt - 1, BLOCK)
                 key = (rank.to(tl.int64) << 40) | ((place + 1).to(tl.int64) << 16) | m
                 best = _with_best(best, tl.where(rank > 0, key, -1))
-                tile += tl.where(is_prompt, 1, SPLITS)
-        kept = best >= 0
-        rank = (best >> 40).to(tl.int32)
-        place = ((best >> 16) & 0xFFFFFF).to(tl.int32) - 1
-        m = tl.where(is_prompt, -1, (best & 0xFFFF).to(tl.int32))
-        text = tl.load(members + slot * MEMBERS + m, mask=kept & (m >= 0), other=0)
-        at = tl.where(is_prompt, own - prompt, tl.load(text_at + text, mask=kept, other=0))
-        size = tl.where(is_prompt, prompt, tl.load(text_len + text, mask=kept, other=0))
-        traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, is_prompt | (text == slot))
-        tl.store(out, at + place + 1)
-        tl.store(out + PLACES, tl.where(kept, traits, 0).to(tl.int64))
-        tl.store(out + 2 * PLACES, (size - 1 - place).to(tl.int64))
-        tl.store(out + 3 * PLACES, best)
+                tile += splits
+            tl.store(seen + ((request * 2 + is_prompt) * splits + split) * PLACES + tl.arange(0, PLACES), best)
+            tile -= tiles
 
 
 @triton.jit
-def merge_live(seen, found, SPLITS: tl.constexpr):
-    """Take the best places of all programs that scanned live text, and those of the prompt."""
-    request = tl.program_id(0)
-    lane, first = tl.arange(0, SPLITS * PLACES), tl.arange(0, PLACES)
-    mine = seen + request * (SPLITS + 1) * 4 * PLACES
-    scanned = mine + lane // PLACES * 4 * PLACES + lane % PLACES
-    key = tl.load(scanned + 3 * PLACES)
-    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
-    place = tl.where(key >= 0, rank, PLACES)
-    nobody = first >= tl.sum((key >= 0).to(tl.int32), axis=0)
-    out = found + request * 3 * CANDIDATES + 2 * PLACES
-    tl.store(out + CANDIDATES + first, tl.zeros([PLACES], tl.int64), mask=nobody)
-    for i in tl.static_range(3):
-        tl.store(out + i * CANDIDATES + place, tl.load(scanned + i * PLACES), mask=place < PLACES)
-        prompt = tl.load(mine + (SPLITS * 4 + i) * PLACES + first)
-        tl.store(out + i * CANDIDATES + PLACES + first, prompt)
+def _text(text_at, text_len, members, m, own, prompt, is_prompt):
+    """Load where texts begin, and their tokens, by number among a problem's texts; else of the prompt."""
+    text = tl.load(members + m)
+    at = tl.where(is_prompt > 0, own - prompt, tl.load(text_at + text))
+    return at, tl.where(is_prompt > 0, prompt, tl.load(text_len + text))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_live(
+    arena,
+    slots,
+    text_at,
+    text_len,
+    begin,
+    members,
+    seen,
+    found,
+    splits,
+    MEMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take the best places of all programs that scanned live text (program_id(1) = 0), or the prompt (1)."""
+    request, is_prompt = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + request)
+    if slot >= 0:
+        own = tl.load(text_at + slot)
+        n = tl.load(text_len + slot)
+        prompt = tl.load(begin + slot).to(tl.int32)
+        best = tl.full([PLACES], -1, tl.int64)
+        for first in range(0, splits * PLACES, BLOCK):
+            one = first + tl.arange(0, BLOCK)
+            key = seen + (request * 2 + is_prompt) * splits * PLACES + one
+            best = _with_best(best, tl.load(key, mask=one < splits * PLACES, other=-1))
+        rank = (best >> 40).to(tl.int32)
+        place = ((best >> 16) & 0xFFFFFF).to(tl.int32) - 1
+        m = tl.where(best >= 0, best & 0xFFFF, 0)
+        at, size = _text(text_at, text_len, members + slot * MEMBERS, m, own, prompt, is_prompt)
+        lowest = tl.where(is_prompt > 0, -prompt, 0)
+        mine = (is_prompt > 0) | (tl.load(members + slot * MEMBERS + m) == slot)
+        traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt > 0, mine)
+        out = found + request * 3 * CANDIDATES + (2 + is_prompt) * PLACES + tl.arange(0, PLACES)
+        tl.store(out, at + place + 1)
+        tl.store(out + CANDIDATES, tl.where(best >= 0, traits, 0).to(tl.int64))
+        tl.store(out + 2 * CANDIDATES, (size - 1 - place).to(tl.int64))

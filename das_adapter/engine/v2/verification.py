@@ -57,6 +57,8 @@ def accept_drawn(
     """
     from vllm.v1.worker.gpu.sample import gumbel
 
+    from das_adapter.engine.v2 import votes
+
     drawn = gumbel.gumbel_sample(
         logits,
         expanded_idx_mapping,
@@ -67,13 +69,11 @@ def accept_drawn(
         is_drafting=False,
         use_fp64=use_fp64,
     )
-    requests, width = cu_num_logits.shape[0] - 1, num_speculative_steps + 1
-    local = expanded_local_pos.to(torch.int64)
-    request = (local == 0).cumsum(0) - 1
-    following = torch.nn.functional.pad(fed[1:].to(torch.int64), (0, 1), value=-1)
-    continues = torch.nn.functional.pad(local[1:] > 0, (0, 1), value=False)
-    cell = request * width + local
-    sampled = drawn.new_zeros(requests * width).scatter_(0, cell, drawn).view(requests, width)
-    equal = ((drawn == following) & continues).to(torch.int32)
-    accepted = equal.new_zeros(requests * width).scatter_(0, cell, equal).view(requests, width)
-    return sampled, accepted.cumprod(1).sum(1, dtype=torch.int32) + 1
+    requests, width, rows = cu_num_logits.shape[0] - 1, num_speculative_steps + 1, 32
+    sampled = drawn.new_empty(requests, width)
+    num_sampled = cu_num_logits.new_empty(requests, dtype=torch.int32)
+    padded = 1 << num_speculative_steps.bit_length()
+    votes.accept[(-(-requests // rows),)](
+        drawn, fed, cu_num_logits, sampled, num_sampled, requests, WIDTH=width, PADDED=padded, ROWS=rows
+    )
+    return sampled, num_sampled

@@ -1,4 +1,4 @@
-"""Triton kernels that draft from the places that `search` has found, and learn which drafts are accepted.
+"""Triton kernels that draft from the places that `search` has found, accept drafts, and learn which are accepted.
 
 Every place votes for the token that follows there, with its text's weight times the 6th power of its strength + 1. A
 place is as strong as twice the tokens that agree with what the request has written, and gains 2 with every token
@@ -33,6 +33,8 @@ PRIOR = tl.constexpr(_RULES["PRIOR"])
 DOUBT = tl.constexpr(_RULES["DOUBT"])
 MEMORY = tl.constexpr(_RULES["MEMORY"])
 """Weight of a kind's prior and of a source's, and of the past at most, tokens."""
+NOBODY = tl.constexpr(0x7FFFFFFF)
+"""Above every token."""
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -72,8 +74,8 @@ def learn(
     tried = asked & (column[None, :] <= first[:, None])
     accepted = asked & (column[None, :] < first[:, None])
     one = tl.full([ROWS, PADDED], 1, tl.int32)
-    tl.atomic_add(outcomes + 2 * kind, one, mask=tried)
-    tl.atomic_add(outcomes + 2 * kind + 1, one, mask=accepted)
+    tl.atomic_add(outcomes + 2 * kind, one, mask=tried, sem="relaxed")
+    tl.atomic_add(outcomes + 2 * kind + 1, one, mask=accepted, sem="relaxed")
     tl.store(offer, tl.zeros([ROWS], tl.int32), mask=known & (length > before))
 
 
@@ -142,14 +144,18 @@ def _places(found):
 
 @triton.jit
 def _elected(token, alive, strong, weight, own):
-    """Return the token with the most votes, the places that voted for it, and its kind as a draft token."""
+    """Return the token with the most votes (of equals the lowest), the places that voted for it, and its kind as a
+    draft token."""
     power = (strong + 1).to(tl.int64)
     power = power * power * power
     votes = tl.where(alive, power * power * weight, 0)
-    agree = (token[:, None] == token[None, :]) & alive[None, :]
-    total = tl.where(alive, tl.sum(tl.where(agree, votes[None, :], 0), axis=1), -1)
-    most = tl.max(total, axis=0)
-    winner = tl.min(tl.where(total == most, token, 0x7FFFFFFF), axis=0)
+    said = tl.min(tl.where(alive, token, NOBODY), axis=0)
+    winner, most = said, tl.full([], 0, tl.int64)
+    while said < NOBODY:
+        total = tl.sum(tl.where(token == said, votes, 0), axis=0)
+        winner = tl.where(total > most, said, winner)
+        most = tl.maximum(most, total)
+        said = tl.min(tl.where(alive & (token > said), token, NOBODY), axis=0)
     voters = alive & (token == winner)
     share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
     longest = tl.max(tl.where(voters, strong, 0), axis=0)
@@ -215,3 +221,31 @@ def vote(
         tl.store(real + request, step)
         tl.store(offer, asked)
         tl.store(offer + 1, n)
+
+
+@triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["fed", "rows"])
+def accept(
+    drawn,
+    fed,
+    rows,
+    sampled,
+    num_sampled,
+    requests,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Take the drawn tokens of each request up to the first with which its draft does not go on.
+
+    `drawn`: int64 [rows]; `fed`: int [rows], the token that was read at each row; `rows`: int32 [requests + 1], first
+    row of each request; `sampled`: int64 [requests, WIDTH]; `num_sampled`: int32 [requests], how many of them count.
+    """
+    request, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)[None, :]
+    known = request < requests
+    row = tl.load(rows + request, mask=known, other=0)[:, None] + column
+    end = tl.load(rows + request + 1, mask=known, other=0)[:, None]
+    token = tl.load(drawn + row, mask=row < end, other=0)
+    following = tl.load(fed + row + 1, mask=row + 1 < end, other=-1)
+    accepted = tl.min(tl.where(token != following, column, PADDED), axis=1)
+    tl.store(sampled + request[:, None] * WIDTH + column, token, mask=known[:, None] & (column < WIDTH))
+    tl.store(num_sampled + request, accepted + 1, mask=known)
