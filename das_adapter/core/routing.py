@@ -82,8 +82,8 @@ class Replicas(Generic[Name]):
         group: int = 1,
         slots: float = math.inf,
     ) -> None:
-        """`group`: samples of a problem that come at once, more where more of one problem were in flight; `slots`:
-        requests that a replica runs at once."""
+        """`group`: samples of a problem that come at once, more where `pick` was not told how many and more of one were
+        in flight; `slots`: requests that a replica runs at once."""
         self._worth, self._group, self._slots = worth, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
@@ -116,7 +116,8 @@ class Replicas(Generic[Name]):
             coming = max(1, (group or self._group) - self._running[problem])
             self._places[problem] = self._place(problem, length, known, coming)
         self._running[problem] += 1
-        self._group = max(self._group, self._running[problem])
+        if group is None:  # a validation may have more samples of a problem
+            self._group = max(self._group, self._running[problem])
         return self._places[problem].pop(0)
 
     def stay(self, replica: Name, problem: int, length: float, known: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator
@@ -32,6 +33,8 @@ _SLOTS = 256
 """Requests that a worker runs at once where its config does not say: vLLM's smallest default."""
 
 _shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
+_counting = threading.Lock()
+"""Held while requests are labelled and placed: NeMo-RL's collector generates each batch in a thread of its own."""
 live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
 """The generations of this process."""
 
@@ -89,13 +92,15 @@ class DasVllmGeneration(VllmGeneration):
             await asyncio.to_thread(self._predict)
         length, known = self._expected[label.problem], label.problem in self._expected
         group = None if self._longest_first and label.record else 1
-        shard = self._replicas.pick(label.problem, length, known, group)
+        with _counting:
+            shard = self._replicas.pick(label.problem, length, known, group)
         _shard.set(shard)
         try:
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
         finally:
-            self._replicas.done(shard, label.problem)
+            with _counting:
+                self._replicas.done(shard, label.problem)
 
     def get_step_metrics(self) -> dict[str, float]:
         """Return NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
@@ -120,10 +125,11 @@ class DasVllmGeneration(VllmGeneration):
         prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
         labelled = type(data)(data.data)
         media = media_of(data, len(data["input_ids"]))
-        labelled[LABELS] = [
-            self._labeller.label(prompt, self._validating, images)
-            for prompt, images in zip(prompts, media, strict=True)
-        ]
+        with _counting:
+            labelled[LABELS] = [
+                self._labeller.label(prompt, self._validating, images)
+                for prompt, images in zip(prompts, media, strict=True)
+            ]
         return labelled
 
     def _predict(self) -> Expected:

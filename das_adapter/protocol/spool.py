@@ -73,8 +73,12 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
 
 def room(directory: Path, beside: int, held: int = 0) -> int:
     """Return how many bytes a history's files may take, which take `held` now. `beside`: the size of Ray's object
-    store, which may lie there too and takes memory when it needs it. OSError: the directory is gone."""
+    store, which takes memory when it needs it; it lies in shared memory, or with temporary files if that is smaller.
+    OSError: the directory is gone."""
     disk = shutil.disk_usage(directory)
+    if beside:
+        store = places()[shutil.disk_usage(SHARED_MEMORY).total < beside]
+        beside *= store.stat().st_dev == directory.stat().st_dev
     return min(disk.free + held, disk.total - beside) - min(SPARE, disk.total // 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -232,7 +233,10 @@ class Session:
                 wanted, self._wanted = self._wanted, {}
             if not ray.is_initialized():  # as in `_leave`
                 return
-            calls = [actor(home).give.remote(problems) for home, problems in wanted.items()]
+            calls = []
+            for home, problems in wanted.items():
+                with contextlib.suppress(ValueError):  # it ended, and the others are homes still
+                    calls.append(actor(home).give.remote(problems))
             for history in answers(calls, _GUESTS_WAIT_S, "give"):
                 file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
                 write(file, history)

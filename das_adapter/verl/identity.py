@@ -44,6 +44,10 @@ class Sample:
     start: int = 0
     """Tokens of the conversation that are prompt or already in the history: a resumed request keeps it, the next turn
     begins behind this one's answer."""
+    running: int = 0
+    """Requests that are being answered."""
+    again: int = 0
+    """How often a request began where noise was drawn before: another answer, and not the next turn."""
     job: tuple[ahead.Job, Any] | None = None
     """Where its first response is only written ahead: for whom, and the replica that does it."""
 
@@ -169,6 +173,7 @@ def label_requests(stock: Any) -> Any:
         if self._das is None or sample is None:
             return await stock(self, *args, **kwargs)
         prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
+        sample.again += sample.running > 0 or len(prompt) < sample.start
         own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             job, server = sample.job
@@ -178,7 +183,11 @@ def label_requests(stock: Any) -> Any:
         if own.start == len(prompt):
             own = replace(own, ahead=ahead.take(own.seed))
         params = own.put_into(kwargs["sampling_params"])
-        output = await stock(self, *args, **{**kwargs, "sampling_params": params})
+        sample.running += 1
+        try:
+            output = await stock(self, *args, **{**kwargs, "sampling_params": params})
+        finally:
+            sample.running -= 1
         if output.stop_reason not in ABORTED:
             sample.start = len(prompt) + len(output.token_ids)
         return output
@@ -191,7 +200,8 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) 
     if sample.problem is None:
         sample.problem, sample.start = prompt_identity(prompt_ids, *[sample.index] * media), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
-    seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
+    row = f"{sample.row}/again {sample.again}" if sample.again else sample.row
+    seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
     return Label(sample.problem, seed, not sample.validate, sample.start)
 
 

@@ -116,6 +116,14 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await self._drop_ahead()
         await super().sleep()
 
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up as the stock server does. When a reward model has had the GPU in a validation, veRL sends the same
+        weights again, of no step: what a drafter had beside them is brought up to date here."""
+        if self._sleeps and tags == ["kv_cache"] and self.node_rank == 0:
+            self._sleeps = False
+            await asyncio.to_thread(self._session.sync, int(self.global_steps or 0))
+        await super().wake_up(tags)
+
     def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
         if self._strangers is None:
             logger.warning(

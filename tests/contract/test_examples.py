@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +97,28 @@ def test_only_the_policy_gets_our_server() -> None:
     assert server_class([]) == "DasVLLMHttpServer"
     assert server_class([], is_reward_model=True) == "vLLMHttpServer"
     assert server_class([], is_teacher_model=True) == "vLLMHttpServer"
+
+
+def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -> None:
+    """As in a validation, after a reward model has had the GPU."""
+    from verl.workers.rollout.replica import RolloutMode
+
+    from das_adapter.verl.server import DasVLLMHttpServer
+
+    async def validate() -> None:
+        for step in (3, None):
+            await server.sleep()
+            await server.wake_up(["weights"])
+            if step is not None:
+                await server.set_global_steps(step)
+            await server.wake_up(["kv_cache"])
+
+    synced: list[int] = []
+    session = SimpleNamespace(sync=lambda version, report=False: synced.append(version))
+    server = object.__new__(DasVLLMHttpServer)
+    vars(server).update(
+        node_rank=0, rollout_mode=RolloutMode.STANDALONE, config=SimpleNamespace(free_cache_engine=True)
+    )
+    vars(server).update(_session=session, _order=None, _ahead=set(), _sleeps=False)
+    asyncio.run(validate())
+    assert synced == [3, 3]

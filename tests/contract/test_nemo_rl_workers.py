@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,10 +35,12 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from das_adapter import compat
 from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
+from das_adapter.core.length import Expected
+from das_adapter.core.routing import Replicas, plan
 from das_adapter.errors import UnsupportedHost
 from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
-from das_adapter.protocol.label import Label
+from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.messages import Refresh
 from das_adapter.tools import run_logs
 
@@ -295,8 +299,6 @@ def test_one_sample_of_a_group_leads_and_older_requests_go_first(ray_here: None)
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
-    from das_adapter.core.length import Expected
-    from das_adapter.core.routing import plan
     from das_adapter.nemo_rl.generation import Planned
 
     problems = [1, 1, 2, 2, 3, 3, 4]
@@ -310,6 +312,45 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     back = combined.select_indices(torch.argsort(torch.tensor([row for rows in shares for row in rows])))
     assert back["input_ids"].flatten().tolist() == list(range(7))
     assert back["names"] == data["names"]
+
+
+def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NeMo-RL's trajectory collector does: one thread for each training step to come."""
+    from das_adapter.nemo_rl.generation import DasVllmGeneration
+
+    async def stock(self: Any, data: Any, greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
+        await asyncio.sleep(0)
+        yield 0, data
+
+    class Generation(DasVllmGeneration):
+        def __init__(self) -> None:
+            self.das, self._labeller, self._validating = block(), Labeller(0), False
+            self._longest_first, self._expected, self._expected_until = True, Expected(), math.inf
+            self._replicas = replicas
+
+        def __del__(self) -> None:
+            """It has no workers."""
+
+    async def write(first: int) -> list[Label]:
+        async def one(prompt: int) -> Label:
+            row = BatchedDataDict({"input_ids": torch.tensor([[prompt, prompt]]), "input_lengths": torch.tensor([2])})
+            async for _, result in made.generate_async(row):
+                found = result[settings.LABELS][0]
+            return found
+
+        return await asyncio.gather(*(one(first + number // 2) for number in range(800)))
+
+    monkeypatch.setattr(vllm_generation.VllmGeneration, "generate_async", stock)
+    replicas = Replicas(range(4))
+    made, before = Generation(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            batches = list(threads.map(lambda first: asyncio.run(write(first)), (0, 200, 400, 600)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len({label.seed for batch in batches for label in batch}) == 4 * 800
+    assert all(replicas.load(worker) == (0, 0) for worker in range(4))
 
 
 def test_speculation_ends_a_response_where_a_plain_run_does() -> None:

@@ -25,8 +25,9 @@ PROBLEMS = 40
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 MiB in memory."""
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 128 MiB in memory, the node's shared memory."""
+    monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path)
     found = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=128m", "none", tmp_path], capture_output=True, text=True
     )
@@ -86,3 +87,14 @@ def test_what_ray_may_still_take_is_no_room(
     assert room(spool.SHARED_MEMORY, beside * MB) == left * MB
     made = directory_for(f"das-history-test-{os.getpid()}", size * MB, beside * MB)
     assert (made.parent == spool.SHARED_MEMORY) == fits
+
+
+def test_rays_store_takes_room_only_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if tmp_path.stat().st_dev == spool.SHARED_MEMORY.stat().st_dev:
+        pytest.skip("temporary files lie in shared memory here")
+    sizes = {spool.SHARED_MEMORY: 64 * MB}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(**dict.fromkeys(("total", "free"), sizes.get(path, 48 * MB)))
+    )
+    assert room(tmp_path, 60 * MB) == 42 * MB  # it lies in shared memory
+    assert room(tmp_path, 65 * MB) < 0  # it is too large for that

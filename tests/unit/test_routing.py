@@ -107,6 +107,18 @@ def test_without_siblings_worth_anything_only_the_end_counts() -> None:
     assert Counter(replicas.pick(5, 1.0, group=1) for _ in range(6)) == {"a": 3, "b": 3}
 
 
+def test_a_validation_with_more_samples_makes_no_group_larger() -> None:
+    def spread(validation: int) -> int:
+        """Replicas that a group of 8 is on, after a validation with so many samples of a problem."""
+        replicas = Replicas(range(8), group=8, slots=1)
+        for replica in [replicas.pick(0, 1000.0, group=1) for _ in range(validation)]:
+            replicas.done(replica, 0)
+        replicas.expect(float("inf"))  # as in a first burst
+        return len({replicas.pick(1, 1000.0) for _ in range(8)})
+
+    assert spread(32) == spread(0) == 8
+
+
 def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
     assert Expected({1: 100.0, 2: 300.0})[3] == 200.0
     (rows,) = plan([1, 3, 2], Expected({1: 100.0, 2: 300.0}), 1)

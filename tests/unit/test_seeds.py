@@ -137,6 +137,30 @@ def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]
     assert seeds
 
 
+def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_seed() -> None:
+    client, seeds, said = SimpleNamespace(config=ON), list[int | None](), [1] * 5
+
+    async def server(self: Any, reason: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
+        seeds.append(Label.of(sampling_params["extra_args"]).seed)
+        await asyncio.sleep(0)
+        return SimpleNamespace(token_ids=said, stop_reason=reason)
+
+    async def ask(prompt: list[int], reason: str = "completed") -> None:
+        call = {"prompt_ids": prompt, "sampling_params": {}}
+        await identity.label_requests.replacement(server)(client, reason, **call)
+
+    async def loop(self: Any, params: Any, trajectory: Any) -> None:
+        await ask(PROMPT)
+        await ask([*PROMPT, *said, 9], "aborted")  # the next turn
+        await ask([*PROMPT, *said, 9, *said])  # the same, resumed
+        await ask(PROMPT)
+        await ask([*PROMPT, 1])  # from the middle of an answer
+        await asyncio.gather(*(ask([*PROMPT, *said, *said]) for _ in range(2)))
+
+    asyncio.run(identity.follow_samples.replacement(loop)(None, {}, {"step": 1, "sample_index": 0}))
+    assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 4, 6]
+
+
 def front_end(seed: int = 0, rank: int = 0, process: int = 0) -> RequestLabels:
     return RequestLabels(DasConfig(), engine_config(seed, rank, process), hosted=False)
 
