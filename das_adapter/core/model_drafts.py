@@ -26,13 +26,21 @@ class ModelDrafts:
     """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
     def __init__(
-        self, most: int, narrows: bool = True, always: int = 0, follows: bool = True, parallel: bool = False
+        self,
+        most: int,
+        narrows: bool = True,
+        always: int = 0,
+        follows: bool = False,
+        parallel: bool = False,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests whose drafts are not complete;
         `always`: passes in every step, with drafts or without; `follows`: whether it reads in a pass what the policy
-        verifies, also where the history has drafted that; `parallel`: whether one pass drafts all tokens."""
+        verifies, also where the history has drafted that; `parallel`: whether one pass drafts all tokens; `lengths`:
+        that its drafts have, rising, `most` among them; None: any."""
         self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
         self._parallel = parallel
+        self._lengths = [n for n in lengths or range(1, most + 1) if n <= most]
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
         self.context = 0.0
@@ -73,12 +81,16 @@ class ModelDrafts:
 
     def lengths(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
-        lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
+        lengths = self._lengths if self.agreed is None else [self.agreed]
         return [length for length in lengths if self.acceptance.rate**length >= least_chance]
+
+    def drafted(self, tokens: int) -> int:
+        """Return how many tokens it drafts for each request where so many are wanted."""
+        return min(self.longest, next((n for n in self._lengths if n >= tokens), tokens)) if tokens else 0
 
     def passes_for(self, tokens: int) -> int:
         """Return in how many passes it drafts so many tokens for each request."""
-        return min(tokens, 1) if self._parallel else tokens
+        return min(tokens, 1) if self._parallel else self.drafted(tokens)
 
     def seconds(self, drafted: Ints, plain: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every

@@ -36,7 +36,11 @@ class Offer:
 def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the history or from the model; under
     fixed budgets all of them, and say what that gains. `worth`, `model`: see `allocate`."""
-    return _with_model(offer, allocate(offer.chances, offer.offsets, worth, model, offer.cut), worth, model)
+    found, running = allocate(offer.chances, offer.offsets, worth, model, offer.cut), len(worth)
+    if offer.drafts is not None and offer.drafts.follows and found.total:  # it reads in a pass what is verified
+        passes = offer.drafts.seconds(np.ones(running, dtype=np.int64), model.step(running, running, False))
+        found = found._replace(gain=found.gain - passes, passes_s=passes)
+    return _with_model(offer, found, worth, model)
 
 
 def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]) -> StepPlan:

@@ -133,18 +133,20 @@ class DraftTokens(int):
     """How many tokens are drafted for each request at the end of a step. vLLM's scheduler hands it on as the number
     that it is."""
 
-    by_model: bool
-    """Whether a model drafts them where nothing better is in the history."""
+    by_model: int
+    """How many of them a model drafts where nothing better is in the history."""
     looks: bool
     """Whether it is looked up what the history has."""
+    chance: float
+    """Of each token that a model drafts to be accepted, given those before it."""
     total: int
     """Draft tokens of all requests that the next step verifies, where each request has its own number."""
     shares: Mapping[str, tuple[int, float]]
     """The most of each request, and what its tokens are worth beside others'."""
 
-    def __new__(cls, tokens: int, by_model: bool = False, looks: bool = True) -> DraftTokens:
+    def __new__(cls, tokens: int, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
         made = super().__new__(cls, tokens)
-        made.by_model, made.looks, made.total, made.shares = by_model, looks, 0, {}
+        made.by_model, made.looks, made.chance, made.total, made.shares = by_model, looks, chance, 0, {}
         return made
 
     def of(self, req_id: str) -> tuple[int, float]:

@@ -105,7 +105,7 @@ def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, A
         found["drafts"] = f"up to {das.num_draft_tokens} tokens, each request its own number{looked_up}"
     elif das.drafter != "none":
         lengths = ", ".join(map(str, draft_lengths(das)))
-        each = "each request its own number where attention allows it, else " if not das.by_model else ""
+        each = "each request its own number where attention allows it, else " if das.keyed else ""
         found["drafts"] = f"made on the device; {each}one for all requests of a step: 0, {lengths}"
     if das.shares_history:
         saved = "saved in checkpoints" if host and das.saves_history else "in no checkpoint"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import device_reference
@@ -21,6 +22,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.v2.verification import accept_drawn
 from das_adapter.protocol.engine_args import DraftTokens
 
@@ -150,10 +152,9 @@ def test_drafts_are_accepted_up_to_the_first_token_that_was_not_drawn() -> None:
 
 def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:
     """Return how many draft tokens of a likely and an unlikely draft of three are verified."""
-    source = SimpleNamespace(wanted=DraftTokens(3))
-    source.wanted.total, source.wanted.shares = total, shares
-    manager = object.__new__(Admission)
-    manager._source, manager._confidence_probs = source, torch.ones(4, 3)  # type: ignore[assignment]
+    manager, wanted = object.__new__(Admission), DraftTokens(3)
+    wanted.total, wanted.shares = total, shares
+    manager.wanted, manager._confidence_probs = wanted, torch.ones(4, 3)
     manager.num_bonus_tokens, manager._max_total_logits = 1, 100
     batch = SimpleNamespace(num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0]))
     manager.record_confidences(torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]]), batch)
@@ -171,3 +172,13 @@ def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_requ
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (3, 0.25)}) == [2, 1]
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (1, 1.0)}) == [2, 1]
     assert admitted(9, {"unlikely": (2, 1.0), "likely": (0, 1.0)}) == [2, 0]
+
+
+def test_a_models_draft_that_is_better_than_the_historys_brings_its_own_chances() -> None:
+    source: Any = object.__new__(HistorySpeculator)
+    source.wanted, source.offer, source._drafts = 3, SimpleNamespace(), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    source.draft_token_confidence_probs = chances = torch.tensor([[0.75, 0.5, 0.5], [0.25, 0.25, 0.25]])
+    source.take_better(torch.tensor([[7, 8, -1], [7, 8, -1]]), 2, 0.5)
+    assert source._drafts.tolist() == [[1, 2, 3], [7, 8, 6]]
+    assert chances.tolist() == [[0.75, 0.5, 0.5], [0.5, 0.5, 0.0]]
+    assert source.offer.by_model.tolist() == [0, 2]

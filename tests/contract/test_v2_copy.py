@@ -48,6 +48,7 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
     assert min(rates(result)) > 0.8  # before and after; what is drafted beyond a request's end is not accepted
     assert result[3]["fresh_copy"]  # bit for bit
     assert result[3]["stats"]["requantise_s"] > 0
+    assert result[3]["compared"]["unequal"] > 20  # steps
 
 
 @pytest.mark.long

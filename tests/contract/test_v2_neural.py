@@ -64,6 +64,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
         assert not found["stats"]["alarm"]
         assert found["stats"]["accepted_tokens"] > (0 if method in PARALLEL else 20)
         assert found["stats"]["tokens"] == sum(map(len, found["tokens"]))
+    assert result[-1]["compared"]["unequal"] > 20  # steps
 
 
 @pytest.mark.long

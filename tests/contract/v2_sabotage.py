@@ -53,20 +53,26 @@ def failing_drafter() -> None:
     Speculation.propose = by_model  # type: ignore[method-assign]
 
 
-def slow_policy() -> None:
-    """Tell the controller that a step takes the same time whatever it carries; count the steps whose requests have
-    unequal numbers of draft tokens."""
-    steps, output, admit = itertools.count(), DraftLengths.output, Step.admit
+def count_unequal() -> None:
+    """Count the steps whose requests have unequal numbers of draft tokens."""
+    admit = Step.admit
 
     def counted(self: Any, admitted: Sequence[int]) -> None:
         COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(admitted)) > 1)
         admit(self, admitted)
 
+    Step.admit = counted  # type: ignore[method-assign]
+
+
+def slow_policy() -> None:
+    """Tell the controller that a step takes the same time whatever it carries."""
+    steps, output = itertools.count(), DraftLengths.output
+
     def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
         return output(self, step, sampled, 50.0 * next(steps))
 
     DraftLengths.output = slowly  # type: ignore[method-assign]
-    Step.admit = counted  # type: ignore[method-assign]
+    count_unequal()
 
 
 def one_length() -> None:
@@ -95,15 +101,18 @@ def small_chunks() -> None:
 
 
 def any_length(reading_along: bool) -> None:
-    """Draft arbitrary numbers of tokens, by the model in most steps, in every rollout."""
+    """Draft arbitrary numbers of tokens, by the model in most steps, in every rollout; where requests may have their
+    own numbers, half of them has one less."""
+    count_unequal()
     Rest.judge = lambda *_, **__: False  # type: ignore[method-assign]
     steps, output = itertools.count(), DraftLengths.output
 
     def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
         output(self, step, sampled, now)
         number = next(steps)
-        chosen = DraftTokens((3, 1, 0, 0, 0, 0, 0, 2)[number % 8], by_model=number // 8 % 3 > 0)
-        chosen.total = len(sampled) * chosen
+        tokens, drafts = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8], number // 8 % 3 > 0
+        chosen = DraftTokens(tokens, by_model=drafts * tokens, chance=0.5)
+        chosen.total = len(sampled) * tokens - len(sampled) // 2 if tokens else 0
         return chosen
 
     DraftLengths.output = arbitrary  # type: ignore[method-assign]

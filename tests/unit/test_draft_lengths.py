@@ -106,6 +106,18 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     assert chosen.of("one that joined") == (chosen, 1.0)
 
 
+def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> None:
+    engine = Engine(drafter="self")
+    controller: Any = engine.lengths.engine.controller
+    controller.common, stock = None, controller.decide
+    plan = StepPlan(np.zeros(4, dtype=np.int64), np.array([3, 1, 0, 2]))
+    controller.decide = lambda *args: plan._replace(gain=stock(*args).gain)
+    engine.rollout(40, drafted_s=PLAIN_S)
+    chosen = pickle.loads(pickle.dumps(engine.chosen))
+    assert (chosen, chosen.by_model, chosen.total, len(chosen.shares)) == (4, 4, 6, 4)
+    assert 0.0 < chosen.chance == controller.drafts.acceptance.rate < 1.0
+
+
 def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:
     step = Step([], frozenset(), {"a": 5, "b": 5, "c": 1}, {"a": 4, "b": 4}, True, 0.0, req_ids=["b", "a", "c"])
     step.admit([1, 3, 0])

@@ -20,7 +20,7 @@ from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.planners import Offer, one_length
+from das_adapter.core.planners import Offer, one_length, own_lengths
 from das_adapter.core.roofline import Roofline
 from das_adapter.core.steps import Decoded, StepPlan
 from das_adapter.sim.models import MODELS
@@ -241,7 +241,7 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     found: float, pass_s: float, by_model: bool
 ) -> None:
     """The model drafts where most of the history's drafts are worse than what its passes cost."""
-    drafts, running = ModelDrafts(5, narrows=False), 8
+    drafts, running = ModelDrafts(5, narrows=False, follows=True), 8
     drafts.expect(StepModel(base=pass_s, token=0.0))
     controller = Controller(
         DasConfig(max_draft_tokens=8),
@@ -274,6 +274,17 @@ def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, draft
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
     assert set(plan.history.tolist()) == {drafted}
     assert not plan.model.any()
+    own = own_lengths(offer, worth, StepModel(base=0.05, token=0.0))
+    assert (own.gain < 0, own.passes_s) == (follows, pytest.approx(float(follows)))
+
+
+def test_the_model_drafts_one_of_its_lengths() -> None:
+    """For which there are CUDA graphs; a longer one than was wanted costs its passes."""
+    drafts = ModelDrafts(5, narrows=False, lengths=(1, 2, 4, 5, 16))
+    drafts.expect(StepModel(base=0.1, token=0.0))
+    assert [drafts.drafted(n) for n in range(6)] == [0, 1, 2, 4, 4, 5]
+    assert drafts.seconds(np.array([3, 1]), 1.0) == pytest.approx(0.4)
+    assert drafts.lengths(0.0) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(("agreed", "room", "drafted"), [(None, 20, 5), (3, 20, 3), (3, 2, 2), (5, 20, 5)])

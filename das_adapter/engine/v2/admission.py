@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
+from das_adapter.engine.v2.speculator import to_host
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
 
@@ -31,10 +31,12 @@ class Admission(AdaptiveVerificationManager):
     """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
     which came with the scheduler's output."""
 
-    def __init__(self, source: HistorySpeculator, **stock: Any) -> None:
-        """`source`: drafts; `stock`: arguments of vLLM's manager."""
+    def __init__(self, **stock: Any) -> None:
+        """`stock`: arguments of vLLM's manager."""
         super().__init__(**stock)
-        self._source, self._plan = source, DraftTokens(0)
+        self._plan = DraftTokens(0)
+        self.wanted: int = 0
+        """What is drafted at the end of the present step."""
         self.admitted: torch.Tensor | None = None
         """Draft tokens of each request of the present step in batch order, int32 [requests], on the host when the
         step's output is; None: no request has any."""
@@ -69,8 +71,7 @@ class Admission(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
-        wanted = self._source.wanted
-        self._plan = plan = wanted if isinstance(wanted, DraftTokens) else DraftTokens(0)
+        self._plan = plan = self.wanted if isinstance(self.wanted, DraftTokens) else DraftTokens(0)
         if plan.total:
             chances = confidence_probs[: input_batch.num_reqs].clone()
             weights = torch.tensor([plan.of(req_id)[1] for req_id in input_batch.req_ids], dtype=torch.float32)

@@ -74,10 +74,12 @@ class DraftLengths:
 
     def __init__(self, config: DasConfig, vllm_config: Any, always: int = 0) -> None:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
-        drafts = None
+        drafts, lengths = None, draft_lengths(config)
         if config.by_model:
-            drafts = ModelDrafts(config.model_tokens, False, always, follows=config.neural, parallel=config.parallel)
-        self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
+            drafts = ModelDrafts(
+                config.model_tokens, False, always, follows=config.neural, parallel=config.parallel, lengths=lengths
+            )
+        self.engine = EngineController(config, vllm_config, drafts, lengths=lengths)
         self._live, self._model_tokens = LiveTexts(config.num_draft_tokens, self.engine.live), config.model_tokens
         self._lock = threading.Lock()
         self._aside: list[tuple[Step, Sequence[list[int]], float]] = []
@@ -182,29 +184,31 @@ class DraftLengths:
         places, slots, got = self._live.take(step.req_ids, sampled)
         most, by_model, carried = self._live.offered[slots], None, np.zeros(len(slots), dtype=np.int64)
         if self.engine.drafts is not None:
-            by_model = self._live.by_model[slots] if self.engine.history else np.ones(len(slots), dtype=bool)
-            most = np.where(by_model, self._model_tokens, most)
+            by_model = self._live.by_model[slots] if self.engine.history else np.full(len(slots), self._model_tokens)
+            most = np.where(by_model > 0, by_model, most)
         if step.drafts:  # some are fillers, of which `most` has none
             given = np.array([step.drafts.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
             carried = np.minimum(given[places], most)
         carriers, context = carried if carried.any() else None, self._live.length[slots]
-        by_model = None if by_model is None else carried * by_model
+        by_model = None if by_model is None else carried * (by_model > 0)
         return places, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
     def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
         controller, slots, found = self.engine.controller, decoded.slots, None
         most = np.zeros(len(slots), dtype=np.int64)
+        drafts, history, own = self.engine.drafts, self.engine.history, controller.common is None
         search = controller.begin(decoded)
-        if search is not None and self.engine.history is not None:
-            found, most = self._live.found(slots, *search), search.limits
+        if search is not None:
+            most, found = search.limits, None if history is None else self._live.found(slots, *search)
         plan = controller.decide(slots, search, found)
         wanted, total = int(max(plan.history.max(initial=0), plan.model.max(initial=0))), plan.total
-        own = controller.common is None
+        by_model = 0 if drafts is None else drafts.drafted(int(plan.model.max(initial=0)))
         if own:  # the device gives them to whom its newest drafts promise most
             total = int(most.sum()) if controller.always else total
-            wanted = min(int(most.max(initial=0)), max(1, self._step_tokens // len(most) - 1)) if total else 0
+            longest = by_model if history is None else int(most.max(initial=0))
+            wanted = min(longest, max(1, self._step_tokens // len(most) - 1)) if total else 0
         looks = wanted > 0 or controller.account.asks_in(LATE, len(most))
-        chosen = DraftTokens(wanted, bool(plan.model.any()), looks)
+        chosen = DraftTokens(wanted, by_model, looks, 1.0 if drafts is None else drafts.acceptance.rate)
         if own and total:
             worth = controller.worth(slots)
             shares = zip(most.tolist(), (worth / worth.max()).tolist(), strict=True)

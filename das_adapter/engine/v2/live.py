@@ -20,11 +20,10 @@ class LiveTexts:
         self._requests = requests
         self.length, self._end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
-        self.ended, self.by_model, self.heard = np.zeros((3, 1), dtype=bool)
-        """Whether it has written its last token, which vLLM says a step later; whether its last draft is a model's,
-        where others have theirs from the history; whether it is known what was offered."""
-        self.offered = np.zeros(1, dtype=np.int64)
-        """Tokens of the last draft."""
+        self.ended, self.heard = np.zeros((2, 1), dtype=bool)
+        """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered."""
+        self.offered, self.by_model = np.zeros((2, 1), dtype=np.int64)
+        """Tokens of the last draft from the history; of the model's in its place, 0 if it is not."""
         self._chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
         self._newest: Ints = np.zeros(1, dtype=np.int64)
@@ -40,8 +39,9 @@ class LiveTexts:
         slot, columns = request.slot, ("length", "_end", "ended", "by_model", "heard", "offered", "_chances")
         if slot >= len(self.length):
             vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
-        self.length[slot], self._end[slot], self.offered[slot] = request.length, request.end, 0
-        self.ended[slot] = self.by_model[slot] = self.heard[slot] = False
+        self.length[slot], self._end[slot] = request.length, request.end
+        self.offered[slot] = self.by_model[slot] = 0
+        self.ended[slot] = self.heard[slot] = False
         if request.stops or request.text is not None:
             self._watched[slot] = request
             self._stops |= request.stops
@@ -99,7 +99,7 @@ class LiveTexts:
 
     def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
-        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]."""
+        before it, float32 [batch, n], and tokens of the model's drafts in their place, int64 [batch]."""
         slots = self.slots(req_ids)
         rows = np.flatnonzero(slots >= 0)
         slots = slots[rows]

@@ -23,6 +23,7 @@ from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DraftTokens
 
 
 class Call(NamedTuple):
@@ -60,8 +61,6 @@ class Speculation:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
         slot; `engine`: is told why drafting failed; `source`: drafts from the history as well."""
         self.speculator = speculator
-        self.tokens = config.model_tokens
-        """Most tokens of its drafts beside the history's."""
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
@@ -70,6 +69,7 @@ class Speculation:
         run_speculator.apply(self, owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
+            speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
         if config.keyed:
             draw_as_the_policy.apply(speculator, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
@@ -86,14 +86,15 @@ class Speculation:
         """Draft `wanted` tokens for each request, which got `num_sampled`, int32 [requests]; return them, int64
         [requests, most]. Where it has failed, they are tokens that the policy can read. `run`: runs the speculator with
         some inputs and further keywords; it writes its drafts down."""
-        source = self._source
+        source, chosen = self._source, wanted if isinstance(wanted, DraftTokens) else DraftTokens(wanted)
         if source is None:
+            self.speculator.draft_token_confidence_probs.fill_(chosen.chance)
             return self._draft(run, inputs, wanted)
-        own = min(wanted, self.tokens) if getattr(wanted, "by_model", False) else 0
+        own = min(chosen, chosen.by_model)
         source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
         if own:
-            source.take_better(drafts, own)
+            source.take_better(drafts, own, chosen.chance)
         return source.share(inputs.batch.num_reqs)
 
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:

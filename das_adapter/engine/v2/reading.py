@@ -69,49 +69,53 @@ class MissedText:
         kept, self._missed, self._kept = self._kept, {}, []
         if not missed.any():
             return inputs
-        device, requests = batch.input_ids.device, batch.num_reqs
-        begins = np.asarray(batch.query_start_loc_np[:requests], dtype=np.int64)
-        counts = np.diff(batch.query_start_loc_np[: requests + 1]) + missed
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        rows = np.repeat(np.arange(requests), counts)
-        place = np.arange(offsets[-1]) - offsets[rows] - missed[rows]  # from the first token of the step
-        present = np.where(place < 0, 0, begins[rows] + place)
-        row, step, ahead = (async_tensor_h2d(x, device) for x in (rows, present, place))
-        positions = batch.positions[batch.query_start_loc[:requests].long()][row] + ahead
+        device, requests, total = batch.input_ids.device, batch.num_reqs, batch.num_tokens + int(missed.sum())
+        more, begins = async_tensor_h2d(missed, device), batch.query_start_loc[: requests + 1].long()
+        counts = begins.diff() + more  # which the device alone knows where requests have drafts of their own lengths
+        ends = counts.cumsum(0)
+        row = torch.repeat_interleave(counts, output_size=total)
+        ahead = torch.arange(total, device=device) - (ends - counts + more)[row]  # of the first token of the step
+        step = begins[row] + ahead.clamp(min=0)
+        positions = batch.positions[begins[:-1]][row] + ahead
         before = self._texts[batch.idx_mapping.long()[row], positions]
+        most = np.asarray(batch.num_scheduled_tokens[:requests], dtype=np.int64) + missed
         longer = dataclasses.replace(
             batch,
-            num_tokens=int(offsets[-1]),
-            num_tokens_after_padding=int(offsets[-1]),
-            num_scheduled_tokens=counts.astype(np.int32),
+            num_tokens=total,
+            num_tokens_after_padding=total,
+            num_scheduled_tokens=most.astype(np.int32),
             decode_graph_eligible=False,
             input_ids=torch.where(ahead < 0, before, batch.input_ids[step]),
             positions=positions,
-            query_start_loc=async_tensor_h2d(offsets.astype(np.int32), device),
-            query_start_loc_np=offsets.astype(np.int32),
+            query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
+            query_start_loc_np=np.append(0, np.minimum(most.cumsum(), total)).astype(np.int32),
         )
         if not self._reads_hidden:
             return inputs._replace(batch=longer)
-        read = inputs._replace(batch=longer, hidden=self._hidden_of(inputs, kept, missed), layers=None)
+        behind = more.cumsum(0)[row] + ahead  # number of the token among all that were missed
+        hidden = self._hidden_of(inputs, kept, missed, torch.where(ahead < 0, behind, int(missed.sum()) + step))
+        read = inputs._replace(batch=longer, hidden=hidden, layers=None)
         if type(self._speculator).__name__ in _PARALLEL:
             return read
         attention, slots = self._attention(longer)
         return read._replace(attention=attention, slots=slots)
 
     def _hidden_of(
-        self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], missed: np.ndarray
+        self,
+        inputs: Inputs,
+        kept: list[tuple[list[str], torch.Tensor]],
+        missed: np.ndarray,
+        places: torch.Tensor,
     ) -> torch.Tensor:
+        """Return what the drafter reads of the policy, [tokens, size]; `missed`: tokens of each request; `places`: of
+        each token among these, request after request, and behind them those of the step."""
         counts = dict(zip(inputs.batch.req_ids, missed.tolist(), strict=True))
         parts: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in counts}
         for req_ids, hidden in kept:
             for i, req_id in enumerate(req_ids):
                 if counts.get(req_id):
                     parts[req_id].append(hidden[i : i + 1])
-        present, ends = _hidden(inputs), inputs.batch.query_start_loc_np.tolist()
-        for mine, begin, end in zip(parts.values(), ends, ends[1:], strict=False):
-            mine.append(present[begin:end])
-        everything = torch.cat([part for mine in parts.values() for part in mine])
-        assert len(everything) == missed.sum() + ends[len(counts)]
+        everything = torch.cat([part for mine in parts.values() for part in mine] + [_hidden(inputs)])[places]
         return self._speculator.model.combine_hidden_states(everything) if inputs.layers else everything
 
     def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -32,8 +32,8 @@ class Offer:
         """Of the drafts, int32 [requests]."""
         self.chances = to_host(index.confidence[:requests])
         """Of each token, given those before it, float32 [requests, steps]."""
-        self.by_model = torch.zeros(requests, dtype=torch.bool)
-        """For which requests a model's draft stands in the place of that from the history."""
+        self.by_model = torch.zeros(requests, dtype=torch.int64)
+        """Tokens of a model's draft that stands in the place of that from the history; 0: none does."""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,16 +120,18 @@ class HistorySpeculator(BaseSpeculator):
         if self._engine.failed:
             self._drafts[:requests].zero_()
 
-    def take_better(self, drafts: torch.Tensor, tokens: int) -> None:
-        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, where that from the history is
-        expected to bring less."""
-        if self.offer is None or self.index is None or self._engine is None or self._engine.drafts is None:
+    def take_better(self, drafts: torch.Tensor, tokens: int, chance: float) -> None:
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and the `chance` of each token where
+        that from the history is expected to bring less."""
+        if self.offer is None:
             return
-        worth = float(self._engine.drafts.acceptance.chances(tokens).sum())
-        by_model = self.index.confidence[: len(drafts), : self.wanted].cumprod(1).sum(1) < worth
-        mine = self._drafts[: len(drafts), :tokens]
+        mine, chances = self._drafts[: len(drafts), :tokens], self.draft_token_confidence_probs[: len(drafts)]
+        theirs = torch.zeros_like(chances[0])
+        theirs[:tokens] = chance
+        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(0).sum()
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
-        self.offer.by_model = to_host(by_model)
+        torch.where(by_model[:, None], theirs, chances, out=chances)
+        self.offer.by_model = to_host(by_model * tokens)
 
     def share(self, requests: int) -> torch.Tensor:
         """Send the drafts of a batch to the other ranks; return them, int64 [requests, steps]."""

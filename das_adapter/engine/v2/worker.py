@@ -49,7 +49,7 @@ class DeviceWorkerState(WorkerState):
             beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.by_model else None
             self.source = beside or runner.speculator
             self.source.bind(runner.req_states, self.engine)
-        if self.source is not None and not config.by_model and config.keyed:
+        if config.controlled:
             setattr(runner.req_states, ADMITS, self.admission)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
@@ -76,16 +76,18 @@ class DeviceWorkerState(WorkerState):
     def admission(self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any) -> Admission | None:
         """Give each request its own number of draft tokens where that can be, and say which it is; the arguments are
         those of vLLM's `maybe_create_adaptive_verification_manager`."""
-        assert self.source is not None
-        if why := obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support):
+        stock_noise = None if self.config.keyed else "das.verify.noise=stock"
+        if why := stock_noise or obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support):
             logger.info("das: all requests of a step have equally many draft tokens: %s", why)
             return None
         logger.info("das: each request has its own number of draft tokens")
-        self.source.admits = self.runner.rejection_sampler.enable_adaptive_verification = True
+        self.runner.rejection_sampler.enable_adaptive_verification = True
+        if self.source is not None:
+            self.source.admits = True
         if self.lengths is not None:
             self.lengths.engine.controller.common = None
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        return Admission(self.source, **{name: stock[name] for name in names})
+        return Admission(**{name: stock[name] for name in names})
 
     def bind(self) -> None:
         """Bind it to the model runner."""
@@ -184,8 +186,6 @@ class DeviceWorkerState(WorkerState):
             self.index.bringer.forget()
         if self.copy is not None:
             self.copy.quantise()
-        if self.speculation is not None:
-            self.speculation.tokens = message.draft_length or self.config.model_tokens
         return answer
 
     def visit(self, files: list[str]) -> None:
@@ -232,8 +232,9 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return stock(scheduler_output, *args, **kwargs)
-        if state.source is not None:
-            state.source.wanted = scheduler_output.num_spec_tokens_to_schedule
+        for part in (state.source, state.runner.adaptive_verification):
+            if isinstance(part, (HistorySpeculator, Admission)):
+                part.wanted = scheduler_output.num_spec_tokens_to_schedule
         state.begin_standalone(scheduler_output)
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
