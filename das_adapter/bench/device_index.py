@@ -4,21 +4,18 @@ proposal takes."""
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Plan, apart
+from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart
 from das_adapter.bench.sampling import microseconds
 
 GROUP, STEPS, COMPARED = 16, 16, 8
 CALLS = 20
 """Proposals in a row that are timed: the host is ahead of the device then, as it is in an engine."""
-PREDICTED = SOURCE / "benchmarks" / "results" / "v2_kernels.json"
-"""What the model of the kernels says. A wheel has none."""
 
 
 class World:
@@ -77,20 +74,17 @@ def index(plan: Plan) -> dict[str, Any]:
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0], batch) for batch in batches]
     worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [(GROUP, 8 * lengths[0], 1)]
-    said = json.loads(PREDICTED.read_text())["rows"] if PREDICTED.exists() and not plan.tiny else {}
     calls = 1 if plan.tiny else CALLS
     for world_of in worlds[:1] if plan.tiny else worlds:
         world, (_, length, asked) = World(plan, *world_of, device), world_of
-        name = f"{asked} x {length}"
         if device == "cuda":
             world.index.capture([asked])
         drafts, real = world.draft().cpu(), world.index.real[:asked].cpu()
-        rows[name] = {
+        rows[f"{asked} x {length}"] = {
             "wrong": _wrong(plan, *world_of, drafts),
             "drafted": float(real.float().mean()),
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
             "proposal_us": microseconds(lambda w=world: [w.draft() for _ in range(calls)], calls) / calls,
-            "predicted_us": said.get(name, {}).get("proposal_us"),
         }
     return {"rows": rows}
 
@@ -106,11 +100,6 @@ BARS = (
         "microseconds of a proposal for a request with 16 texts of 32768 tokens",
         120,
         lambda f: f["rows"]["1 x 32768"]["proposal_us"],
-    ),
-    Bar(
-        "a proposal's time, of what the model of its kernels says",
-        1.25,
-        lambda f: max(r["proposal_us"] / r["predicted_us"] for r in f["rows"].values() if r["predicted_us"]),
     ),
     Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["rows"].values())),
 )

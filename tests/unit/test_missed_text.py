@@ -42,6 +42,7 @@ class Batch:
 def inputs(begins: list[int], counts: list[int], prefills: bool = False) -> Inputs:
     """Return a step of two requests; `prefills`: the second reads its prompt."""
     made = Batch(["a", "b"], begins, counts, np.array([False, prefills]), num_tokens=sum(counts))
+    made.num_scheduled_tokens = np.array(counts, dtype=np.int32)
     made.query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
     made.query_start_loc = torch.from_numpy(made.query_start_loc_np)
     made.positions = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, counts, strict=True)])
