@@ -67,11 +67,11 @@ class Writer:
     def read(self) -> list[tuple[str, list[Trajectory]]]:
         """Return the files that have arrived, with their trajectories, for `keep`, until which the caller holds `lock`;
         a file that is damaged is dropped, with a line in the log."""
-        found = []
+        found, kept, done_with = [], {*self._kept}, {*self._done_with}
         for path in self.waiting(BATCH, TEXTS):
-            if path.name in self._done_with:
+            if path.name in done_with:
                 path.unlink(missing_ok=True)
-            elif path.name not in self._kept:
+            elif path.name not in kept:
                 try:
                     found.append((path.name, unpack(path.read_bytes())))
                 except (OSError, ValueError) as error:
