@@ -162,14 +162,16 @@ class AsyncEngineHooks(EngineHooks):
             if self._order is not None:
                 kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
             self._session.begun([mark.problem])
-        texts: dict[int, list[int]] = {}
-        begin = time.time()
+        texts: dict[int, Any] = {}
+        pieces, begin = sampling_params.output_kind.name == "DELTA", time.time()
         stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
         async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
             async for output in stream:
                 for sample in output.outputs:
-                    pieces = texts.get(sample.index, []) if sampling_params.output_kind.name == "DELTA" else []
-                    texts[sample.index] = [*pieces, *sample.token_ids]
+                    if pieces:
+                        texts.setdefault(sample.index, []).extend(sample.token_ids)
+                    else:  # all of it; a copy at each step would take the square of its length
+                        texts[sample.index] = sample.token_ids
                 if output.finished:
                     self._finished(output, list(texts.values()), mark, begin)
                 yield output
