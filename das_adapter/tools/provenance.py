@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -45,16 +46,19 @@ def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
     return {
         "command": " ".join(["python", *_arguments()]),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
-        "revision": subprocess.run(
-            ["git", "log", "-1", "--format=%h", "--", *measures],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-        ).stdout.strip(),
+        "revision": _revision(measures),
         "measures": [*measures],
         "hardware": _hardware(),
     }
+
+
+def _revision(measures: Sequence[str]) -> str:
+    """Return the last commit that changed some paths; empty: this is no checkout, or there is no git."""
+    command = ["git", "log", "-1", "--format=%h", "--", *measures]
+    with contextlib.suppress(FileNotFoundError):
+        run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+        return run.stdout.strip()
+    return ""
 
 
 def _arguments() -> list[str]:

@@ -62,8 +62,6 @@ def write(rollouts: list[Rollout], out: Path) -> Path:
 def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
     """Return the numbers that each figure draws, by its name in the template; empty ones are not shown."""
     steps = [step for step in series.by_training_step(rollouts) if step["version"] >= 0]
-    last = max(r.version for r in rollouts)
-    timeline = series.timeline([r for r in rollouts if r.version == last])
     panels = {
         "by training step": ("training step", [step["acceptance"] for step in steps if step["acceptance"].drafted]),
         "by epoch": ("visit of the problem", series.by_epoch(rollouts)),
@@ -73,12 +71,19 @@ def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
         "saved": steps,
         "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
         "history": [step for step in steps if step["history_tokens"] is not None],
-        "timeline": {
-            "of": f"before weight version {last}" if last >= 0 else "at the end of the log",
-            "first": max(0, len(timeline["requests"]) - MAX_BARS),
-            **timeline,
-        },
+        "timeline": _timeline(rollouts),
     }
+
+
+def _timeline(rollouts: list[Rollout]) -> dict[str, Any]:
+    """Return the numbers of the last rollout in which a request ended; empty: none has, the run began just now."""
+    versions = [r.version for r in rollouts if r.requests]
+    if not versions:
+        return {}
+    last = max(versions)
+    timeline = series.timeline([r for r in rollouts if r.version == last])
+    of = f"before weight version {last}" if last >= 0 else "at the end of the log"
+    return {"of": of, "first": max(0, len(timeline["requests"]) - MAX_BARS), **timeline}
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:

@@ -34,7 +34,10 @@ def test_too_few_points_are_refused() -> None:
         analyse(Measured([Sample(1, 128, 0, 0.01, 8)] * 8))
 
 
-def test_what_is_written_is_read_back_and_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_and_says_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
     measured = sweep(lambda b, s, d: 0.02 + 0.0004 * b * (1 + d))
     result = analyse(measured)
     write(tmp_path / "c.json", "a-model", measured, result, "das-adapter calibrate a-model")
@@ -43,6 +46,7 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(tmp_path: Pat
     assert found.passes is None
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["provenance"]["command"] == "das-adapter calibrate a-model"
+    assert content["provenance"]["revision"] == ""
     assert len(content["samples"]) == 40
     with pytest.raises(DasError, match=r"das\.calibration"):
         read_calibration(str(tmp_path / "missing.json"))

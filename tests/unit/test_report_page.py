@@ -149,6 +149,11 @@ def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) ->
     assert np.allclose(over["accepted"][over["accepted"] > 0], 2)
 
 
+def test_a_run_of_which_no_request_has_ended_has_a_page(run: list[Rollout], tmp_path: Path) -> None:
+    report.write([Rollout("a", run[0].steps)], tmp_path)
+    assert '"timeline"' not in (tmp_path / "report.html").read_text()
+
+
 def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(run: list[Rollout], tmp_path: Path) -> None:
     stopped = run[0].end._replace(stopped="<script>alert(1)</script>") if run[0].end else None
     report.write([Rollout(run[0].source, run[0].steps, run[0].requests, run[0].counts, stopped)], tmp_path)
