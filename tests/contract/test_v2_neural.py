@@ -240,6 +240,15 @@ def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: P
 
 
 @pytest.mark.long
+def test_no_rank_waits_for_one_whose_history_failed(v2_engine: Any, drafters: Path) -> None:
+    rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    result = v2_engine(das=block(BOTH[1], drafters), rounds=rounds, engine=TWO_RANKS, sabotage="failing search")
+    assert tokens(result) == tokens(reference)
+    assert "broken on purpose" in result[1]["ranks"][0]["error"] and result[1]["ranks"][1]["error"] is None
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "alone"),
     [*product(["history", "eagle3", BOTH[1], "history+dspark"], [False]), *product(COPY, [False, True])],

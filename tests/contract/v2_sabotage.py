@@ -36,20 +36,28 @@ def garbage_drafts() -> None:
     DeviceIndex.draft = draft  # type: ignore[method-assign]
 
 
-def failing_drafter() -> None:
-    """Fail once there is a history, and in every eighth draft of a model."""
-    steps, draft, propose = itertools.count(), DeviceIndex.draft, Speculation.propose
+def broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the drafter is broken on purpose")
 
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the drafter is broken on purpose")
+
+def failing_search() -> None:
+    """Fail once there is a history."""
+    draft = DeviceIndex.draft
 
     def from_history(self: Any, *args: Any) -> Any:
         return broken() if self.arena.tables.sealed_count.any() else draft(self, *args)
 
+    DeviceIndex.draft = from_history  # type: ignore[method-assign]
+
+
+def failing_drafter() -> None:
+    """Fail once there is a history, and in every eighth draft of a model."""
+    failing_search()
+    steps, propose = itertools.count(), Speculation.propose
+
     def by_model(self: Any, run: Any, *args: Any) -> Any:
         return propose(self, run if next(steps) % 8 else broken, *args)
 
-    DeviceIndex.draft = from_history  # type: ignore[method-assign]
     Speculation.propose = by_model  # type: ignore[method-assign]
 
 
@@ -185,6 +193,7 @@ SABOTAGE = {
     "drafter without weights": drafter_without_weights,
     "drafter without weights at one place": functools.partial(weights_at_one_place, True),
     "failing drafter": failing_drafter,
+    "failing search": failing_search,
     "garbage drafts": garbage_drafts,
     "replayed passes": replayed_passes,
     "slow policy": slow_policy,

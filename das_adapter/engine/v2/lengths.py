@@ -224,9 +224,8 @@ class DraftLengths:
                 drafts.timed_pass(call.requests, call.seconds / call.passes)
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
         self._passes += passes
-        running = len(decoded.slots)
-        if step.decodes and self._last is not None and running and decoded.context is not None:
-            seconds = max(0.0, now - self._last - drafting)
+        running, seconds = len(decoded.slots), 0.0 if self._last is None else now - self._last - drafting
+        if step.decodes and seconds > 0 and running and decoded.context is not None:
             tokens = sum(step.scheduled.values())
             if running < len(step.scheduled):  # others ended in the step before
                 tokens = sum(step.scheduled[step.req_ids[place]] for place in places.tolist())

@@ -59,7 +59,7 @@ class Speculation:
         source: HistorySpeculator | None,
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
-        slot; `engine`: is told why drafting failed; `source`: drafts from the history as well."""
+        slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history."""
         self.speculator = speculator
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
@@ -100,7 +100,8 @@ class Speculation:
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
         batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
-        if engine is not None and engine.failed:
+        alone = get_tp_group().world_size == 1
+        if engine is not None and engine.failed and alone:
             return drafts.zero_()
         if not wanted and not self._follows:
             return drafts
@@ -114,10 +115,11 @@ class Speculation:
             if self.speculator.num_extra_query_per_req:  # a draft model makes all its passes whatever it is asked for
                 self.speculator.num_speculative_steps = passes
             run(read, num_speculative_tokens=wanted, **behind)
-            usual = not behind and not batch.has_prefill
-            self._calls.append(Call(batch.num_reqs, passes, usual, begin, self._now()))
+            if engine is not None:
+                usual = not behind and not batch.has_prefill
+                self._calls.append(Call(batch.num_reqs, passes, usual, begin, self._now()))
         except Exception as error:
-            if engine is None or get_tp_group().world_size > 1:  # the other ranks wait for this one
+            if engine is None or not alone:  # the other ranks wait for this one
                 raise
             engine.fail(error)
             drafts.zero_()
