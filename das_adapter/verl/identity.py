@@ -46,6 +46,8 @@ class Sample:
     begins behind this one's answer."""
     running: int = 0
     """Requests that are being answered."""
+    drawn: int = 0
+    """Tokens of the longest conversation that was answered, its answer included."""
     again: int = 0
     """How often a request began where noise was drawn before: another answer, and not the next turn."""
     job: tuple[ahead.Job, Any] | None = None
@@ -173,7 +175,7 @@ def label_requests(stock: Any) -> Any:
         if self._das is None or sample is None:
             return await stock(self, *args, **kwargs)
         prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
-        sample.again += sample.running > 0 or len(prompt) < sample.start
+        sample.again += sample.running > 0 or len(prompt) < sample.drawn
         own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             job, server = sample.job
@@ -190,6 +192,7 @@ def label_requests(stock: Any) -> Any:
             sample.running -= 1
         if output.stop_reason not in ABORTED:
             sample.start = len(prompt) + len(output.token_ids)
+            sample.drawn = max(sample.drawn, sample.start)  # whichever of several ended last
         return output
 
     return generate
