@@ -191,7 +191,9 @@ class NodeHistory:
 
     def _deliver(self) -> None:
         """Send what is at home elsewhere, and remove what has arrived; what has not is sent again. If too much waits,
-        the oldest is given up."""
+        the oldest is given up. Nothing is done before the history has begun, which tells the other nodes."""
+        if self._offset is None:
+            return
         waiting = sorted(((path.stat(), path) for path in self.writer.waiting(AWAY)), key=lambda file: file[0].st_mtime)
         beyond = sum(stat.st_size for stat, _ in waiting) - self.writer.policy.config.max_bytes // _OUTBOX
         for stat, path in waiting:

@@ -95,8 +95,9 @@ def _save(trainer: Any) -> None:
 
     folder = _folder(trainer)
     checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
-    for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
-        if not (old / "actor").exists():
+    seen = (folder / "actor").exists()  # not where each node saves on a disk of its own
+    for old in folder.parent.glob("global_step_*") if seen else ():
+        if not (old / "actor").exists():  # veRL has removed it
             for left in old.glob(f"{checkpoint.NAME}*"):
                 shutil.rmtree(left, ignore_errors=True)
 

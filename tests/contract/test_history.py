@@ -380,6 +380,10 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: None, tmp_pa
     checkpoint.save_history.replacement(save)(trainer(tmp_path, 6))
     assert not (tmp_path / "global_step_2" / saved.NAME).exists()
     assert (tmp_path / "global_step_4" / saved.NAME).exists()
+    here = tmp_path / "weights are elsewhere" / "global_step_2"
+    here.mkdir(parents=True)
+    checkpoint.save_history.replacement(lambda self: None)(trainer(here.parent, 2))
+    assert (here / saved.NAME / saved.INDEX).exists()
 
     try:
         assert asyncio.run(checkpoint.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
@@ -427,6 +431,12 @@ def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(job: Non
     ray.wait(calls, num_returns=2, timeout=60)
     assert ledger_module.answers(calls, 0.1, "say") == ["yes", "no"]
     assert caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError") == 1
+
+
+def test_texts_for_other_nodes_wait_until_these_are_known(writer: Alone) -> None:
+    put(writer.directory(), "away-other-engine-1", pack([Trajectory(1, POEM.tobytes(), 1)]))
+    writer.tick()  # as after its process was started again
+    assert writer.files == ["away-other-engine-1"]
 
 
 def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writer: Alone, caplog: Any) -> None:
