@@ -80,9 +80,14 @@ class Fleet:
         self._queued[:], self._open[:] = 0, False
 
     @property
+    def counts(self) -> Ints:
+        """How many requests each engine has."""
+        return self._sums(self.requests.engine[self.running]).astype(np.int64) + self._queued
+
+    @property
     def busy(self) -> Bools:
         """Whether each engine has requests."""
-        return (self._sums(self.requests.engine[self.running]) > 0) | (self._queued > 0)
+        return self.counts > 0
 
     def pause(self, at: float, seconds: float) -> None:
         """Stop all engines at a time, for a weight sync; their requests stay, and cached prompts, whose keys and values

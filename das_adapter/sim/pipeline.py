@@ -132,8 +132,8 @@ class Pipeline:
 
     def _write_ahead(self, since: float, until: float) -> float:
         """Let engines that have nothing left since some time write what the next steps' requests begin with, up to the
-        end of this one's; return when the last of their steps has ended. As in a run, each is given as many as it has
-        slots, the next step first, and of a step first samples of all problems first."""
+        end of this one's; return when the last of their steps has ended. As in a run, no more is written at once than a
+        step has requests, the next step first, and of a step first samples of all problems first."""
         fleet, requests = self._fleet, self._fleet.requests
         if not self._ahead or self._sent == len(self._workload.steps):
             return until
@@ -141,11 +141,22 @@ class Pipeline:
             self._early.append(requests.add(**step, ahead=np.full(len(step["problem"]), -1)))
         rows = np.concatenate([early[_first_samples(requests.problem[early])] for early in self._early])
         rows = rows[requests.written[rows] < requests.length[rows]]
-        idle = [e for e in np.argsort(fleet.clock) if since < fleet.clock[e] < until - POLL_S]
-        for place, engine in enumerate(idle):
-            now = rows[place * fleet.slots :][: fleet.slots]
-            mine = np.append(now, rows[len(idle) * fleet.slots + place :: len(idle)])
-            fleet.submit(mine, np.full(len(mine), engine), np.arange(len(mine)), fleet.clock[engine] + POLL_S)
+        idle_since, most = np.maximum(fleet.clock, since), len(self._early[0])
+        for at in np.arange(idle_since.min() + POLL_S, until, POLL_S):
+            fleet.run(at)
+            count = fleet.counts
+            idle = np.flatnonzero(idle_since < at)
+            begun = []
+            for row in rows[: max(0, most - int(count.sum()))]:
+                engine = idle[count[idle].argmin()]
+                if count[engine] == fleet.slots:
+                    break
+                count[engine] += 1
+                begun.append((row, engine))
+            if begun:
+                first, engines = np.array(begun).T
+                rows = rows[len(first) :]
+                fleet.submit(first, engines, np.arange(len(first)), at)
         fleet.run(until)
         fleet.withdraw()
         return float(max(until, fleet.clock.max()))

@@ -173,8 +173,8 @@ def take(seed: int | None) -> bytes | None:
 
 
 class Writing:
-    """Writes ahead for the rows of a worker, the next step first: the first sample of each, then the second, and so
-    on."""
+    """Writes ahead for the rows of a worker, the next step first: the first sample of each, then the second, and so on.
+    No more is written at once than a step has samples: later steps do not slow the next one down."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = copy.copy(worker)
@@ -182,12 +182,15 @@ class Writing:
         self._balancer = worker.llm_client._load_balancer
         self._waiting: dict[int, deque[Job]] = {}
         """Samples that wait for a replica, by their steps, the next one first."""
+        self._most = 0
+        """Samples of a step."""
         self._at_work = set[asyncio.Task[None]]()
         self.task: asyncio.Task[None] | None = None
 
     def add(self, step: int, jobs: list[Job]) -> None:
         """Write a step ahead, too, behind those that wait."""
         self._waiting[step] = deque(jobs)
+        self._most = len(jobs)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._run())
 
@@ -200,8 +203,9 @@ class Writing:
         while any(self._waiting.values()) or self._at_work:
             await asyncio.sleep(POLL_S)
             jobs = next(filter(None, self._waiting.values()), deque[Job]())  # a later step asks when these have begun
+            most = min(len(jobs), self._most - len(self._at_work))
             try:
-                for name, server in await self._balancer.lend.remote(len(jobs)):
+                for name, server in await self._balancer.lend.remote(most):
                     self._begin(jobs, name, server)
             except ray.exceptions.RayError as error:
                 logger.warning("das: nothing is written ahead for the next steps: %r", error)

@@ -150,8 +150,8 @@ def follow_samples(stock: Any) -> Any:
         token = _current.set(sample)
         try:
             return await stock(self, sampling_params, trajectory, **kwargs)
-        except ahead.Written:
-            return None
+        except* ahead.Written:  # alone, or among the tasks of an agent loop
+            pass
         finally:
             _current.reset(token)
 

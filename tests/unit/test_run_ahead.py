@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,22 @@ def test_an_interrupted_response_is_gone_on_with_and_the_agent_loop_asks_once() 
     assert again.seed == label.seed
 
 
+def test_an_agent_loop_that_asks_in_tasks_of_its_own_is_ended_too() -> None:
+    pytest.importorskip("verl")
+    worker, one = Worker(), Worker._stock
+
+    async def in_tasks(*given: Any, **fields: Any) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(one(worker, *given, **fields))
+
+    worker._run_agent_loop = partial(identity.follow_samples.replacement(lambda _, *a, **k: in_tasks(*a, **k)), worker)
+    batch = proto([("gsm8k", 3)], 2, False)[:1]
+    identity.name_rows(batch)
+    asyncio.run(write(worker, batch))
+    assert len(worker.balancer.server.asked) == 1
+    assert worker.balancer.lent == 0
+
+
 def test_a_prompt_with_images_is_left_alone() -> None:
     pytest.importorskip("verl")
     worker = Worker(images=[object()])
@@ -198,6 +215,28 @@ def test_a_later_step_is_written_when_the_one_before_it_is() -> None:
     assert seeds.count(seeds[0]) == seeds.count(seeds[4]) == 2
     texts = [[list(text) for text in written.values()] for written in ahead.texts]
     assert texts == [[[1, 3], [2]], [[4], [5]]]
+
+
+def test_no_more_is_written_at_once_than_a_step_has_samples() -> None:
+    pytest.importorskip("verl")
+    server, go_on = Server(), asyncio.Event()
+    worker, write_one = Worker(server), server._write
+
+    async def slow(*request: Any) -> tuple[list[int], bool]:
+        await go_on.wait()
+        return await write_one(*request)
+
+    async def check() -> None:
+        server._write = slow  # type: ignore[method-assign]
+        await add(worker, 2, 3)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert worker.balancer.lent == 2
+        go_on.set()
+        await worker.das_writing.task
+
+    asyncio.run(check())
+    assert len(server.asked) == 4
 
 
 def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
