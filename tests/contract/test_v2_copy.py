@@ -43,7 +43,7 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
     result = v2_engine(das=das, rounds=FRESH, sabotage="any draft length")
     drafted_on_v2(result, reference)
     for found in result:
-        assert found["stats"]["self_counts"][0] > 50
+        assert found["stats"]["self_counts"][0] > 10  # beside the history as many as the look-ups come late
         assert found["lookahead"] == 5
     assert min(rates(result)) > 0.8  # before and after; what is drafted beyond a request's end is not accepted
     assert result[3]["fresh_copy"]  # bit for bit
