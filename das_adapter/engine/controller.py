@@ -74,7 +74,11 @@ class EngineController:
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
         self.controller.requests.record[request.slot] = request.record
         if self.history is not None:
-            self.history.open(request, prompt, text)
+            try:
+                self.history.open(request, prompt, text)
+            except Exception:
+                self.controller.close(request.slot)
+                raise
         self.live[request.req_id] = request
 
     def close(self, req_ids: Iterable[str]) -> None:
@@ -154,8 +158,10 @@ class EngineController:
             self.history.visit(files)
 
     def stats(self) -> EngineStats:
-        """Return the figures of the controller, the account, the history and the model since the last call."""
-        stats = self.controller.take() | (self.history.stats() if self.history is not None else {})
+        """Return the counts, and the figures of the controller, the account, the history and the model, since the last
+        call."""
+        stats = self.counters.take() | self.controller.take()
+        stats |= self.history.stats() if self.history is not None else {}
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
             self.drafts.counts[:] = 0

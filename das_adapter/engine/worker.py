@@ -87,8 +87,10 @@ class WorkerState:
         try:
             return plain(commands[command](**payload))
         except Exception as error:
-            self.counters.error = repr(error)
             logger.exception("das: %s failed; decoding goes on without drafts", command)
+            if self._decides is not None:
+                self._decides.engine.fail(error)
+            self.counters.error = repr(error)
             return Refreshed(error=repr(error))
 
     def refresh(self, message: Refresh) -> Refreshed:
@@ -122,12 +124,10 @@ class WorkerState:
         return self.refresh(Refresh(**payload))
 
     def _stats(self) -> EngineStats:
-        decided = EngineStats() if self._decides is None else self._decides.stats() | self.own_stats()
-        stats = self.counters.take() | EngineStats(model_runner=self.model_runner) | decided
-        stats |= self.standalone.stats() if self.standalone else {}
-        if self._decides is not None:
-            if self._decides.engine.log:
-                self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
+        stats = self.counters.take() if self._decides is None else self._decides.stats() | self.own_stats()
+        stats |= {"model_runner": self.model_runner, **(self.standalone.stats() if self.standalone else {})}
+        if self._decides is not None and self._decides.engine.log:
+            self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
         return stats
 
 

@@ -15,11 +15,13 @@ pytest.importorskip("vllm")
 import torch
 
 from das_adapter.config import parse
+from das_adapter.core.account import State
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
@@ -104,6 +106,7 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     assert {req_id: most for req_id, (most, _) in chosen.shares.items()} == {f"{req_id} of 1": 16 for req_id in IDS}
     assert max(worth for _, worth in chosen.shares.values()) == 1.0
     assert chosen.of("one that joined") == (chosen, 1.0)
+    assert DraftTokens(chosen) is chosen
 
 
 def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> None:
@@ -149,6 +152,31 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
     engine.sync()
     (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)
     assert [request.tokens for request in after.requests] == [20] * len(IDS)
+
+
+def test_a_command_that_fails_stops_the_drafter() -> None:
+    chooses: Any = Engine().lengths
+    chooses.visit = None
+    assert "NoneType" in WorkerState(None, chooses.engine.config, chooses).call("visit", {"files": []})["error"]
+    assert chooses.engine.controller.account.state is State.FAILED
+
+
+def test_nobody_counts_while_the_counts_are_taken() -> None:
+    chooses: Any = Engine().lengths
+    state, locked = WorkerState(None, chooses.engine.config, chooses), []
+    state.model_runner = 2
+    take = chooses.engine.counters.take
+    chooses.engine.counters.take = lambda: locked.append(chooses._lock.locked()) or take()
+    assert state.call("stats", {})["tokens"] == 0 and locked == [True]
+
+
+def test_a_request_that_the_history_refuses_takes_no_slot() -> None:
+    engine: Any = Engine().lengths.engine
+    engine.history.open = None
+    for number in range(100):
+        with pytest.raises(TypeError):
+            engine.open(LiveRequest(str(number), 1, 0, 8, True), 0)
+    assert not engine.live and len(engine.controller.requests.written) == 64
 
 
 def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:

@@ -71,7 +71,7 @@ class Admission(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
-        self._plan = plan = self.wanted if isinstance(self.wanted, DraftTokens) else DraftTokens(0)
+        self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
             chances = confidence_probs[: input_batch.num_reqs].clone()
             weights = torch.tensor([plan.of(req_id)[1] for req_id in input_batch.req_ids], dtype=torch.float32)
