@@ -5,14 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from das_adapter.config import Speculate
 from das_adapter.core.backoff import Backoff, Rest
 from das_adapter.core.plain_time import LOSS, PlainTime
+from das_adapter.core.steps import TimedStep
 
-Ints = npt.NDArray[np.int64]
 MARGIN = 0.05
 """Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
 smaller gain would switch it to and fro."""
@@ -140,21 +137,16 @@ class Account:
 
     # What is told
 
-    def asked(
-        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> None:
-        """As `PlainTime.asked`."""
-        self._wait(drafted)
-        self.time.asked(slots, got, seconds, drafted, predicted, context)
-        self._drafted_steps += drafted
-        if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
+    def timed(self, step: TimedStep, predicted: float | None) -> None:
+        """As `PlainTime.take`."""
+        plain, drawn = self._waited["plain"], self._waited["drafted"]
+        self._waited = {"plain": plain + 1 if step.drafted else 0, "drafted": 0 if step.drafted else drawn + 1}
+        self.time.take(step, predicted)
+        self.model(took=step.drafting_seconds * step.asked)
+        self._drafted_steps += step.drafted
+        if step.drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
             if reason := self._loss():
                 self.stop(reason)
-
-    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """As `PlainTime.unasked`."""
-        self._wait(False)
-        self.time.unasked(requests, seconds, context)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
@@ -165,13 +157,6 @@ class Account:
         """Take what the model that drafts took in a step that also read prompts."""
         self.time.add(seconds)
         self.model(took=seconds)
-
-    def verified(self, drafted: int, accepted: int) -> str | None:
-        """Take the draft tokens of the rollout so far; where nearly all are rejected drafting stops: return why."""
-        reason = collapsed(drafted, accepted)
-        if reason is not None:
-            self.stop(reason)
-        return reason
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
@@ -209,10 +194,6 @@ class Account:
         }
 
     # Inside
-
-    def _wait(self, drafted: bool) -> None:
-        plain, drawn = self._waited["plain"], self._waited["drafted"]
-        self._waited = {"plain": plain + 1 if drafted else 0, "drafted": 0 if drafted else drawn + 1}
 
     def _loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good

@@ -165,18 +165,11 @@ class Controller:
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took; return the seconds that the latency model expected of it, None before there
         is one."""
-        running, drafted = len(step.slots), step.tokens > len(step.slots)
-        predicted = self.times.add(step.tokens, running, drafted, step.seconds, step.context)
+        predicted = self.times.add(step.tokens, len(step.slots), step.drafted, step.seconds, step.context)
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
-        if not step.asked:
-            self.account.unasked(running, step.seconds, step.context)
-            return predicted
-        self.account.time.batch.refilled |= self._refilling
-        most = None if predicted is None else predicted + step.drafting_seconds
-        took = step.seconds + step.drafting_seconds
-        self.account.model(took=step.drafting_seconds)
-        self.account.asked(step.slots, step.got, took, drafted, most, step.context)
+        self.account.time.batch.refilled |= step.asked and self._refilling
+        self.account.timed(step, predicted)
         return predicted
 
     def worth(self, slots: Ints) -> Floats:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from das_adapter.core.latency import Floats, StepModel, StepTimes
 from das_adapter.core.requests import with_room
+from das_adapter.core.steps import Ints, TimedStep
 
-Ints = npt.NDArray[np.int64]
 Seconds = Callable[[Floats], Floats]
 """Of plain steps, by their requests."""
 
@@ -118,31 +118,23 @@ class PlainTime:
             self.batch = _Batch()
             self._batches.append(self.batch)
 
-    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take a baseline step; `context`: tokens that its requests have together."""
-        self.baseline.add(requests, requests, False, seconds, context)
-        self.baseline.keep_fitted()
-        self._samples.append((requests, seconds, context))
-        self.batch.baseline[requests] += 1.0, seconds, context
-        self.passed += seconds
-
-    def asked(
-        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> None:
-        """Take a step that verified drafts, or at whose end the drafter was asked.
-
-        Args:
-            slots, got: of its requests, and the tokens that each got, int64 [requests].
-            seconds, predicted: that it took, the drafter's passes included; by the engine's latency model.
-            context: tokens of context that its requests have together.
-        """
-        requests, batch = len(slots), self.batch
-        seconds = seconds if predicted is None else min(seconds, PAUSE * predicted)
+    def take(self, step: TimedStep, predicted: float | None) -> None:
+        """Take a step; `predicted`: its seconds by the engine's latency model, a drafter's passes apart."""
+        slots, got, requests, batch = step.slots, step.got, len(step.slots), self.batch
+        if not step.asked:
+            self.baseline.add(requests, requests, False, step.seconds, step.context)
+            self.baseline.keep_fitted()
+            self._samples.append((requests, step.seconds, step.context))
+            batch.baseline[requests] += 1.0, step.seconds, step.context
+            self.passed += step.seconds
+            return
+        seconds, passes = step.seconds + step.drafting_seconds, step.drafting_seconds
+        seconds = seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
         self.add(seconds)
-        batch.drafted_seconds += seconds * drafted
+        batch.drafted_seconds += seconds * step.drafted
         batch.steps += 1
         batch.requests += requests
-        batch.context += context
+        batch.context += step.context
         batch.widest = max(batch.widest, requests)
         batch.shares[requests] += int(np.add.reduce(got)) / requests
         try:

@@ -54,6 +54,11 @@ class TimedStep(NamedTuple):
     asked: bool = True
     """False: a baseline step, without drafts, at whose end no drafter was asked."""
 
+    @property
+    def drafted(self) -> bool:
+        """Whether it verified draft tokens."""
+        return self.tokens > len(self.slots)
+
 
 class Search(NamedTuple):
     """What to look for, before it is known what there is."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import State
+from das_adapter.core.account import State, collapsed
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import TimedStep
@@ -128,8 +128,9 @@ class EngineController:
     def stop_if_collapsed(self) -> None:
         """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
         counts = self.counters
-        reason = self.controller.account.verified(counts.draft_tokens, counts.accepted_tokens)
-        counts.alarm = reason or counts.alarm
+        if reason := collapsed(counts.draft_tokens, counts.accepted_tokens):
+            self.controller.account.stop(reason)
+            counts.alarm = reason
         self._tell()
 
     def _tell(self) -> None:
