@@ -12,7 +12,6 @@ known when the next one begins; then comes `timed`. The controller reads no cloc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
+from das_adapter.core.planners import Offer, enough, everything, first, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, RequestTable
 from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
@@ -103,7 +102,7 @@ class Controller:
             self._last_refill = self.account.now
         self._arrived = True
         self._running += 1
-        slot, lengths = self.requests.open(problem, written, cdf), self.lengths
+        slot, lengths = self.requests.open(written, cdf), self.lengths
         first = classes(cdf[None, :], lengths.edges, np.array([float(written)]), lengths.bounds)
         self.requests.first_class[slot] = first[0]
         return slot
@@ -178,12 +177,6 @@ class Controller:
         found: Floats = self.requests.worth[slots]
         return found if self._policy == "optimal" and found.max() > 0 else np.ones(len(slots))
 
-    # Figures
-
-    def take(self) -> dict[str, Any]:
-        """Return the figures since the last call, as plain numbers."""
-        return {"latency_model_error": self.times.take_error(), **self.account.figures()}
-
     # Inside
 
     @property
@@ -244,7 +237,8 @@ class Controller:
         if self.common is None or plan is found:  # which has one length already
             return plan
         newest = limits if self.always and self._looks_up else plan.history  # as much as the device finds by then
-        return StepPlan(alike(newest, self.common), alike(plan.model, self.common))
+        kept, asked = (np.full_like(keep, enough(keep, self.common)) for keep in (newest, plan.model))
+        return StepPlan(kept, asked)
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
         """Compute the worth of an accepted token of each request, the requests' classes, and DAS's budgets."""

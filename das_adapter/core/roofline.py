@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.hardware import Hardware, recognise
+from das_adapter.core.hardware import Hardware
 from das_adapter.core.latency import StepModel, fit
 
 Floats = npt.NDArray[np.float64]
@@ -85,11 +85,14 @@ class Roofline:
             values["expert_share"] = chosen / experts
         return cls(hardware=hardware, **values)
 
-    def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
+    def seconds(
+        self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike, share: float | None = None
+    ) -> Floats:
         """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
-        Arguments broadcast: requests, mean tokens of context, drafts."""
+        Arguments broadcast: requests, mean tokens of context, drafts. `share`: for a pass of a policy copy, the bytes
+        of its linear weights as a share of the policy's; experts are not quantised."""
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = self._read(b * (d + 1), None) + self.kv_bytes * b * s / self.hardware.bandwidth
+        read = self._read(b * (d + 1), share) + self.kv_bytes * b * s / self.hardware.bandwidth
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
 
     def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
@@ -98,17 +101,10 @@ class Roofline:
         touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
         return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
-    def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
-        """Return the times of passes of a policy copy whose linear weights take `share` of the policy's bytes; the
-        other arguments as in `seconds`. Experts are not quantised."""
-        b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
-        read = self._read(b, share) + self.kv_bytes * b * s / self.hardware.bandwidth
-        return np.asarray(np.maximum(read, self._compute(b, s)))
-
     def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
         experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
-        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `drafts`."""
+        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `seconds`."""
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
@@ -128,22 +124,3 @@ class Roofline:
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
         return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
-
-
-def cold_start(
-    config: Mapping[str, Any], device: str, tensor_parallel: int = 1, bytes_per_weight: float = 2.0
-) -> Roofline | None:
-    """Return the roofline of a model before anything was measured.
-
-    Args:
-        config: Hugging Face config of the decoder.
-        device: the driver's name of the GPU.
-        tensor_parallel, bytes_per_weight: see `Roofline.of`.
-
-    Returns:
-        None where the table of devices lacks the GPU or `Roofline.of` does not know the model's family.
-    """
-    found = recognise(device)
-    if found is None or config.get("model_type") not in FAMILIES:
-        return None
-    return Roofline.of(config, found.speed, tensor_parallel, bytes_per_weight)

@@ -91,10 +91,10 @@ class EngineController:
                 self.history.close(request)
             if self.log is not None:
                 table = self.controller.requests
-                columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
-                problem, kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
-                times = request.began, time.time()
-                self.log.add(decision_log.Request(problem, kind, written, drafted, accepted, *times))
+                columns = table.length_class, table.written, table.drafted, table.accepted
+                kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
+                counts, times = (kind, written, drafted, accepted), (request.began, time.time())
+                self.log.add(decision_log.Request(request.problem, *counts, *times))
             self.controller.close(request.slot)
 
     # A decode step
@@ -161,8 +161,9 @@ class EngineController:
     def stats(self) -> EngineStats:
         """Return the counts, and the figures of the controller, the account, the history and the model, since the last
         call."""
-        stats = self.counters.take() | self.controller.take()
-        stats |= self.history.stats() if self.history is not None else {}
+        controller = self.controller
+        stats = self.counters.take() | controller.account.figures() | (self.history.stats() if self.history else {})
+        stats["latency_model_error"] = controller.times.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
             self.drafts.counts[:] = 0

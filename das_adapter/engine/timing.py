@@ -9,9 +9,10 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
+from das_adapter.core.hardware import recognise
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.requests import NOBODY
-from das_adapter.core.roofline import COPY_SHARE, cold_start
+from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Roofline
 from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
@@ -72,18 +73,15 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
 
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibration | None:
     """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
-    there is neither."""
+    there is neither, as where the table of devices lacks the GPU or `Roofline.of` does not know the model's family."""
     if config.calibration:
         return read_calibration(config.calibration)
     model = vllm_config.model_config
     if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
         return None
-    roof = cold_start(
-        model.hf_text_config.to_dict(),
-        current_platform.get_device_name(),
-        vllm_config.parallel_config.tensor_parallel_size,
-        _WEIGHT_BYTES[model.quantization],
-    )
-    if roof is None:
+    sizes, device = model.hf_text_config.to_dict(), recognise(current_platform.get_device_name())
+    if device is None or sizes.get("model_type") not in FAMILIES:
         return None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    roof = Roofline.of(sizes, device.speed, ranks, _WEIGHT_BYTES[model.quantization])
     return Calibration(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)

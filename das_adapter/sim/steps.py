@@ -108,7 +108,7 @@ class Instance(Steps):
         return tokens * self.roof.dense_flops / self.roof.hardware.flops + self.token_s * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        passes = self.roof.drafts(requests, context / np.maximum(requests, 1e-9), self.copy_share)
+        passes = self.roof.seconds(requests, context / np.maximum(requests, 1e-9), 0.0, self.copy_share)
         return passes + self.token_s * requests + self.waits_s + self.pass_overhead_s
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:

@@ -12,7 +12,7 @@ import pytest
 from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
-from das_adapter.core.roofline import Roofline, cold_start
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim import Simulation
 from das_adapter.sim.config import parse
@@ -100,7 +100,7 @@ def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str,
     simulation = simulated(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
     passes, b = simulation.fleet("a")[0].drafting.pass_seconds, np.ones(1)
     assert isinstance(simulation.steps, Instance) and passes is not None
-    expected = simulation.steps.roof.drafts(1, 100, share) + simulation.steps.pass_overhead_s
+    expected = simulation.steps.roof.seconds(1, 100, 0, share) + simulation.steps.pass_overhead_s
     assert passes(b, 100 * b)[0] == pytest.approx(expected)
 
 
@@ -128,8 +128,7 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     assert first(calibration=str(path)).times.model == StepModel(**LINE)
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
-    begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
-    assert begin is not None
+    begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"].speed)
     assert controllers(of_gpu)[0].times.model == begin.line()
     assert not controllers(of_gpu, "b")[0].times.known
     path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))
