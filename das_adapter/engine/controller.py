@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ class EngineController:
         saved, stopped = account.time.saved(), account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            self.log.add(decision_log.WeightSync(message.version, model.to_dict(), saved, stopped))
+            self.log.add(decision_log.WeightSync(message.version, asdict(model), saved, stopped))
         self._tell()
         return answer
 

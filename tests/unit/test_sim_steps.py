@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
 
 def test_a_calibration_is_simulated_with_what_it_fitted(tmp_path: Path) -> None:
     model = StepModel(base=0.01, token=1e-4, context=1e-7)
-    line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+    line = asdict(model) | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": line}))
     steps = {"kind": "calibration", "file": str(path)}
