@@ -1,8 +1,9 @@
 """The form in which das-adapter changes other packages, and the list of what it changes.
 
-A patch is a function that gets what stands at its target and returns what stands there from then on. Its docstring says
-what fails without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a
-module of patches imports none of their targets.
+A patch is a function that gets what stands at its target and returns what stands there from then on; where that is a
+function, it gets the name and the signature of the one whose place it takes. The patch's docstring says what fails
+without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a module of
+patches imports none of their targets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,6 +72,8 @@ class Patch:
             raise UnsupportedHost(f"patch {name}: found no {target}")
         replaced = self.replacement(stock, *context)
         if replaced is not stock:
+            if stock is not None and inspect.isfunction(replaced):
+                functools.update_wrapper(replaced, stock)
             setattr(replaced, _MARK, name)
             setattr(owner, attribute, replaced)
 

@@ -6,7 +6,6 @@ weights travel through shared memory. Needs the environment of `environment.cpu_
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +51,6 @@ def start_gloo(stock: Any) -> Any:
     twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start.
     Remove this patch when veRL lets a platform name its process groups' backend."""
 
-    @functools.wraps(stock)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("WORLD_SIZE") == "1":
             os.environ["MASTER_PORT"] = "0"  # any that is free
@@ -77,7 +75,6 @@ def sync_in_private(stock: Any) -> Any:
     engine gets the other run's weights, or waits for ever. The trainer's end has the name, the server's end makes it of
     the environment. Remove this patch when veRL names its weight sockets by the cluster as well as by the job."""
 
-    @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = job()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -35,7 +34,6 @@ def choose_runner(stock: Any) -> Any:
     """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
     would not speculate. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
 
-    @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         take_block_from_environment(self)
         config = settings(self)
@@ -77,7 +75,6 @@ def allow_look_up(stock: Any) -> Any:
     """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history drafts. Remove this
     patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
 
-    @functools.wraps(stock)
     def unsupported(self: Any) -> Any:
         found = stock(self)
         config = settings(self)
@@ -93,7 +90,6 @@ def judge_row_processors(stock: Any) -> Any:
     positions, and allows min_tokens on V1, where it counts draft tokens that may be rejected. Remove this patch when
     vLLM's verification applies all three to drafted positions."""
 
-    @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
         if runner == 1 and self.min_tokens:
@@ -114,7 +110,6 @@ def label_requests(stock: Any) -> Any:
     have no label, and a wrong label that came over HTTP is found in the middle of a step of all requests; here it is
     the error of its own request. Remove this patch when vLLM lets plug-ins check and change requests."""
 
-    @functools.wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)
@@ -138,7 +133,6 @@ def log_figures(stock: Any) -> Any:
     """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint.
     Remove this patch when vLLM lets plug-ins add figures to its loggers."""
 
-    @functools.wraps(stock)
     async def do_log_stats(self: Any) -> None:
         if self.log_stats and alone(self.vllm_config):
             try:
@@ -157,7 +151,6 @@ def log_figures_offline(stock: Any) -> Any:
     """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which would return the figures as
     they were logged last. Remove this patch when `log_figures` is removed."""
 
-    @functools.wraps(stock)
     def logged(self: Any) -> Any:
         if self.log_stats and alone(self.vllm_config):
             try:

@@ -142,7 +142,6 @@ def follow_loaded_models(stock: Any, loaded: Callable[[], None]) -> Any:
 def then(stock: Any, changed: Callable[[], None]) -> Any:
     """Return a function that calls `stock`, and then tells that something has changed."""
 
-    @functools.wraps(stock)
     def update(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         changed()

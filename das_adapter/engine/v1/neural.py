@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,6 @@ def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
     """Without it `draw_with_keyed_noise` does not know for which positions it draws. Remove this patch when vLLM's V1
     drafters draw with noise keyed by position."""
 
-    @functools.wraps(stock)
     def set_inputs_first_pass(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         noise.first_pass(result[1])
@@ -56,7 +54,6 @@ def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
     """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn.
     Remove this patch when vLLM's V1 drafters draw with noise keyed by position."""
 
-    @functools.wraps(stock)
     def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:
         return noise.draw(hidden, sampling), None
 

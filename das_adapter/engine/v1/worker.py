@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from functools import partial
 from typing import Any
@@ -153,7 +152,6 @@ def time_steps(stock: Any, state: HostWorkerState) -> Any:
     """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
     step to plug-ins."""
 
-    @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         state.begin_step(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
@@ -169,7 +167,6 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
     """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
     samplers draw with noise keyed by seed and position."""
 
-    @functools.wraps(stock)
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
@@ -193,7 +190,6 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
     scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins."""
 
-    @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
         drafts, state.drafts = state.drafts, None
@@ -222,7 +218,6 @@ def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
     """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
     asks a `custom_class` drafter for its drafts after the step."""
 
-    @functools.wraps(stock)
     def take_draft_token_ids() -> Any:
         if state.drafter:
             state.drafter.settle()

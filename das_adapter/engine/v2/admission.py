@@ -8,7 +8,6 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -116,7 +115,6 @@ def admit_by_worth(stock: Any) -> Any:
     """Without it all requests of a step have equally many draft tokens, needed or not (V2 runner). Remove this patch
     when vLLM lets a speculator of a plug-in choose the draft tokens of each request."""
 
-    @functools.wraps(stock)
     def create(**kwargs: Any) -> Any:
         admits: Callable[..., Any] | None = getattr(kwargs["req_states"], ADMITS, None)
         return stock(**kwargs) if admits is None else admits(**kwargs)
@@ -129,7 +127,6 @@ def allow_no_graphs(stock: Any) -> Any:
     """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
     tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
 
-    @functools.wraps(stock)
     def resolve(mode: Any, **kwargs: Any) -> Any:
         return stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from typing import Any
@@ -228,7 +227,6 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     how long that took; and the text of a request that ended is overwritten before its siblings have drafted from it (V2
     runner). Remove this patch when vLLM hands speculators the requests of a step and tells them which have ended."""
 
-    @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return stock(scheduler_output, *args, **kwargs)
@@ -253,7 +251,6 @@ def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
 
-    @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         return state.watch(stock(*args, **kwargs))
 
