@@ -179,15 +179,11 @@ class Account:
         news, self._news = self._news, None
         return news
 
-    def of_stock(self) -> float | None:
-        """Return the time of the rollout relative to stock's; None: not known, or the user decides when to draft."""
-        return self.time.of_stock() if self._speculate == "auto" else None
-
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
             "time_saved_s": self.time.saved(),
-            "of_stock": self.of_stock(),
+            "of_stock": self.time.of_stock() if self._speculate == "auto" else None,  # else the user decides
             "state": self.state.value,
             "reason": None if self.state is State.FAILED else self.reason,
             "slow": self.slow,

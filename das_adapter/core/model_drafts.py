@@ -48,6 +48,8 @@ class ModelDrafts:
         self.acceptance = AcceptanceRate()
         self.counts = np.zeros(2, dtype=np.int64)
         """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
+        self.made = 0
+        """Forward passes since then."""
 
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""

@@ -92,14 +92,8 @@ class Roofline:
         Arguments broadcast: requests, mean tokens of context, drafts. `share`: for a pass of a policy copy, the bytes
         of its linear weights as a share of the policy's; experts are not quantised."""
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = self._read(b * (d + 1), share) + self.kv_bytes * b * s / self.hardware.bandwidth
+        read = self.reading(b * (d + 1), share) + self.kv_bytes * b * s / self.hardware.bandwidth
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
-
-    def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
-        """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
-        if each token's choice is independent and even."""
-        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
-        return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
     def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
@@ -108,18 +102,18 @@ class Roofline:
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
-            seconds = np.maximum(self._read(tokens, share), self._compute(tokens, context))
+            seconds = np.maximum(self.reading(tokens, share), self._compute(tokens, context))
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, context=kv)
-        read, token = float(self._read(1, share)), float(self._compute(1, context))
+        read, token = float(self.reading(1, share)), float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, context=kv)
 
-    def _read(self, tokens: npt.ArrayLike, share: float | None) -> Floats:
-        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`."""
-        read = self.read_bytes(tokens)
-        if share is not None:
-            read = read - (1 - share) * self.linear_bytes
-        return np.asarray(read / self.hardware.bandwidth)
+    def reading(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
+        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`: of the
+        experts those that any token chooses, if each token's choice is independent and even."""
+        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
+        kept = 0.0 if share is None else (1 - share) * self.linear_bytes
+        return np.asarray((self.weight_bytes + self.expert_bytes * touched - kept) / self.hardware.bandwidth)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops

@@ -167,5 +167,7 @@ class EngineController:
         stats["latency_model_error"] = controller.times.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
-            self.drafts.counts[:] = 0
+            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = 0, self.drafts.made, 0
+            if self.config.copies_policy:
+                stats["self_acceptance"] = self.drafts.acceptance.rate
         return stats

@@ -11,6 +11,7 @@ from typing import Any
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone.worker import Standalone
 from das_adapter.errors import DasError
@@ -36,6 +37,15 @@ class WorkerState:
         self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
+
+    @property
+    def copy(self) -> PolicyCopy | None:
+        """The policy copy that drafts; None: none does."""
+        if not self.config.copies_policy:
+            return None
+        source = getattr(self.runner, "speculator", None) or self.runner.drafter.model_source
+        copy: PolicyCopy = source.copy
+        return copy
 
     def response(self, req_id: str) -> LiveRequest | None:
         """Return a request that is over, with its text; None: it is not known."""
@@ -96,6 +106,8 @@ class WorkerState:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
+        if self.copy is not None:
+            self.copy.quantise()
         if not self.draft_weights or self.standalone is None or self.standalone.synced:
             self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
             if self.counters.alarm:
@@ -108,8 +120,8 @@ class WorkerState:
             self._decides.visit(files)
 
     def own_stats(self) -> EngineStats:
-        """Return the figures that one runner alone has."""
-        return EngineStats()
+        """Return the figures of what stands in the device's memory."""
+        return EngineStats() if self.copy is None else self.copy.stats()
 
     def _hello(self) -> dict[str, str]:
         sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"

@@ -100,7 +100,7 @@ class Instance(Steps):
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         b = np.maximum(requests, 1e-9)
         kernels = self.roof.seconds(requests, context / b, tokens / b - 1.0) + self.token_s * tokens
-        weights = float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
+        weights = float(self.roof.reading(1))
         host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
         return np.asarray(np.where(requests > 0, kernels + self.waits_s, weights) + host)
 

@@ -246,7 +246,7 @@ def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -
     unasked = [seconds for seconds, asked in engine.timed if not asked]
     assert len(unasked) > 200 and max(unasked) == pytest.approx(PLAIN_S)
     assert any(seconds == pytest.approx(PLAIN_S + 0.001) for seconds, asked in engine.timed if asked)
-    assert 0.0 < engine.lengths.engine.controller.account.of_stock() - 1.0 < 0.05
+    assert 0.0 < engine.lengths.engine.controller.account.time.of_stock() - 1.0 < 0.05
     assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
 
 

@@ -50,7 +50,7 @@ def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active
 
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
     roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed)
-    read = roof.read_bytes([1, 16, 10000])
+    read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
     assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
     half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, bytes_per_weight=1.0)

@@ -33,15 +33,6 @@ class CopySource(ModelSource):
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
 
-    def refresh(self, length: int | None) -> None:
-        """As `ModelSource.refresh`; quantise the new weights."""
-        super().refresh(length)
-        self.copy.quantise()
-
-    def stats(self) -> dict[str, Any]:
-        """Return the figures of the copy."""
-        return super().stats() | self.copy.stats() | {"self_acceptance": self.drafts.acceptance.rate}
-
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
@@ -68,7 +59,7 @@ class CopySource(ModelSource):
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
             self.drafts.timed_pass(len(at), time.perf_counter() - begin, float(positions.sum()))
-            self.passes += 1
+            self.drafts.made += 1
         self.drawn_with = {req: torch.stack(found) for req, found in zip(req_ids, drawn_with, strict=True) if found}
         return drafts
 

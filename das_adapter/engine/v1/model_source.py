@@ -24,8 +24,6 @@ class ModelSource:
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         """`drafter`: the `Proposer` that it is a part of."""
         self.drafts = drafts
-        self.passes = 0
-        """Forward passes since `stats` was called last."""
         self._drafter = drafter
         self.drawn_with: dict[str, torch.Tensor] = {}
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
@@ -42,11 +40,6 @@ class ModelSource:
 
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return the figures of the model since the last call."""
-        passes, self.passes = self.passes, 0
-        return {"drafter_passes": passes}
 
     def verified(self, req_ids: Sequence[str]) -> np.ndarray:
         """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests]."""

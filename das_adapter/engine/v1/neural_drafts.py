@@ -190,7 +190,7 @@ class NeuralSource(ModelSource):
             sampling_metadata=dataclasses.replace(sampling, **of_rows),
         )
         self._read[rows] = ends
-        self.passes += passes
+        self.drafts.made += passes
         return found
 
     def _hidden(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> torch.Tensor:

@@ -192,11 +192,10 @@ class Proposer:
         self.engine.visit(files)
 
     def stats(self) -> EngineStats:
-        """As `EngineController.stats`, with the figures of the model."""
+        """As `EngineController.stats`."""
         self.settle()
         self.catch_up()
-        model = self.model_source.stats() if self.model_source else {}
-        return {**self.engine.stats(), **model}
+        return self.engine.stats()
 
     # Inside
 
@@ -205,14 +204,14 @@ class Proposer:
         if not source or not (self.ranks > 1 or source.follows or self.model_tokens.any()):
             return drafts
         rests = account.idle or account.model_rests is not None  # it need not even follow the policy
-        begin, passes = time.perf_counter(), source.passes
+        begin, made = time.perf_counter(), source.drafts.made
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
-        if not self.timer.drafted(seconds, source.passes - passes) and not rests:
+        if not self.timer.drafted(seconds, source.drafts.made - made) and not rests:
             account.drafted_beside_prompts(seconds)
         return drafts
 

@@ -86,8 +86,6 @@ class DraftLengths:
         """Outputs that are still to be taken."""
         self._before: Step | None = None
         """The last step, whose offer arrives with the next one's output."""
-        self._passes = 0
-        """Of a model that drafts, since `stats` was called last."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -158,13 +156,10 @@ class DraftLengths:
             self.engine.visit(files)
 
     def stats(self) -> EngineStats:
-        """As `EngineController.stats`, with what a model has drafted."""
+        """As `EngineController.stats`."""
         with self._lock:
             self._catch_up()
-            stats = self.engine.stats()
-            if self.engine.drafts is not None:
-                stats["drafter_passes"], self._passes = self._passes, 0
-            return stats
+            return self.engine.stats()
 
     def _begin_and_end(self, step: Step) -> None:
         self._close(sorted(step.ended))
@@ -219,11 +214,11 @@ class DraftLengths:
     def _time(self, step: Step, places: Ints, decoded: Decoded, now: float, since: float) -> None:
         """Take how long a step took that ended `since` seconds ago, and the calls of a model that drafts beside it."""
         drafts = self.engine.drafts
-        for call in step.calls:
-            if drafts is not None and call.usual:
-                drafts.timed_pass(call.requests, call.seconds / call.passes)
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
-        self._passes += passes
+        if drafts is not None:
+            drafts.made += passes
+            for call in (call for call in step.calls if call.usual):
+                drafts.timed_pass(call.requests, call.seconds / call.passes)
         running, seconds = len(decoded.slots), 0.0 if self._last is None else now - self._last - drafting
         if step.decodes and seconds > 0 and running and decoded.context is not None:
             tokens = sum(step.scheduled.values())

@@ -10,7 +10,6 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -56,11 +55,6 @@ class DeviceWorkerState(WorkerState):
         self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._step: Step | None = None
-
-    @property
-    def copy(self) -> PolicyCopy | None:
-        """The policy copy that drafts; None: none does."""
-        return self.runner.speculator.copy if self.config.copies_policy else None
 
     @property
     def index(self) -> DeviceIndex | None:
@@ -183,8 +177,6 @@ class DeviceWorkerState(WorkerState):
         answer = super().refresh(message)
         if self.index is not None:
             self.index.bringer.forget()
-        if self.copy is not None:
-            self.copy.quantise()
         return answer
 
     def visit(self, files: list[str]) -> None:
@@ -194,8 +186,8 @@ class DeviceWorkerState(WorkerState):
             self.index.bringer.look_again()
 
     def own_stats(self) -> EngineStats:
-        """Return the figures of the device's memory and of the policy copy."""
-        stats = EngineStats()
+        """As `WorkerState.own_stats`, with the arena."""
+        stats = super().own_stats()
         if self.index is not None:
             stats["live_bytes"] = nbytes = self.index.words.nbytes
             if short := self.index.arena.short:
@@ -204,8 +196,6 @@ class DeviceWorkerState(WorkerState):
                     "drafted from: raise it",
                     *(nbytes, short),
                 )
-        if self.copy is not None and self.engine is not None and self.engine.drafts is not None:
-            stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
 
     def loaded(self) -> None:
