@@ -28,23 +28,16 @@ class ModelSource:
         self.drawn_with: dict[str, torch.Tensor] = {}
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
         vLLM's own noise verifies it."""
-        self._drafted: dict[str, int] = {}
-        """Tokens of each request's present draft that are the model's."""
 
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
     def refresh(self, length: int | None) -> None:
         """Follow a weight sync. `length`: of drafts from now on; None: any."""
-        self._drafted, self.drafts.agreed = {}, length
+        self.drafts.agreed = length
 
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
-
-    def verified(self, req_ids: Sequence[str]) -> np.ndarray:
-        """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests]."""
-        drafted, self._drafted = self._drafted, {}
-        return np.array([drafted.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
 
     def tell_probabilities(self, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Tell vLLM's rejection sampler with which probabilities the tokens of a step were drawn: a forward pre-hook of
@@ -83,7 +76,6 @@ class ModelSource:
             os._exit(1)
         for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
-            self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
 
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Return the drafts of some rows: `counts` [rows] tokens at most."""

@@ -55,8 +55,9 @@ class Proposer:
         self.model_tokens = NOBODY
         """Tokens that the model shall draft for each request of the batch, int64 [batch]."""
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
-        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
+        self._ends, self._lengths, self._by_model = np.zeros((3, 1), dtype=np.int64)
+        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens; tokens of its last
+        draft, if that was to be the model's."""
         self._synced = False
         """Whether a weight sync has come since requests were closed last."""
         self._undecided: Callable[[], None] | None = None
@@ -221,7 +222,7 @@ class Proposer:
         if history:
             history.take(rows, plan.history, drafts)
         if self.model_source:
-            self.model_tokens[rows] = plan.model
+            self.model_tokens[rows] = self._by_model[slots] = plan.model
 
     def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
@@ -239,9 +240,7 @@ class Proposer:
         drafts = np.array(carried, dtype=np.int64)[rows] if carried and any(carried) else None
         if drafts is not None and not drafts.any():
             drafts = None
-        by_model = None
-        if self.model_source:
-            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()])
+        by_model = None if drafts is None else np.minimum(drafts, self._by_model[slots])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
         return Decoded(slots, got, drafts, by_model, room, context=now), rows
@@ -272,8 +271,9 @@ class Proposer:
         live = LiveRequest.of(req_id, request, self._max_model_len)
         self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
         slot = live.slot
-        self._ends, self._lengths = (with_room(column, slot + 1) for column in (self._ends, self._lengths))
-        self._ends[slot], self._lengths[slot] = live.end, before
+        columns = self._ends, self._lengths, self._by_model
+        self._ends, self._lengths, self._by_model = (with_room(column, slot + 1) for column in columns)
+        self._ends[slot], self._lengths[slot], self._by_model[slot] = live.end, before, 0
         return slot
 
     def _close(self, req_ids: list[str]) -> None:
