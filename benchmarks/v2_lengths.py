@@ -158,7 +158,7 @@ def main(out: Path | None, requests: tuple[int, ...], policy: tuple[str, ...], b
     """Write a row for each policy, budget and batch."""
     rows = []
     for name in policy:
-        model = Roofline.of(sizes(name), DEVICES["h100"].speed).line().at(PROMPT + MEDIAN)
+        model = Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
         for kind in budget:
             for count in requests:
                 one, own = (seconds(count, model, own, budget=kind) for own in (False, True))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.hardware import Hardware
+from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel, fit
 
 Floats = npt.NDArray[np.float64]
@@ -34,7 +34,7 @@ class Roofline:
     """Per token."""
     attention_flops: float
     """Per token and token of context."""
-    hardware: Hardware
+    hardware: Device
     expert_bytes: float = 0.0
     """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
     expert_share: float = 0.0
@@ -46,7 +46,7 @@ class Roofline:
     def of(
         cls,
         config: Mapping[str, Any],
-        hardware: Hardware,
+        hardware: Device,
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
     ) -> Roofline:

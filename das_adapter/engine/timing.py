@@ -83,5 +83,5 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibra
     if device is None or sizes.get("model_type") not in FAMILIES:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    roof = Roofline.of(sizes, device.speed, ranks, _WEIGHT_BYTES[model.quantization])
+    roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
     return Calibration(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)

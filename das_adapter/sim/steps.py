@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from das_adapter.core.hardware import Device, Hardware
+from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
@@ -119,7 +119,7 @@ class Instance(Steps):
 
 def instance(sizes: dict[str, Any], device: Device, devices: int, precision: str, **own: Any) -> Instance:
     """Return the roofline of a model on so many devices; `own`: further fields of `Instance`."""
-    fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
+    fast = replace(device, flops=device.flops * (device.fp8 if precision == "fp8" else 1.0))
     one, layers = (1.0 if precision == "fp8" else 2.0), sizes["num_hidden_layers"]
     roof = Roofline.of(sizes, fast, devices, one)
     if devices < 2:

@@ -160,7 +160,7 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
     model: str, tokens: int, length: float
 ) -> None:
     """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048 tokens of context."""
-    roof, context = Roofline.of(MODELS[model], DEVICES["a100"].speed), 2048
+    roof, context = Roofline.of(MODELS[model], DEVICES["a100"]), 2048
     step, of_pass = roof.line(context), roof.line(context, share=0.25)
     rate = brentq(lambda r: sum(r**j for j in range(tokens + 1)) - length, 0.01, 1.0)
 

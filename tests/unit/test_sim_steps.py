@@ -42,18 +42,18 @@ def simulated(**keys: Any) -> Simulation:
     ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
 )
 def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
-    roof = Roofline.of(sizes(model), DEVICES["h100"].speed)
+    roof = Roofline.of(sizes(model), DEVICES["h100"])
     assert (roof.weight_bytes + roof.table_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
     embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
-    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed)
+    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
     read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
     assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
-    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, bytes_per_weight=1.0)
+    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], bytes_per_weight=1.0)
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
 
 
@@ -129,7 +129,7 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     assert first(calibration=str(path)).times.model == StepModel(**LINE)
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
-    begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"].speed)
+    begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
     assert controllers(of_gpu)[0].times.model == begin.line()
     assert not controllers(of_gpu, "b")[0].times.known
     path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))
