@@ -89,12 +89,12 @@ class Patch:
             when_imported(target.partition(":")[0], lambda _, act=act: act())  # type: ignore[misc]
 
 
-def when_imported(module: str, act: Callable[[Any], None]) -> None:
+def when_imported(module: str, act: Callable[[Any], object]) -> None:
     """Do something with a module when it is imported, if it has what is relied on (see `try_apply`)."""
     wrapt.when_imported(module)(lambda imported: _try(lambda: act(imported)))
 
 
-def _try(act: Callable[[], None]) -> None:
+def _try(act: Callable[[], object]) -> None:
     try:
         act()
     except (UnsupportedHost, AttributeError, ImportError) as error:

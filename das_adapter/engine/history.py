@@ -11,7 +11,7 @@ import numpy as np
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
+from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
@@ -36,7 +36,7 @@ class HistorySource:
         """Slots of those that have found none yet."""
         self._handles = self._lengths = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included."""
-        self._looking: Drafting | None = None
+        self._looking: Any = None
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
@@ -69,9 +69,8 @@ class HistorySource:
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what was found, see `core.steps.HistoryDrafts`."""
-        looking, self._looking = self._looking, None
-        assert looking is not None
-        ids, chances, offsets = looking.result()
+        ids, chances, offsets = self._looking.result()
+        self._looking = None
         # The history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
