@@ -148,7 +148,10 @@ class Controller:
         self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
-        return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor())
+        limits, floor = self._draft_limits(slots, decoded.room, decoded.context), least_chance(self._policy)
+        if self._policy == "optimal" and not account.due("drafted"):
+            floor = self._least_chance
+        return Search(limits, floor)
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
@@ -182,11 +185,6 @@ class Controller:
     @property
     def _refilling(self) -> bool:
         return self.account.now - self._last_refill < REFILL_STEPS
-
-    def _floor(self) -> float:
-        if self._policy == "optimal":
-            return LEAST_CHANCE if self.account.due("drafted") else self._least_chance
-        return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.v1.attention import queries, stretches
-from das_adapter.engine.v1.model_source import ModelSource
-from das_adapter.engine.v1.neural import KeyedDrafts
+from das_adapter.engine.v1.draft_sample import KeyedDrafts
+from das_adapter.engine.v1.model_source import ModelSource, queries, stretches
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 

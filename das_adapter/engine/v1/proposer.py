@@ -46,7 +46,7 @@ class Proposer:
         """Draft tokens that each request of the batch carried into the step being sampled; None: nobody had any."""
         self.model_source: ModelSource | None = None
         if config.copies_policy:
-            self.model_source = CopySource(self, vllm_config, ModelDrafts(config.model_tokens))
+            self.model_source = CopySource(self, ModelDrafts(config.model_tokens))
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
         drafts = self.model_source.drafts if self.model_source else None

@@ -11,8 +11,8 @@ import torch
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import LiveRequest, label_of
+from das_adapter.engine.v1.draft_sample import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler

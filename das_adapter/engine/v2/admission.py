@@ -126,8 +126,4 @@ def admit_by_worth(stock: Any) -> Any:
 def allow_no_graphs(stock: Any) -> Any:
     """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
     tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
-
-    def resolve(mode: Any, **kwargs: Any) -> Any:
-        return stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
-
-    return resolve
+    return lambda mode, **kwargs: stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode

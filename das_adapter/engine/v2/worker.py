@@ -240,8 +240,4 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
-
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        return state.watch(stock(*args, **kwargs))
-
-    return sample_tokens
+    return lambda *args, **kwargs: state.watch(stock(*args, **kwargs))
