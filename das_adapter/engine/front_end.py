@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from das_adapter.config import DasConfig
-from das_adapter.engine import figures
 from das_adapter.engine.labels import RequestLabels
 from das_adapter.engine.runner import refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
@@ -20,6 +20,7 @@ from das_adapter.engine.settings import (
 from das_adapter.patching import patch
 from das_adapter.protocol.label import BadLabel
 from das_adapter.protocol.messages import call_workers
+from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -136,7 +137,7 @@ def log_figures(stock: Any) -> Any:
     async def do_log_stats(self: Any) -> None:
         if self.log_stats and alone(self.vllm_config):
             try:
-                figures.publish(self, await call_workers(self, "das_rpc", ("stats", {})))
+                publish(self, await call_workers(self, "das_rpc", ("stats", {})))
             except Exception as error:
                 logger.error("das: no figures of the engine: %r", error)
         await stock(self)
@@ -154,9 +155,33 @@ def log_figures_offline(stock: Any) -> Any:
     def logged(self: Any) -> Any:
         if self.log_stats and alone(self.vllm_config):
             try:
-                figures.publish(self, [self.collective_rpc("das_rpc", args=("stats", {}))])
+                publish(self, [self.collective_rpc("das_rpc", args=("stats", {}))])
             except Exception as error:
                 logger.error("das: no figures of the engine: %r", error)
         return stock(self)
 
     return logged
+
+
+def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Log the figures of an engine without a host (vLLM's `AsyncLLM` or `LLMEngine`) since the last time, and set its
+    Prometheus gauges; `answers`: to `stats`, of each data-parallel engine's ranks."""
+    from prometheus_client import Gauge
+
+    parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
+    found = figures(parts, vars(engine).setdefault("_das_told", set()))
+    if not sum(part["request_forwards"] for part in parts):
+        return
+    known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
+    for key, value in found.items():
+        name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
+        if name not in known:
+            what = f"{key} of das-adapter, since it was last logged"
+            gauge = Gauge(name, what, ["model_name"], multiprocess_mode="mostrecent")
+            known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
+        known[name].set(value)
+    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
+    logger.info(
+        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
+        *(found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+    )

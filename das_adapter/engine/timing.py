@@ -40,18 +40,11 @@ class StepTimer:
             return None  # it was not sampled, or a pause without requests lies between them
         return step._replace(seconds=now - begin - step.drafting_seconds)
 
-    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0) -> None:
-        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], and the tokens of
-        context that they have together."""
-        if self._step is not None:
-            self._step = self._step._replace(slots=slots, got=got, context=context)
-
-    def unasked(self, requests: int, context: int) -> None:
-        """Note that the step sampled a token for each of so many requests, which have so many tokens of context
-        together, and that no drafter is asked."""
-        if self._step is not None and self._step.tokens == requests:
-            one = np.ones(requests, dtype=np.int64)
-            self._step = self._step._replace(slots=one, got=one, context=context, asked=False)
+    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True) -> None:
+        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], the tokens of
+        context that they have together, and whether a drafter is asked; where none is, slots do not matter."""
+        if self._step is not None and (asked or self._step.tokens == len(slots)):
+            self._step = self._step._replace(slots=slots, got=got, context=context, asked=asked)
 
     def drafted(self, seconds: float, passes: int) -> bool:
         """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the

@@ -32,10 +32,6 @@ class ModelSource:
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
-    def refresh(self, length: int | None) -> None:
-        """Follow a weight sync. `length`: of drafts from now on; None: any."""
-        self.drafts.agreed = length
-
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
 

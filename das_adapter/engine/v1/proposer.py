@@ -144,7 +144,8 @@ class Proposer:
         controller = self.engine.controller
         if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
-            self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
+            one = np.ones(len(sampled), dtype=np.int64)
+            self.timer.sampled(one, one, int(lengths[: len(sampled)].sum()), asked=False)
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
         search = controller.begin(decoded)
@@ -183,10 +184,8 @@ class Proposer:
         self._close_gone()
         if self.engine.failed:  # they are opened again: who knows their state
             self._close(list(self.engine.live))
-        answer, self._synced = self.engine.refresh(message), True
-        if self.model_source:
-            self.model_source.refresh(message.draft_length)
-        return answer
+        self._synced = True
+        return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
         self.settle()

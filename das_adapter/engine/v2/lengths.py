@@ -146,8 +146,6 @@ class DraftLengths:
             self._catch_up()
             self._close(self._live.over())
             self._last = None
-            if self.engine.drafts is not None:
-                self.engine.drafts.agreed = message.draft_length
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
