@@ -63,7 +63,8 @@ class Account:
         self.slow: str | None = None
         """How much slower than stock vLLM's the last rollout's steps were, with drafts or without; None: no slower."""
         self._speculate = speculate
-        self._rest, self._model_rest = Rest(), Rest()
+        self._rest, self.model_rest = Rest(), Rest()
+        """Of all drafting; of the model that drafts."""
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
         """Steps after which a probe may be due: drafted ones in a row, plain ones in a row."""
@@ -93,11 +94,6 @@ class Account:
         """Whether no drafter is asked before the next weight sync: drafting has stopped or failed, or this rollout is
         at rest."""
         return self.state in (State.STOPPED, State.FAILED) or self._rest.reason is not None
-
-    @property
-    def model_rests(self) -> str | None:
-        """Why the model that drafts does not run in this rollout; None: it does."""
-        return self._model_rest.reason
 
     def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
         """Decide whether a step is drafted in; `gain`: predicted, as a share of its time, None: there is nothing to
@@ -149,14 +145,10 @@ class Account:
                 self.stop(reason)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
-        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
+        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth. Beside
+        prompts they are told to `time` as well: such steps are not timed."""
         self._model_took += took
         self._model_saved += saved
-
-    def drafted_beside_prompts(self, seconds: float) -> None:
-        """Take what the model that drafts took in a step that also read prompts."""
-        self.time.add(seconds)
-        self.model(took=seconds)
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
@@ -209,13 +201,13 @@ class Account:
         took, saved, compared = self._model_took, self._model_saved, self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
         words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
-        if self._model_rest.judge(words, gained=took > 0 and not lost):
+        if self.model_rest.judge(words, gained=took > 0 and not lost):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        reason = None if compared is None else compared.lost
+        reason, scatter = compared or (None, 0.0)
         if self._rest.judge(reason, gained=compared is not None and not reason):
             self._news = f"das: drafting rests for a while: {reason}"
         share = self.time.of_stock()
         self.slow = None
         if compared is not None and share is not None and self.time.stock is not None:
-            if share > 1.0 + LOSS + 3.0 * compared.scatter:
+            if share > 1.0 + LOSS + 3.0 * scatter:
                 self.slow = f"decode steps took {share:.2f} of those of the calibration's stock engine"

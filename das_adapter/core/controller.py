@@ -160,7 +160,7 @@ class Controller:
             nothing = np.zeros(len(slots), dtype=np.int64)
             return StepPlan(nothing, nothing)
         chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
-        model = None if self.account.model_rests else self.drafts
+        model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,27 +30,6 @@ PAUSE = 2.0
 """A step that took this many times what was predicted was interrupted, and counts as that long."""
 BATCHES = 64
 """Batches since the last weight sync that are counted, the latest."""
-
-
-class Compared(NamedTuple):
-    """The steps of a rollout beside baseline steps."""
-
-    seconds: float
-    """With what the drafter took in steps that also read prompts."""
-    plain: float
-    """What their tokens would have taken where no drafter is asked, seconds."""
-    scatter: float
-    """Relative error of `plain`, one standard deviation."""
-
-    @property
-    def lost(self) -> str | None:
-        """Why the rollout has lost: they took longer beyond doubt; None: it has not."""
-        if self.seconds <= self.plain * (1.0 + LOSS + 3.0 * self.scatter):
-            return None
-        return (
-            f"drafting lost a whole rollout: {self.seconds:.2f} s of decode steps, "
-            f"{self.plain:.2f} s where no drafter is asked"
-        )
 
 
 @dataclass
@@ -174,16 +152,21 @@ class PlainTime:
         plain = self._plain(batch.usual)
         return 0.0 if plain is None else batch.plain(plain) - batch.seconds
 
-    def compare(self) -> Compared | None:
-        """Compare the rollout so far with baseline steps; None: too little is known."""
+    def compare(self) -> tuple[str | None, float] | None:
+        """Compare the rollout so far with what its tokens would have taken where no drafter is asked: say why it has
+        lost, which it has where it took longer beyond doubt, and return the relative error of the latter, one standard
+        deviation. None: too little is known."""
         self.baseline.fit()
         steps, seconds = (sum(getattr(batch, name) for batch in self._batches) for name in ("steps", "seconds"))
         unasked, baseline = self._unasked()
         if steps + unasked < LEAST_STEPS or not self.known:
             return None
+        seconds, plain = seconds + baseline, self.total()
         scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
-        plain = self.total()
-        return Compared(seconds + baseline, plain, scatter * (1.0 - baseline / max(plain, 1e-9)))
+        scatter *= 1.0 - baseline / max(plain, 1e-9)
+        lost = f"{seconds:.2f} s of decode steps, {plain:.2f} s where no drafter is asked"
+        beyond = seconds > plain * (1.0 + LOSS + 3.0 * scatter)
+        return f"drafting lost a whole rollout: {lost}" if beyond else None, scatter
 
     def of_stock(self) -> float | None:
         """Return the time of all steps relative to stock's; None: too little is known."""

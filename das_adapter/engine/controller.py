@@ -3,9 +3,10 @@ of the rollout's time, the history, and the decision log."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -125,6 +126,14 @@ class EngineController:
         self.controller.account.stop(repr(error), State.FAILED)
         drafter = self.config.drafter
         logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Go on without drafts where what is done inside fails."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     def stop_if_collapsed(self) -> None:
         """Draft no more until the next weight sync if nearly all draft tokens are rejected."""

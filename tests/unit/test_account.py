@@ -230,9 +230,9 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.drafted_beside_prompts(0.01 * seconds)
+    account.time.add(0.01 * seconds)
     assert judged(account) is None
-    account.drafted_beside_prompts(0.06 * rollout(account, asking=1.0)[0])
+    account.time.add(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 
@@ -299,14 +299,14 @@ def model_rests(account: Account, took: float, saved: float, may_rest: bool = Tr
     seconds = rollout(account, 1.0)[0]
     account.model(took=took * seconds, saved=saved * seconds)
     account.sync(may_rest)
-    return account.model_rests is not None
+    return account.model_rest.reason is not None
 
 
 def test_a_model_rests_for_more_and_more_rollouts_while_drafting_goes_on() -> None:
     account, rests = make(), ""
     for _ in range(12):
-        rests += "s" if account.model_rests else "-"
-        model_rests(account, 0.0 if account.model_rests else 0.05, 0.01)
+        rests += "s" if account.model_rest.reason else "-"
+        model_rests(account, 0.0 if account.model_rest.reason else 0.05, 0.01)
         assert account.state is State.DRAFTING
     assert rests == "-s-ss-ssss-s"
     assert not model_rests(make(), 0.05, 0.04)
@@ -392,9 +392,8 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
     got[0] = 8  # the longest alone is drafted for, and ends with the others
     for _ in range(100):
         account.time.take(timed_step(got, 0.02, True), None)
-    compared = account.time.compare()
-    assert compared is not None
-    assert compared.plain == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
+    assert account.time.compare() is not None
+    assert account.time.total() == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
 
 
 def test_the_ladder_needs_two_rollouts_in_a_row() -> None:

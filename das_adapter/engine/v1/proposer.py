@@ -80,10 +80,8 @@ class Proposer:
         took until now, seconds of a monotonic clock."""
         self.settle()
         if not self.engine.failed:
-            try:
+            with self.engine.surviving():
                 self.time_step(scheduled, now)
-            except Exception as error:
-                self.engine.fail(error)
 
     def time_step(self, scheduled: Any, now: float) -> None:
         step = self.timer.begin(scheduled, now) if self.leads else None
@@ -98,10 +96,8 @@ class Proposer:
         """Do what was put off; while a GPU runs the forward pass that has begun, nobody waits for it."""
         later, self._later = self._later, []
         for work in later:
-            try:
+            with self.engine.surviving():
                 work()
-            except Exception as error:
-                self.engine.fail(error)
 
     def propose(
         self,
@@ -125,11 +121,10 @@ class Proposer:
             self.model_source.drawn_with = {}
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self.engine.failed:
-            try:
+            with self.engine.surviving():
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
-            except Exception as error:
-                self.engine.fail(error)
+            if self.engine.failed:
                 self._batch = None
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
@@ -168,10 +163,8 @@ class Proposer:
             return
         begin = time.perf_counter()
         decide, self._undecided = self._undecided, None
-        try:
+        with self.engine.surviving():
             decide()
-        except Exception as error:
-            self.engine.fail(error)
         if seconds := self.engine.counters.propose_seconds:
             seconds[-1] += time.perf_counter() - begin
 
@@ -203,7 +196,7 @@ class Proposer:
         source, account = self.model_source, self.engine.controller.account
         if not source or not (self.ranks > 1 or source.follows or self.model_tokens.any()):
             return drafts
-        rests = account.idle or account.model_rests is not None  # it need not even follow the policy
+        rests = account.idle or account.model_rest.reason is not None  # it need not even follow the policy
         begin, made = time.perf_counter(), source.drafts.made
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
@@ -212,7 +205,8 @@ class Proposer:
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if not self.timer.drafted(seconds, source.drafts.made - made) and not rests:
-            account.drafted_beside_prompts(seconds)
+            account.time.add(seconds)
+            account.model(took=seconds)
         return drafts
 
     def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:

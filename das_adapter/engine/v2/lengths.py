@@ -121,7 +121,7 @@ class DraftLengths:
 
     def _take(self, step: Step, sampled: Sequence[list[int]], now: float, since: float) -> DraftTokens:
         before, self._before = self._before, step
-        try:
+        with self.engine.surviving():
             self._begin_and_end(step)
             if before is not None and before.offer is not None:
                 offer = before.offer
@@ -137,8 +137,6 @@ class DraftLengths:
                 return self._choose(step, places, decoded)
             controller.requests.skip(decoded.slots, decoded.got)
             return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
-        except Exception as error:
-            self.engine.fail(error)
         return DraftTokens(0, looks=False)
 
     def refresh(self, message: Refresh) -> Refreshed:

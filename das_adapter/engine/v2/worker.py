@@ -111,14 +111,12 @@ class DeviceWorkerState(WorkerState):
         index, engine = self.index, self.engine
         if index is None or engine is None or engine.history is None:
             return
-        try:
+        with engine.surviving():
             index.open(opened)
             for text in ahead:
                 index.add(*text)
             if not engine.failed:
                 index.bringer.step(engine.history.index)
-        except Exception as error:
-            engine.fail(error)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, which the runner still has."""
@@ -135,10 +133,8 @@ class DeviceWorkerState(WorkerState):
             kept = request is not None and request.record and self._policy.kept
             closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
         if closed and index is not None and self.engine is not None:
-            try:
+            with self.engine.surviving():
                 index.close(closed, states.total_len.gpu)
-            except Exception as error:
-                self.engine.fail(error)
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
