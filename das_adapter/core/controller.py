@@ -19,14 +19,14 @@ from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
-from das_adapter.core.budget import Floats, das_budgets, makespan_weights
+from das_adapter.core.budget import das_budgets, makespan_weights
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, enough, everything, first, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, RequestTable
-from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
+from das_adapter.core.steps import Chances, Decoded, Floats, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""

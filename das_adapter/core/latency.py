@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.steps import Floats
 from das_adapter.errors import DasError
 
-Floats = npt.NDArray[np.float64]
 SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again at once."""
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)

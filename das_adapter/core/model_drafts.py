@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.latency import Floats, StepModel, StepTimes
-from das_adapter.core.steps import Ints
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.steps import Floats, Ints
 
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, where no roofline tells, as a share of the policy's decode step."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.latency import Floats, StepModel, StepTimes
+from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.requests import with_room
-from das_adapter.core.steps import Ints, TimedStep
+from das_adapter.core.steps import Floats, Ints, TimedStep
 
 Seconds = Callable[[Floats], Floats]
 """Of plain steps, by their requests."""

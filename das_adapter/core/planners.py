@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.budget import allocate, drafts_worth, kept_worth
-from das_adapter.core.latency import Floats, StepModel
+from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Chances, Ints, StepPlan
+from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
 _FREE = StepModel(base=0.0, token=0.0)
 

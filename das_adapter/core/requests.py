@@ -9,9 +9,7 @@ import numpy.typing as npt
 
 from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from das_adapter.core.steps import Floats, Ints
 
 NOBODY: Ints = np.zeros(0, dtype=np.int64)
 PACE_STEPS = 16

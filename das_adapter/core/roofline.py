@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel, fit
+from das_adapter.core.steps import Floats
 
-Floats = npt.NDArray[np.float64]
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
