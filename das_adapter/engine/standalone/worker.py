@@ -40,7 +40,7 @@ class Standalone:
 
     def stats(self) -> EngineStats:
         """Return the figures of an engine that looks after its own history."""
-        return {"engines_behind": int(self._shared.behind)} if self._shared else {}
+        return {"engines_behind": int(bool(self._shared.trouble))} if self._shared else {}
 
     def weights_changed(self) -> None:
         """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once."""
