@@ -244,7 +244,11 @@ class Controller:
         cdf, written = table.cdf[slots], table.written[slots]
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
         if self._policy == "das":
-            self._plan_rollout(slots)
+            risen = np.where(table.length_class[slots] > table.first_class[slots], table.length_class[slots], 0)
+            remaining = np.maximum(
+                expected_remaining(cdf, lengths.edges, written), lengths.class_lengths[risen] - written
+            )
+            table.budget[slots] = das_budgets(remaining, self._curve.fitted(), model, self._most)
         texts = np.zeros(len(slots)) if context is None else context
         fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(texts, dtype=float)
         table.worth[slots] = worth = self._token_worth(slots, model, fixed)
@@ -268,15 +272,6 @@ class Controller:
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
         own: Floats = np.minimum((token * tokens + fixed) / pace, token + fixed)
         return own + last * min(tail, (tail + self._drafting_seconds) / float(last @ pace))
-
-    def _plan_rollout(self, slots: Ints) -> None:
-        table, lengths = self.requests, self.lengths
-        risen = np.where(table.length_class[slots] > table.first_class[slots], table.length_class[slots], 0)
-        remaining = np.maximum(
-            expected_remaining(table.cdf[slots], lengths.edges, table.written[slots]),
-            lengths.class_lengths[risen] - table.written[slots],
-        )
-        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -103,12 +103,8 @@ class PlatformCPU(PlatformCUDA):
     profiler_start = profiler_stop = cudart = _always(0)
     is_available, is_ipc_supported, device_count = _always(True), _always(False), _always(1)
     current_device, communication_backend_name = _always(torch.device("cpu")), _always("gloo")
-    ray_noset_envvars = _always([])
+    ray_noset_envvars, nvtx_range = _always([]), _always(nullcontext())
 
     def rollout_env_vars(self) -> dict[str, str]:
         names = (*environment.cpu_env(), "VLLM_LOGGING_LEVEL")
         return {name: os.environ[name] for name in names if name in os.environ}
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield

@@ -165,11 +165,6 @@ class EngineController:
         self._tell()
         return answer
 
-    def visit(self, files: Sequence[str]) -> None:
-        """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
-        if self.history is not None:
-            self.history.visit(files)
-
     def stats(self) -> EngineStats:
         """Return the counts, and the figures of the controller, the account, the history and the model, since the last
         call."""

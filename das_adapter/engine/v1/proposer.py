@@ -182,7 +182,8 @@ class Proposer:
 
     def visit(self, files: Sequence[str]) -> None:
         self.settle()
-        self.engine.visit(files)
+        if self.engine.history:
+            self.engine.history.visit(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`."""
@@ -230,13 +231,11 @@ class Proposer:
             rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
             context, room = int(now.sum()), self._ends[slots] - 1 - now
             self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
-        drafts = np.array(carried, dtype=np.int64)[rows] if carried and any(carried) else None
-        if drafts is not None and not drafts.any():
-            drafts = None
-        by_model = None if drafts is None else np.minimum(drafts, self._by_model[slots])
+        drafts = np.array(carried or [0] * len(sampled), dtype=np.int64)[rows]
+        by_model = np.minimum(drafts, self._by_model[slots])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
-        return Decoded(slots, got, drafts, by_model, room, context=now), rows
+        return Decoded(slots, got, drafts if drafts.any() else None, by_model, room, context=now), rows
 
     def _opened(
         self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray

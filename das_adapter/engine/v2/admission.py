@@ -8,7 +8,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -114,12 +114,7 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 def admit_by_worth(stock: Any) -> Any:
     """Without it all requests of a step have equally many draft tokens, needed or not (V2 runner). Remove this patch
     when vLLM lets a speculator of a plug-in choose the draft tokens of each request."""
-
-    def create(**kwargs: Any) -> Any:
-        admits: Callable[..., Any] | None = getattr(kwargs["req_states"], ADMITS, None)
-        return stock(**kwargs) if admits is None else admits(**kwargs)
-
-    return create
+    return lambda **kwargs: getattr(kwargs["req_states"], ADMITS, stock)(**kwargs)
 
 
 @patch(f"{_RUNNER}:resolve_adaptive_cudagraph_mode", since="0.30", needs="mode")

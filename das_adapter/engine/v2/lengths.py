@@ -142,14 +142,17 @@ class DraftLengths:
     def refresh(self, message: Refresh) -> Refreshed:
         with self._lock:
             self._catch_up()
-            self._close(self._live.over())
+            self._close(
+                sorted(req_id for req_id, request in self.engine.live.items() if self._live.ended[request.slot])
+            )
             self._last = None
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
         with self._lock:
             self._catch_up()
-            self.engine.visit(files)
+            if self.engine.history:
+                self.engine.history.visit(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`."""

@@ -56,10 +56,6 @@ class LiveTexts:
             self._stops = frozenset()
         self._known = None
 
-    def over(self) -> list[str]:
-        """Return the requests that have written their last token, in the order of their names."""
-        return sorted(req_id for req_id, request in self._requests.items() if self.ended[request.slot])
-
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not live."""
         if self._known is None or self._known[0] != req_ids:
