@@ -85,8 +85,7 @@ class Patch:
     def when_imported(self) -> None:
         """Apply it to each target when the target's module is imported."""
         for target in self.targets:
-            act = functools.partial(self._apply_to, target)
-            when_imported(target.partition(":")[0], lambda _, act=act: act())  # type: ignore[misc]
+            when_imported(target.partition(":")[0], lambda _, to=target: self._apply_to(to))  # type: ignore[misc]
 
 
 def when_imported(module: str, act: Callable[[Any], object]) -> None:

@@ -15,7 +15,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.protocol.messages import Published, Refresh
+from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.spool import size_of
 
 logger = logging.getLogger("das_adapter")
@@ -85,9 +85,19 @@ class HistorySource:
             drafts[row] = ids[begin : begin + count]
 
     def refresh(self, message: Refresh) -> int:
-        """Bring the history up to date; return the generation mapped (0: none)."""
-        if message.history is not None:
-            self._map(message.history)
+        """Map what a service has published; if that fails, what is mapped stays. Return the generation (0: none)."""
+        try:
+            if message.history is not None:
+                directory, generation = message.history
+                if directory != self._directory:
+                    self.index.map(directory)
+                self._directory = directory
+                try:
+                    self.index.refresh(generation)
+                except FileNotFoundError:  # this engine is late: the generation is gone
+                    self.index.refresh()
+        except (OSError, IndexFileError) as error:
+            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)
         self.index.clear_live()
         return self.index.generation
 
@@ -113,16 +123,3 @@ class HistorySource:
             "history_requests": requests,
             "history_hits": hits,
         }
-
-    def _map(self, history: Published) -> None:
-        """Map what a service has published; if that fails, what is mapped stays."""
-        try:
-            if history.directory != self._directory:
-                self.index.map(history.directory)
-            self._directory = history.directory
-            try:
-                self.index.refresh(history.generation)
-            except FileNotFoundError:  # this engine is late: the generation is gone
-                self.index.refresh()
-        except (OSError, IndexFileError) as error:
-            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)

@@ -185,7 +185,8 @@ class DraftLengths:
             carried = np.minimum(given[places], most)
         carriers, context = carried if carried.any() else None, self._live.length[slots]
         by_model = None if by_model is None else carried * (by_model > 0)
-        return places, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
+        room = self._live.end[slots] - 1 - context  # the step after writes one token more
+        return places, Decoded(slots, got, carriers, by_model, room, context=context)
 
     def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
         controller, slots, found = self.engine.controller, decoded.slots, None
