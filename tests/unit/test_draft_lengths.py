@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,8 +166,15 @@ def test_nobody_counts_while_the_counts_are_taken() -> None:
     chooses: Any = Engine().lengths
     state, locked = WorkerState(None, chooses.engine.config, chooses), []
     state.model_runner = 2
-    take = chooses.engine.counters.take
-    chooses.engine.counters.take = lambda: locked.append(chooses._lock.locked()) or take()
+    stock, counts = chooses.engine.counters.take, Thread(target=chooses.catch_up)
+
+    def take() -> Any:
+        counts.start()
+        counts.join(0.2)
+        locked.append(counts.is_alive())
+        return stock()
+
+    chooses.engine.counters.take = take
     assert state.call("stats", {})["tokens"] == 0 and locked == [True]
 
 
