@@ -24,7 +24,7 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, enough, everything, first, one_length, own_lengths
+from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, RequestTable
 from das_adapter.core.steps import Chances, Decoded, Floats, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
@@ -228,7 +228,8 @@ class Controller:
                 by_model = unseen or not len(offer.chances)
                 offered = limits if by_model else np.diff(offer.offsets)
                 count = running if unseen else min(PROBE_REQUESTS, running / 4)
-                some = np.minimum(offered, first(slots, offered > 0, count))
+                ranks = np.argsort(np.argsort(np.where(offered > 0, slots, 2**30)))
+                some = np.minimum(offered, ranks < count)  # those in the lowest slots
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)

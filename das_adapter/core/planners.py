@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.budget import allocate, drafts_worth, kept_worth
 from das_adapter.core.latency import StepModel
@@ -84,12 +83,6 @@ def enough(keep: Ints, lengths: Sequence[int]) -> int:
     """Return the shortest of the lengths that is enough for each request."""
     most = int(np.maximum.reduce(keep, initial=0))
     return next((n for n in lengths if n >= most), most) if most else 0
-
-
-def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
-    """Return which requests have the lowest slots among those that are able, bool [b]; `count`, rounded up, of them."""
-    ranks = np.argsort(np.argsort(np.where(able, slots, 2**30)))
-    return able & (ranks < count)
 
 
 def with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -> StepPlan:
