@@ -144,10 +144,10 @@ class DraftTokens(int):
     shares: Mapping[str, tuple[int, float]]
     """The most of each request, and what its tokens are worth beside others'."""
 
-    def __new__(cls, tokens: int, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
+    def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
         if isinstance(tokens, cls):
             return tokens
-        made = super().__new__(cls, tokens)
+        made = super().__new__(cls, tokens or 0)
         made.by_model, made.looks, made.chance, made.total, made.shares = by_model, looks, chance, 0, {}
         return made
 
