@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "provenance": provenance(),
         "arguments": arguments,
-        "latency_model": times.model.to_dict(),
+        "latency_model": asdict(times.model),
         "rollouts": {},
     }
     for count in args.batches:

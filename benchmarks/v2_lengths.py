@@ -21,8 +21,9 @@ import torch
 from provenance import provenance, save
 
 from das_adapter.config import parse
+from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
-from das_adapter.core.roofline import cold_start
+from das_adapter.core.roofline import Roofline
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.protocol.engine_args import DraftTokens
@@ -157,9 +158,7 @@ def main(out: Path | None, requests: tuple[int, ...], policy: tuple[str, ...], b
     """Write a row for each policy, budget and batch."""
     rows = []
     for name in policy:
-        roofline = cold_start({"model_type": "qwen2", **sizes(name)}, "NVIDIA H100 80GB HBM3")
-        assert roofline is not None
-        model = roofline.line().at(PROMPT + MEDIAN)
+        model = Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
         for kind in budget:
             for count in requests:
                 one, own = (seconds(count, model, own, budget=kind) for own in (False, True))

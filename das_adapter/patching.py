@@ -1,8 +1,9 @@
 """The form in which das-adapter changes other packages, and the list of what it changes.
 
-A patch is a function that gets what stands at its target and returns what stands there from then on. Its docstring says
-what fails without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a
-module of patches imports none of their targets.
+A patch is a function that gets what stands at its target and returns what stands there from then on; where that is a
+function, it gets the name and the signature of the one whose place it takes. The patch's docstring says what fails
+without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a module of
+patches imports none of their targets.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,6 +72,8 @@ class Patch:
             raise UnsupportedHost(f"patch {name}: found no {target}")
         replaced = self.replacement(stock, *context)
         if replaced is not stock:
+            if stock is not None and inspect.isfunction(replaced):
+                functools.update_wrapper(replaced, stock)
             setattr(replaced, _MARK, name)
             setattr(owner, attribute, replaced)
 
@@ -81,16 +85,15 @@ class Patch:
     def when_imported(self) -> None:
         """Apply it to each target when the target's module is imported."""
         for target in self.targets:
-            act = functools.partial(self._apply_to, target)
-            when_imported(target.partition(":")[0], lambda _, act=act: act())  # type: ignore[misc]
+            when_imported(target.partition(":")[0], lambda _, to=target: self._apply_to(to))  # type: ignore[misc]
 
 
-def when_imported(module: str, act: Callable[[Any], None]) -> None:
+def when_imported(module: str, act: Callable[[Any], object]) -> None:
     """Do something with a module when it is imported, if it has what is relied on (see `try_apply`)."""
     wrapt.when_imported(module)(lambda imported: _try(lambda: act(imported)))
 
 
-def _try(act: Callable[[], None]) -> None:
+def _try(act: Callable[[], object]) -> None:
     try:
         act()
     except (UnsupportedHost, AttributeError, ImportError) as error:

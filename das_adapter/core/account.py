@@ -5,14 +5,11 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from das_adapter.config import Speculate
 from das_adapter.core.backoff import Backoff, Rest
 from das_adapter.core.plain_time import LOSS, PlainTime
+from das_adapter.core.steps import TimedStep
 
-Ints = npt.NDArray[np.int64]
 MARGIN = 0.05
 """Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
 smaller gain would switch it to and fro."""
@@ -66,7 +63,8 @@ class Account:
         self.slow: str | None = None
         """How much slower than stock vLLM's the last rollout's steps were, with drafts or without; None: no slower."""
         self._speculate = speculate
-        self._rest, self._model_rest = Rest(), Rest()
+        self._rest, self.model_rest = Rest(), Rest()
+        """Of all drafting; of the model that drafts."""
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
         """Steps after which a probe may be due: drafted ones in a row, plain ones in a row."""
@@ -96,11 +94,6 @@ class Account:
         """Whether no drafter is asked before the next weight sync: drafting has stopped or failed, or this rollout is
         at rest."""
         return self.state in (State.STOPPED, State.FAILED) or self._rest.reason is not None
-
-    @property
-    def model_rests(self) -> str | None:
-        """Why the model that drafts does not run in this rollout; None: it does."""
-        return self._model_rest.reason
 
     def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
         """Decide whether a step is drafted in; `gain`: predicted, as a share of its time, None: there is nothing to
@@ -140,38 +133,22 @@ class Account:
 
     # What is told
 
-    def asked(
-        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> None:
-        """As `PlainTime.asked`."""
-        self._wait(drafted)
-        self.time.asked(slots, got, seconds, drafted, predicted, context)
-        self._drafted_steps += drafted
-        if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
+    def timed(self, step: TimedStep, predicted: float | None) -> None:
+        """As `PlainTime.take`."""
+        plain, drawn = self._waited["plain"], self._waited["drafted"]
+        self._waited = {"plain": plain + 1 if step.drafted else 0, "drafted": 0 if step.drafted else drawn + 1}
+        self.time.take(step, predicted)
+        self.model(took=step.drafting_seconds * step.asked)
+        self._drafted_steps += step.drafted
+        if step.drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
             if reason := self._loss():
                 self.stop(reason)
 
-    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """As `PlainTime.unasked`."""
-        self._wait(False)
-        self.time.unasked(requests, seconds, context)
-
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
-        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
+        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth. Beside
+        prompts they are told to `time` as well: such steps are not timed."""
         self._model_took += took
         self._model_saved += saved
-
-    def drafted_beside_prompts(self, seconds: float) -> None:
-        """Take what the model that drafts took in a step that also read prompts."""
-        self.time.add(seconds)
-        self.model(took=seconds)
-
-    def verified(self, drafted: int, accepted: int) -> str | None:
-        """Take the draft tokens of the rollout so far; where nearly all are rejected drafting stops: return why."""
-        reason = collapsed(drafted, accepted)
-        if reason is not None:
-            self.stop(reason)
-        return reason
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
@@ -194,25 +171,17 @@ class Account:
         news, self._news = self._news, None
         return news
 
-    def of_stock(self) -> float | None:
-        """Return the time of the rollout relative to stock's; None: not known, or the user decides when to draft."""
-        return self.time.of_stock() if self._speculate == "auto" else None
-
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
             "time_saved_s": self.time.saved(),
-            "of_stock": self.of_stock(),
+            "of_stock": self.time.of_stock() if self._speculate == "auto" else None,  # else the user decides
             "state": self.state.value,
             "reason": None if self.state is State.FAILED else self.reason,
             "slow": self.slow,
         }
 
     # Inside
-
-    def _wait(self, drafted: bool) -> None:
-        plain, drawn = self._waited["plain"], self._waited["drafted"]
-        self._waited = {"plain": plain + 1 if drafted else 0, "drafted": 0 if drafted else drawn + 1}
 
     def _loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good
@@ -232,13 +201,13 @@ class Account:
         took, saved, compared = self._model_took, self._model_saved, self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
         words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
-        if self._model_rest.judge(words, gained=took > 0 and not lost):
+        if self.model_rest.judge(words, gained=took > 0 and not lost):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        reason = None if compared is None else compared.lost
+        reason, scatter = compared or (None, 0.0)
         if self._rest.judge(reason, gained=compared is not None and not reason):
             self._news = f"das: drafting rests for a while: {reason}"
         share = self.time.of_stock()
         self.slow = None
         if compared is not None and share is not None and self.time.stock is not None:
-            if share > 1.0 + LOSS + 3.0 * compared.scatter:
+            if share > 1.0 + LOSS + 3.0 * scatter:
                 self.slow = f"decode steps took {share:.2f} of those of the calibration's stock engine"

@@ -6,14 +6,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import beyond
 from das_adapter.core.native import native
-from das_adapter.core.steps import Chances, Ints, StepPlan
-
-Floats = npt.NDArray[np.float64]
+from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
 
 def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Floats:

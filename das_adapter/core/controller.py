@@ -12,7 +12,6 @@ known when the next one begins; then comes `timed`. The controller reads no cloc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -20,14 +19,14 @@ from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
-from das_adapter.core.budget import Floats, das_budgets, makespan_weights
+from das_adapter.core.budget import das_budgets, makespan_weights
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
+from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, RequestTable
-from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
+from das_adapter.core.steps import Chances, Decoded, Floats, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""
@@ -103,7 +102,7 @@ class Controller:
             self._last_refill = self.account.now
         self._arrived = True
         self._running += 1
-        slot, lengths = self.requests.open(problem, written, cdf), self.lengths
+        slot, lengths = self.requests.open(written, cdf), self.lengths
         first = classes(cdf[None, :], lengths.edges, np.array([float(written)]), lengths.bounds)
         self.requests.first_class[slot] = first[0]
         return slot
@@ -149,7 +148,10 @@ class Controller:
         self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
-        return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor())
+        limits, floor = self._draft_limits(slots, decoded.room, decoded.context), least_chance(self._policy)
+        if self._policy == "optimal" and not account.due("drafted"):
+            floor = self._least_chance
+        return Search(limits, floor)
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
@@ -158,25 +160,18 @@ class Controller:
             nothing = np.zeros(len(slots), dtype=np.int64)
             return StepPlan(nothing, nothing)
         chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
-        model = None if self.account.model_rests else self.drafts
+        model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
 
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took; return the seconds that the latency model expected of it, None before there
         is one."""
-        running, drafted = len(step.slots), step.tokens > len(step.slots)
-        predicted = self.times.add(step.tokens, running, drafted, step.seconds, step.context)
+        predicted = self.times.add(step.tokens, len(step.slots), step.drafted, step.seconds, step.context)
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
-        if not step.asked:
-            self.account.unasked(running, step.seconds, step.context)
-            return predicted
-        self.account.time.batch.refilled |= self._refilling
-        most = None if predicted is None else predicted + step.drafting_seconds
-        took = step.seconds + step.drafting_seconds
-        self.account.model(took=step.drafting_seconds)
-        self.account.asked(step.slots, step.got, took, drafted, most, step.context)
+        self.account.time.batch.refilled |= step.asked and self._refilling
+        self.account.timed(step, predicted)
         return predicted
 
     def worth(self, slots: Ints) -> Floats:
@@ -185,22 +180,11 @@ class Controller:
         found: Floats = self.requests.worth[slots]
         return found if self._policy == "optimal" and found.max() > 0 else np.ones(len(slots))
 
-    # Figures
-
-    def take(self) -> dict[str, Any]:
-        """Return the figures since the last call, as plain numbers."""
-        return {"latency_model_error": self.times.take_error(), **self.account.figures()}
-
     # Inside
 
     @property
     def _refilling(self) -> bool:
         return self.account.now - self._last_refill < REFILL_STEPS
-
-    def _floor(self) -> float:
-        if self._policy == "optimal":
-            return LEAST_CHANCE if self.account.due("drafted") else self._least_chance
-        return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""
@@ -244,14 +228,16 @@ class Controller:
                 by_model = unseen or not len(offer.chances)
                 offered = limits if by_model else np.diff(offer.offsets)
                 count = running if unseen else min(PROBE_REQUESTS, running / 4)
-                some = np.minimum(offered, first(slots, offered > 0, count))
+                ranks = np.argsort(np.argsort(np.where(offered > 0, slots, 2**30)))
+                some = np.minimum(offered, ranks < count)  # those in the lowest slots
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
         if self.common is None or plan is found:  # which has one length already
             return plan
         newest = limits if self.always and self._looks_up else plan.history  # as much as the device finds by then
-        return StepPlan(alike(newest, self.common), alike(plan.model, self.common))
+        kept, asked = (np.full_like(keep, enough(keep, self.common)) for keep in (newest, plan.model))
+        return StepPlan(kept, asked)
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
         """Compute the worth of an accepted token of each request, the requests' classes, and DAS's budgets."""
@@ -259,7 +245,11 @@ class Controller:
         cdf, written = table.cdf[slots], table.written[slots]
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
         if self._policy == "das":
-            self._plan_rollout(slots)
+            risen = np.where(table.length_class[slots] > table.first_class[slots], table.length_class[slots], 0)
+            remaining = np.maximum(
+                expected_remaining(cdf, lengths.edges, written), lengths.class_lengths[risen] - written
+            )
+            table.budget[slots] = das_budgets(remaining, self._curve.fitted(), model, self._most)
         texts = np.zeros(len(slots)) if context is None else context
         fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(texts, dtype=float)
         table.worth[slots] = worth = self._token_worth(slots, model, fixed)
@@ -283,15 +273,6 @@ class Controller:
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
         own: Floats = np.minimum((token * tokens + fixed) / pace, token + fixed)
         return own + last * min(tail, (tail + self._drafting_seconds) / float(last @ pace))
-
-    def _plan_rollout(self, slots: Ints) -> None:
-        table, lengths = self.requests, self.lengths
-        risen = np.where(table.length_class[slots] > table.first_class[slots], table.length_class[slots], 0)
-        remaining = np.maximum(
-            expected_remaining(table.cdf[slots], lengths.edges, table.written[slots]),
-            lengths.class_lengths[risen] - table.written[slots],
-        )
-        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

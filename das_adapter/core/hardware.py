@@ -12,20 +12,12 @@ READ, COMPUTE = 0.79, 0.75
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """Speed of a device with real kernels."""
-
-    bandwidth: float
-    flops: float
-    """Bytes per second from device memory; 16-bit floating-point operations per second."""
-
-
-@dataclass(frozen=True)
 class Device:
     """A GPU as an engine sees it."""
 
-    speed: Hardware
-    """Memory and 16-bit compute that decode steps reach."""
+    bandwidth: float
+    flops: float
+    """Bytes per second from device memory, and 16-bit floating-point operations per second, that decode steps reach."""
     memory: float
     """Bytes."""
     link: float
@@ -48,7 +40,7 @@ _DATA_SHEETS = {
     "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0),  # AMD Instinct MI300X (2023); 7 links of 128 GB/s
 }
 DEVICES = {
-    name: Device(Hardware(READ * read * 1e12, COMPUTE * compute * 1e12), memory * 1e9, link * 1e9, domain, fp8)
+    name: Device(READ * read * 1e12, COMPUTE * compute * 1e12, memory * 1e9, link * 1e9, domain, fp8)
     for name, (read, compute, memory, link, domain, fp8) in _DATA_SHEETS.items()
 }
 

@@ -11,7 +11,7 @@ import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import log2
 from operator import itemgetter
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.steps import Floats
 from das_adapter.errors import DasError
 
-Floats = npt.NDArray[np.float64]
 SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again at once."""
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -50,13 +50,8 @@ class StepModel:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StepModel:
-        """Make it from `to_dict`'s."""
+        """Make it from `asdict`'s, which may come from JSON."""
         return cls(**{**fields, "sizes": tuple(fields.get("sizes", ()))})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain numbers, and `sizes` as a list where there are any."""
-        fields = asdict(self)
-        return fields | {"sizes": list(self.sizes)} if fields.pop("sizes") else fields
 
     def at(self, context: float) -> StepModel:
         """Fold a fixed context length, tokens a request, into the token and request coefficients."""
@@ -69,8 +64,7 @@ class StepModel:
 
     def scaled(self, factor: float) -> StepModel:
         """Return it with all times multiplied."""
-        times = {k: factor * v for k, v in self.to_dict().items() if k not in ("knee", "sizes")}
-        return replace(self, **times)
+        return replace(self, **{k: factor * v for k, v in vars(self).items() if k not in ("knee", "sizes")})
 
     def padded(self, tokens: npt.ArrayLike) -> Floats:
         """Return the tokens that a step of so many computes."""

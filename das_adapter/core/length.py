@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from das_adapter.core.history import WINDOW
 from das_adapter.core.native import native
-
-Floats = npt.NDArray[np.float64]
+from das_adapter.core.steps import Floats
 
 RESPONSE = np.dtype([("problem", "<u8"), ("tokens", "<i8"), ("version", "<i8")])
 """A finished response: its problem, its length in tokens, and the weight version that wrote it."""

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import drafts_worth
-from das_adapter.core.latency import Floats, StepModel, StepTimes
-from das_adapter.core.steps import Ints, StepPlan
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.steps import Floats, Ints
 
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, where no roofline tells, as a share of the policy's decode step."""
@@ -49,6 +48,8 @@ class ModelDrafts:
         self.acceptance = AcceptanceRate()
         self.counts = np.zeros(2, dtype=np.int64)
         """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
+        self.made = 0
+        """Forward passes since then."""
 
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""
@@ -105,43 +106,3 @@ class ModelDrafts:
     def untried(self, plain: float) -> bool:
         """Return whether it may be worth its passes, which only its first drafts can tell; `plain` as in `seconds`."""
         return not self.acceptance.known and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
-
-    def plan(
-        self,
-        found: StepPlan,
-        theirs: Floats,
-        worth: Floats,
-        limits: Ints,
-        model: StepModel,
-        lengths: Sequence[int],
-        cut: bool = True,
-    ) -> StepPlan:
-        """Let the model draft, at most one of the lengths, for the requests for which it is worth more than their
-        other draft.
-
-        Args:
-            found: what is verified without the model; it stands where no length gains more.
-            theirs: expected worth of what is kept of each request's other draft, shape (b,).
-            worth: see `allocate`.
-            limits: most draft tokens of each request, shape (b,).
-            cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
-        """
-        batch, best = len(limits), found
-        worths = drafts_worth(worth, self.acceptance.chances(max(lengths, default=0)))
-        slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
-        net = worths - slope * np.arange(worths.shape[1])
-        longest = np.minimum(limits, net.argmax(axis=1)) if cut and self.agreed is None else limits
-        rows = np.arange(batch)
-        for length in lengths:
-            drafted = np.minimum(longest, length)
-            chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.history)
-            if not chosen.any():
-                continue
-            value = worths[rows, drafted]
-            mixed = StepPlan(np.where(chosen, 0, found.history), np.where(chosen, drafted, 0))
-            passes = self.seconds(mixed.model, plain)
-            cost = model.step(batch + mixed.total, batch, True) - plain + passes
-            gain = float(np.where(chosen, value, theirs).sum()) - cost
-            if gain > best.gain:
-                best = mixed._replace(gain=gain, passes_s=passes)
-        return best

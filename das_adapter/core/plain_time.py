@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.latency import Floats, StepModel, StepTimes
+from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.requests import with_room
+from das_adapter.core.steps import Floats, Ints, TimedStep
 
-Ints = npt.NDArray[np.int64]
 Seconds = Callable[[Floats], Floats]
 """Of plain steps, by their requests."""
 
@@ -31,27 +30,6 @@ PAUSE = 2.0
 """A step that took this many times what was predicted was interrupted, and counts as that long."""
 BATCHES = 64
 """Batches since the last weight sync that are counted, the latest."""
-
-
-class Compared(NamedTuple):
-    """The steps of a rollout beside baseline steps."""
-
-    seconds: float
-    """With what the drafter took in steps that also read prompts."""
-    plain: float
-    """What their tokens would have taken where no drafter is asked, seconds."""
-    scatter: float
-    """Relative error of `plain`, one standard deviation."""
-
-    @property
-    def lost(self) -> str | None:
-        """Why the rollout has lost: they took longer beyond doubt; None: it has not."""
-        if self.seconds <= self.plain * (1.0 + LOSS + 3.0 * self.scatter):
-            return None
-        return (
-            f"drafting lost a whole rollout: {self.seconds:.2f} s of decode steps, "
-            f"{self.plain:.2f} s where no drafter is asked"
-        )
 
 
 @dataclass
@@ -118,31 +96,23 @@ class PlainTime:
             self.batch = _Batch()
             self._batches.append(self.batch)
 
-    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take a baseline step; `context`: tokens that its requests have together."""
-        self.baseline.add(requests, requests, False, seconds, context)
-        self.baseline.keep_fitted()
-        self._samples.append((requests, seconds, context))
-        self.batch.baseline[requests] += 1.0, seconds, context
-        self.passed += seconds
-
-    def asked(
-        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> None:
-        """Take a step that verified drafts, or at whose end the drafter was asked.
-
-        Args:
-            slots, got: of its requests, and the tokens that each got, int64 [requests].
-            seconds, predicted: that it took, the drafter's passes included; by the engine's latency model.
-            context: tokens of context that its requests have together.
-        """
-        requests, batch = len(slots), self.batch
-        seconds = seconds if predicted is None else min(seconds, PAUSE * predicted)
+    def take(self, step: TimedStep, predicted: float | None) -> None:
+        """Take a step; `predicted`: its seconds by the engine's latency model, a drafter's passes apart."""
+        slots, got, requests, batch = step.slots, step.got, len(step.slots), self.batch
+        if not step.asked:
+            self.baseline.add(requests, requests, False, step.seconds, step.context)
+            self.baseline.keep_fitted()
+            self._samples.append((requests, step.seconds, step.context))
+            batch.baseline[requests] += 1.0, step.seconds, step.context
+            self.passed += step.seconds
+            return
+        seconds, passes = step.seconds + step.drafting_seconds, step.drafting_seconds
+        seconds = seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
         self.add(seconds)
-        batch.drafted_seconds += seconds * drafted
+        batch.drafted_seconds += seconds * step.drafted
         batch.steps += 1
         batch.requests += requests
-        batch.context += context
+        batch.context += step.context
         batch.widest = max(batch.widest, requests)
         batch.shares[requests] += int(np.add.reduce(got)) / requests
         try:
@@ -182,16 +152,22 @@ class PlainTime:
         plain = self._plain(batch.usual)
         return 0.0 if plain is None else batch.plain(plain) - batch.seconds
 
-    def compare(self) -> Compared | None:
-        """Compare the rollout so far with baseline steps; None: too little is known."""
+    def compare(self) -> tuple[str | None, float] | None:
+        """Compare the rollout so far with what its tokens would have taken where no drafter is asked: say why it has
+        lost, which it has where it took longer beyond doubt, and return the relative error of the latter, one standard
+        deviation. None: too little is known."""
         self.baseline.fit()
         steps, seconds = (sum(getattr(batch, name) for batch in self._batches) for name in ("steps", "seconds"))
         unasked, baseline = self._unasked()
         if steps + unasked < LEAST_STEPS or not self.known:
             return None
+        seconds, plain = seconds + baseline, self.total()
         scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
-        plain = self.total()
-        return Compared(seconds + baseline, plain, scatter * (1.0 - baseline / max(plain, 1e-9)))
+        scatter *= 1.0 - baseline / max(plain, 1e-9)
+        lost = (
+            f"drafting lost a whole rollout: {seconds:.2f} s of decode steps, {plain:.2f} s where no drafter is asked"
+        )
+        return lost if seconds > plain * (1.0 + LOSS + 3.0 * scatter) else None, scatter
 
     def of_stock(self) -> float | None:
         """Return the time of all steps relative to stock's; None: too little is known."""

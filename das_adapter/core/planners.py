@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.budget import allocate, drafts_worth, kept_worth
-from das_adapter.core.latency import Floats, StepModel
+from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Chances, Ints, StepPlan
+from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
 _FREE = StepModel(base=0.0, token=0.0)
 
@@ -40,7 +39,7 @@ def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
     if offer.drafts is not None and offer.drafts.follows and found.total:  # it reads in a pass what is verified
         passes = offer.drafts.seconds(np.ones(running, dtype=np.int64), model.step(running, running, False))
         found = found._replace(gain=found.gain - passes, passes_s=passes)
-    return _with_model(offer, found, worth, model)
+    return with_model(offer, found, worth, model)
 
 
 def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]) -> StepPlan:
@@ -77,12 +76,7 @@ def everything(offer: Offer) -> StepPlan:
     """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
     found = np.diff(offer.offsets)
     nothing = np.zeros_like(found)
-    return _with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
-
-
-def alike(keep: Ints, lengths: Sequence[int]) -> Ints:
-    """Give all requests the shortest of the lengths that is enough for each."""
-    return np.full_like(keep, enough(keep, lengths))
+    return with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
 
 
 def enough(keep: Ints, lengths: Sequence[int]) -> int:
@@ -91,18 +85,32 @@ def enough(keep: Ints, lengths: Sequence[int]) -> int:
     return next((n for n in lengths if n >= most), most) if most else 0
 
 
-def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
-    """Return which requests have the lowest slots among those that are able, bool [b]; `count`, rounded up, of them."""
-    ranks = np.argsort(np.argsort(np.where(able, slots, 2**30)))
-    return able & (ranks < count)
-
-
-def _with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -> StepPlan:
-    drafts = offer.drafts
+def with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -> StepPlan:
+    """Let the model draft, equally many tokens at most, for the requests for which it is worth more than what was
+    `found`, which stands where that gains nothing; under fixed budgets the longest, gain or not, for those for which it
+    is worth more. Arguments as in `own_lengths`."""
+    drafts, limits, batch = offer.drafts, offer.limits, len(worth)
     if drafts is None:
         return found
-    lengths = drafts.lengths(offer.floor)
-    if not offer.cut:  # the longest, gain or not
-        lengths, found = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
+    lengths, best = drafts.lengths(offer.floor), found
+    if not offer.cut:
+        lengths, best = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
     (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
-    return drafts.plan(found, theirs, worth, offer.limits, model, lengths, offer.cut)
+    worths = drafts_worth(worth, drafts.acceptance.chances(max(lengths, default=0)))
+    slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
+    net = worths - slope * np.arange(worths.shape[1])
+    # Drafts whose last tokens are worth less than verifying them costs are shorter.
+    longest = np.minimum(limits, net.argmax(axis=1)) if offer.cut and drafts.agreed is None else limits
+    rows = np.arange(batch)
+    for length in lengths:
+        drafted = np.minimum(longest, length)
+        chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.history)
+        if not chosen.any():
+            continue
+        mixed = StepPlan(np.where(chosen, 0, found.history), np.where(chosen, drafted, 0))
+        passes = drafts.seconds(mixed.model, plain)
+        cost = model.step(batch + mixed.total, batch, True) - plain + passes
+        gain = float(np.where(chosen, worths[rows, drafted], theirs).sum()) - cost
+        if gain > best.gain:
+            best = mixed._replace(gain=gain, passes_s=passes)
+    return best

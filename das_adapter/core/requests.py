@@ -9,9 +9,7 @@ import numpy.typing as npt
 
 from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from das_adapter.core.steps import Floats, Ints
 
 NOBODY: Ints = np.zeros(0, dtype=np.int64)
 PACE_STEPS = 16
@@ -45,7 +43,7 @@ def with_room(column: Column, slots: int) -> Column:
     return cast(Column, np.concatenate([column, empty]))
 
 
-_TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_, "problem": np.uint64}
+_TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_}
 """Of the columns that are not float64."""
 
 
@@ -73,7 +71,6 @@ class RequestTable:
     """The same, when it joined."""
     record: npt.NDArray[np.bool_]
     """Whether its text may serve as history and counts as training."""
-    problem: npt.NDArray[np.uint64]
     cdf: Floats
     """Distribution of the response's length, [slots, GRID]."""
 
@@ -84,14 +81,14 @@ class RequestTable:
             shape = (0, LengthModel.GRID) if name == "cdf" else 0
             setattr(self, name, np.zeros(shape, _TYPES.get(name, np.float64)))
 
-    def open(self, problem: int, written: int, cdf: Floats) -> int:
+    def open(self, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
         for column in self.__annotations__:
             getattr(self, column)[slot] = 0
-        self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
+        self.written[slot], self.pace[slot] = written, 1.0
         self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
         return slot
 

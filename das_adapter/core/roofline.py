@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.hardware import Hardware, recognise
+from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel, fit
+from das_adapter.core.steps import Floats
 
-Floats = npt.NDArray[np.float64]
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
 
@@ -34,7 +34,7 @@ class Roofline:
     """Per token."""
     attention_flops: float
     """Per token and token of context."""
-    hardware: Hardware
+    hardware: Device
     expert_bytes: float = 0.0
     """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
     expert_share: float = 0.0
@@ -46,7 +46,7 @@ class Roofline:
     def of(
         cls,
         config: Mapping[str, Any],
-        hardware: Hardware,
+        hardware: Device,
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
     ) -> Roofline:
@@ -85,65 +85,36 @@ class Roofline:
             values["expert_share"] = chosen / experts
         return cls(hardware=hardware, **values)
 
-    def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
+    def seconds(
+        self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike, share: float | None = None
+    ) -> Floats:
         """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
-        Arguments broadcast: requests, mean tokens of context, drafts."""
+        Arguments broadcast: requests, mean tokens of context, drafts. `share`: for a pass of a policy copy, the bytes
+        of its linear weights as a share of the policy's; experts are not quantised."""
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = self._read(b * (d + 1), None) + self.kv_bytes * b * s / self.hardware.bandwidth
+        read = self.reading(b * (d + 1), share) + self.kv_bytes * b * s / self.hardware.bandwidth
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
-
-    def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
-        """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
-        if each token's choice is independent and even."""
-        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
-        return np.asarray(self.weight_bytes + self.expert_bytes * touched)
-
-    def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
-        """Return the times of passes of a policy copy whose linear weights take `share` of the policy's bytes; the
-        other arguments as in `seconds`. Experts are not quantised."""
-        b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
-        read = self._read(b, share) + self.kv_bytes * b * s / self.hardware.bandwidth
-        return np.asarray(np.maximum(read, self._compute(b, s)))
 
     def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
         experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
-        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `drafts`."""
+        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `seconds`."""
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
-            seconds = np.maximum(self._read(tokens, share), self._compute(tokens, context))
+            seconds = np.maximum(self.reading(tokens, share), self._compute(tokens, context))
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, context=kv)
-        read, token = float(self._read(1, share)), float(self._compute(1, context))
+        read, token = float(self.reading(1, share)), float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, context=kv)
 
-    def _read(self, tokens: npt.ArrayLike, share: float | None) -> Floats:
-        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`."""
-        read = self.read_bytes(tokens)
-        if share is not None:
-            read = read - (1 - share) * self.linear_bytes
-        return np.asarray(read / self.hardware.bandwidth)
+    def reading(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
+        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`: of the
+        experts those that any token chooses, if each token's choice is independent and even."""
+        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
+        kept = 0.0 if share is None else (1 - share) * self.linear_bytes
+        return np.asarray((self.weight_bytes + self.expert_bytes * touched - kept) / self.hardware.bandwidth)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
         return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
-
-
-def cold_start(
-    config: Mapping[str, Any], device: str, tensor_parallel: int = 1, bytes_per_weight: float = 2.0
-) -> Roofline | None:
-    """Return the roofline of a model before anything was measured.
-
-    Args:
-        config: Hugging Face config of the decoder.
-        device: the driver's name of the GPU.
-        tensor_parallel, bytes_per_weight: see `Roofline.of`.
-
-    Returns:
-        None where the table of devices lacks the GPU or `Roofline.of` does not know the model's family.
-    """
-    found = recognise(device)
-    if found is None or config.get("model_type") not in FAMILIES:
-        return None
-    return Roofline.of(config, found.speed, tensor_parallel, bytes_per_weight)

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
 
 Name = TypeVar("Name", bound=Hashable)
-Floats = npt.NDArray[np.float64]
 
 REQUESTS, TOKENS = 64.0, 1024.0
 """What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
@@ -53,6 +54,11 @@ class TimedStep(NamedTuple):
     """Tokens of context that all requests have together."""
     asked: bool = True
     """False: a baseline step, without drafts, at whose end no drafter was asked."""
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it verified draft tokens."""
+        return self.tokens > len(self.slots)
 
 
 class Search(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import typing
 from typing import Any
@@ -36,7 +35,6 @@ def leave_sleep_mode_off(stock: Any) -> Any:
     """Without it the CPU platform refuses to start: NeMo-RL switches vLLM's sleep mode on. `sleep` itself does nothing.
     Remove this patch when NeMo-RL leaves vLLM's sleep mode off where the platform has none."""
 
-    @functools.wraps(stock)
     def create_model_config(self: Any) -> Any:
         self.enable_sleep_mode = False
         return stock(self)

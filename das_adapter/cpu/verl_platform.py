@@ -6,10 +6,10 @@ weights travel through shared memory. Needs the environment of `environment.cpu_
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -22,8 +22,8 @@ from das_adapter.cpu import environment
 from das_adapter.patching import patch, when_imported
 
 
-def _nothing(*_: Any, **__: Any) -> int:
-    return 0
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
 
 
 _NOT_ON_A_CPU = (
@@ -35,7 +35,7 @@ _NOT_ON_A_CPU = (
 def _complete_torch_cpu() -> None:
     """Add to `torch.cpu` what veRL calls on the device module of any platform, and what it lacks."""
     lacking = {
-        **dict.fromkeys(_NOT_ON_A_CPU, _nothing),
+        **dict.fromkeys(_NOT_ON_A_CPU, _always(0)),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -52,7 +52,6 @@ def start_gloo(stock: Any) -> Any:
     twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start.
     Remove this patch when veRL lets a platform name its process groups' backend."""
 
-    @functools.wraps(stock)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         if os.environ.get("WORLD_SIZE") == "1":
             os.environ["MASTER_PORT"] = "0"  # any that is free
@@ -77,7 +76,6 @@ def sync_in_private(stock: Any) -> Any:
     engine gets the other run's weights, or waits for ever. The trainer's end has the name, the server's end makes it of
     the environment. Remove this patch when veRL names its weight sockets by the cluster as well as by the job."""
 
-    @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = job()
@@ -93,12 +91,7 @@ def install() -> None:
     start_gloo.apply()
     sync_in_private.when_imported()
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
-    when_imported("verl.checkpoint_engine.base", _register_weight_sync)
-
-
-def _register_weight_sync(_: Any) -> None:
-    """Register a weight sync to separate rollout workers; veRL's own need an accelerator."""
-    from das_adapter.cpu import verl_weights  # noqa: F401
+    when_imported("verl.checkpoint_engine.base", lambda _: importlib.import_module("das_adapter.cpu.verl_weights"))
 
 
 class PlatformCPU(PlatformCUDA):
@@ -106,31 +99,12 @@ class PlatformCPU(PlatformCUDA):
 
     device_name = vendor_name = "cpu"
     device_module = torch.cpu
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> Any:
-        return torch.device("cpu")
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _always(0)
+    profiler_start = profiler_stop = cudart = _always(0)
+    is_available, is_ipc_supported, device_count = _always(True), _always(False), _always(1)
+    current_device, communication_backend_name = _always(torch.device("cpu")), _always("gloo")
+    ray_noset_envvars, nvtx_range = _always([]), _always(nullcontext())
 
     def rollout_env_vars(self) -> dict[str, str]:
         names = (*environment.cpu_env(), "VLLM_LOGGING_LEVEL")
         return {name: os.environ[name] for name in names if name in os.environ}
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield

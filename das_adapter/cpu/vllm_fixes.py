@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from typing import Any
@@ -70,7 +69,6 @@ def drop_generator(stock: Any) -> Any:
     request's generator back then, which no CPU generator can do. Keyed noise needs no generator. Remove this patch when
     vLLM turns back only the generators that have drawn."""
 
-    @functools.wraps(stock)
     def add_request(self: Any, request: Any) -> int:
         request.generator = None
         return stock(self, request)
@@ -88,7 +86,6 @@ def keep_linear_weights(stock: Any, packed: bool) -> Any:
 
     from das_adapter.engine.policy_copy import REPACK
 
-    @functools.wraps(stock)
     def keep(layer: Any, remove_weight: bool = False) -> None:
         if packed:
             stock(layer, remove_weight=False)

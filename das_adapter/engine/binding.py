@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from das_adapter import compat
@@ -35,7 +34,6 @@ def bind_worker(stock: Any) -> Any:
     the model is loaded after it. An engine without a block is left alone. Remove this patch when vLLM tells plug-ins
     that a worker has built its model runner."""
 
-    @functools.wraps(stock)
     def init_device(self: Any) -> None:
         config = settings(self.vllm_config)
         on_cpu = self.vllm_config.device_config.device_type == "cpu"
@@ -79,7 +77,6 @@ def build_speculator(stock: Any) -> Any:
     """Without it the V2 runner builds vLLM's own look-up drafter in the place of das-adapter's. Remove this patch when
     vLLM's V2 runner loads speculators of plug-ins."""
 
-    @functools.wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
         config = settings(vllm_config)
         if config is None or config.neural or vllm_config.speculative_config.method != "ngram_gpu":

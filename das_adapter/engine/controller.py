@@ -3,15 +3,17 @@ of the rollout's time, the history, and the decision log."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import State
+from das_adapter.core.account import State, collapsed
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import TimedStep
@@ -74,7 +76,11 @@ class EngineController:
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
         self.controller.requests.record[request.slot] = request.record
         if self.history is not None:
-            self.history.open(request, prompt, text)
+            try:
+                self.history.open(request, prompt, text)
+            except Exception:
+                self.controller.close(request.slot)
+                raise
         self.live[request.req_id] = request
 
     def close(self, req_ids: Iterable[str]) -> None:
@@ -87,10 +93,10 @@ class EngineController:
                 self.history.close(request)
             if self.log is not None:
                 table = self.controller.requests
-                columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
-                problem, kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
-                times = request.began, time.time()
-                self.log.add(decision_log.Request(problem, kind, written, drafted, accepted, *times))
+                columns = table.length_class, table.written, table.drafted, table.accepted
+                kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
+                counts, times = (kind, written, drafted, accepted), (request.began, time.time())
+                self.log.add(decision_log.Request(request.problem, *counts, *times))
             self.controller.close(request.slot)
 
     # A decode step
@@ -121,11 +127,20 @@ class EngineController:
         drafter = self.config.drafter
         logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
 
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Go on without drafts where what is done inside fails."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+
     def stop_if_collapsed(self) -> None:
         """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
         counts = self.counters
-        reason = self.controller.account.verified(counts.draft_tokens, counts.accepted_tokens)
-        counts.alarm = reason or counts.alarm
+        if reason := collapsed(counts.draft_tokens, counts.accepted_tokens):
+            self.controller.account.stop(reason)
+            counts.alarm = reason
         self._tell()
 
     def _tell(self) -> None:
@@ -142,21 +157,23 @@ class EngineController:
             answer["generation"] = self.history.refresh(message)
         account, model = self.controller.account, self.controller.times.model
         saved, stopped = account.time.saved(), account.reason if account.idle else None
+        if self.drafts is not None:
+            self.drafts.agreed = message.draft_length
         self.controller.sync(message.responses)
         if self.log is not None:
-            self.log.add(decision_log.WeightSync(message.version, model.to_dict(), saved, stopped))
+            self.log.add(decision_log.WeightSync(message.version, asdict(model), saved, stopped))
         self._tell()
         return answer
 
-    def visit(self, files: Sequence[str]) -> None:
-        """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
-        if self.history is not None:
-            self.history.visit(files)
-
     def stats(self) -> EngineStats:
-        """Return the figures of the controller, the account, the history and the model since the last call."""
-        stats = self.controller.take() | (self.history.stats() if self.history is not None else {})
+        """Return the counts, and the figures of the controller, the account, the history and the model, since the last
+        call."""
+        controller = self.controller
+        stats = self.counters.take() | controller.account.figures() | (self.history.stats() if self.history else {})
+        stats["latency_model_error"] = controller.times.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
-            self.drafts.counts[:] = 0
+            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = 0, self.drafts.made, 0
+            if self.config.copies_policy:
+                stats["self_acceptance"] = self.drafts.acceptance.rate
         return stats

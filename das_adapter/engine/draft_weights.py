@@ -8,7 +8,6 @@ collapses, while every token stays right.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -158,7 +157,7 @@ def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
     weight sync that brought it nothing, or what it was not to have, goes unnoticed; and so does any weight update where
     there is no host: trainers' own worker extensions call nothing else. Remove this patch when vLLM's weight updates
     reach the drafter, and tell plug-ins which weights they brought."""
-    return functools.wraps(stock)(functools.partial(load, stock))
+    return lambda *args, **kwargs: load(stock, *args, **kwargs)
 
 
 @patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.32")
@@ -167,7 +166,6 @@ def keep_addresses(stock: Any, drafter: Any) -> Any:
     made of the drafter's first weights, in memory that is free by then: its drafts are no good, while every token stays
     right. Remove this patch when vLLM makes it in place."""
 
-    @functools.wraps(stock)
     def build() -> None:
         before = {name: value for name, value in vars(drafter).items() if isinstance(value, torch.Tensor)}
         stock()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from das_adapter.config import DasConfig
-from das_adapter.engine import figures
 from das_adapter.engine.labels import RequestLabels
 from das_adapter.engine.runner import refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
@@ -21,6 +20,7 @@ from das_adapter.engine.settings import (
 from das_adapter.patching import patch
 from das_adapter.protocol.label import BadLabel
 from das_adapter.protocol.messages import call_workers
+from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -35,7 +35,6 @@ def choose_runner(stock: Any) -> Any:
     """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
     would not speculate. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
 
-    @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         take_block_from_environment(self)
         config = settings(self)
@@ -77,7 +76,6 @@ def allow_look_up(stock: Any) -> Any:
     """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history drafts. Remove this
     patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
 
-    @functools.wraps(stock)
     def unsupported(self: Any) -> Any:
         found = stock(self)
         config = settings(self)
@@ -93,7 +91,6 @@ def judge_row_processors(stock: Any) -> Any:
     positions, and allows min_tokens on V1, where it counts draft tokens that may be rejected. Remove this patch when
     vLLM's verification applies all three to drafted positions."""
 
-    @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
         if runner == 1 and self.min_tokens:
@@ -114,7 +111,6 @@ def label_requests(stock: Any) -> Any:
     have no label, and a wrong label that came over HTTP is found in the middle of a step of all requests; here it is
     the error of its own request. Remove this patch when vLLM lets plug-ins check and change requests."""
 
-    @functools.wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)
@@ -138,11 +134,10 @@ def log_figures(stock: Any) -> Any:
     """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint.
     Remove this patch when vLLM lets plug-ins add figures to its loggers."""
 
-    @functools.wraps(stock)
     async def do_log_stats(self: Any) -> None:
         if self.log_stats and alone(self.vllm_config):
             try:
-                figures.publish(self, await call_workers(self, "das_rpc", ("stats", {})))
+                publish(self, await call_workers(self, "das_rpc", ("stats", {})))
             except Exception as error:
                 logger.error("das: no figures of the engine: %r", error)
         await stock(self)
@@ -157,13 +152,36 @@ def log_figures_offline(stock: Any) -> Any:
     """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which would return the figures as
     they were logged last. Remove this patch when `log_figures` is removed."""
 
-    @functools.wraps(stock)
     def logged(self: Any) -> Any:
         if self.log_stats and alone(self.vllm_config):
             try:
-                figures.publish(self, [self.collective_rpc("das_rpc", args=("stats", {}))])
+                publish(self, [self.collective_rpc("das_rpc", args=("stats", {}))])
             except Exception as error:
                 logger.error("das: no figures of the engine: %r", error)
         return stock(self)
 
     return logged
+
+
+def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Log the figures of an engine without a host (vLLM's `AsyncLLM` or `LLMEngine`) since the last time, and set its
+    Prometheus gauges; `answers`: to `stats`, of each data-parallel engine's ranks."""
+    from prometheus_client import Gauge
+
+    parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
+    found = figures(parts, vars(engine).setdefault("_das_told", set()))
+    if not sum(part["request_forwards"] for part in parts):
+        return
+    known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
+    for key, value in found.items():
+        name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
+        if name not in known:
+            what = f"{key} of das-adapter, since it was last logged"
+            gauge = Gauge(name, what, ["model_name"], multiprocess_mode="mostrecent")
+            known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
+        known[name].set(value)
+    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
+    logger.info(
+        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
+        *(found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+    )

@@ -11,11 +11,11 @@ import numpy as np
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
+from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.protocol.messages import Published, Refresh
+from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.spool import size_of
 
 logger = logging.getLogger("das_adapter")
@@ -36,7 +36,7 @@ class HistorySource:
         """Slots of those that have found none yet."""
         self._handles = self._lengths = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included."""
-        self._looking: Drafting | None = None
+        self._looking: Any = None
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
@@ -69,9 +69,8 @@ class HistorySource:
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what was found, see `core.steps.HistoryDrafts`."""
-        looking, self._looking = self._looking, None
-        assert looking is not None
-        ids, chances, offsets = looking.result()
+        ids, chances, offsets = self._looking.result()
+        self._looking = None
         # The history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
@@ -86,9 +85,19 @@ class HistorySource:
             drafts[row] = ids[begin : begin + count]
 
     def refresh(self, message: Refresh) -> int:
-        """Bring the history up to date; return the generation mapped (0: none)."""
-        if message.history is not None:
-            self._map(message.history)
+        """Map what a service has published; if that fails, what is mapped stays. Return the generation (0: none)."""
+        try:
+            if message.history is not None:
+                directory, generation = message.history
+                if directory != self._directory:
+                    self.index.map(directory)
+                self._directory = directory
+                try:
+                    self.index.refresh(generation)
+                except FileNotFoundError:  # this engine is late: the generation is gone
+                    self.index.refresh()
+        except (OSError, IndexFileError) as error:
+            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)
         self.index.clear_live()
         return self.index.generation
 
@@ -114,16 +123,3 @@ class HistorySource:
             "history_requests": requests,
             "history_hits": hits,
         }
-
-    def _map(self, history: Published) -> None:
-        """Map what a service has published; if that fails, what is mapped stays."""
-        try:
-            if history.directory != self._directory:
-                self.index.map(history.directory)
-            self._directory = history.directory
-            try:
-                self.index.refresh(history.generation)
-            except FileNotFoundError:  # this engine is late: the generation is gone
-                self.index.refresh()
-        except (OSError, IndexFileError) as error:
-            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)

@@ -70,7 +70,7 @@ class PolicyCopy:
 
     def stats(self) -> EngineStats:
         """Return its figures: the bytes are in addition to the policy's."""
-        nbytes = sum(t.nbytes for _, weight in self.layers for t in weight.tensors())
+        nbytes = sum(t.nbytes for _, weight in self.layers for t in weight.kept)
         return EngineStats(requantise_s=self.requantise_s, drafter_bytes=nbytes)
 
 

@@ -7,6 +7,7 @@ valid.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,21 +22,21 @@ GROUP, ROWS = 128, 16
 class QuantisedWeight(Protocol):
     """A quantised weight matrix [rows, inputs]."""
 
+    kept: list[torch.Tensor]
+    """What it is kept in, in a fixed order."""
+
     def quantise(self, weight: torch.Tensor) -> None:
         """Quantise `weight` [rows, inputs] into the existing tensors."""
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., inputs] by the matrix: [..., rows] in x's dtype."""
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return its tensors, in a fixed order."""
-
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
     """Quantise a copy of `weight` [rows, inputs] in the format `weights`. ConfigError: the format or dtype does not
     exist on the weight's device."""
     if weight.device.type == "cpu":
-        formats: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
+        formats: dict[str, Any] = {"int8": _CpuWeight, "int4": partial(_CpuWeight, bits=4)}
     else:
         from das_adapter.engine import quantised_gpu
 
@@ -53,9 +54,7 @@ class _CpuWeight:
     """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own kernels: faster than PyTorch's and
     oneDNN's for the few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
 
-    bits = 8
-
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, bits: int = 8):
         if weight.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"das.drafter: for a policy copy, found a policy in {weight.dtype}, allowed on a CPU: "
@@ -63,11 +62,11 @@ class _CpuWeight:
             )
         self.rows, self.inputs = weight.shape
         blocks, groups = -(-self.rows // ROWS), -(-self.inputs // GROUP)
-        self.codes = torch.empty(blocks, groups, ROWS * GROUP * self.bits // 8, dtype=torch.uint8)
-        self.scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
-        self.zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
-        copy = (t.data_ptr() for t in self.tensors())
-        self._matrix = self.rows, self.inputs, self.bits, *copy
+        codes = torch.empty(blocks, groups, ROWS * GROUP * bits // 8, dtype=torch.uint8)
+        scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
+        zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
+        self.kept = [codes, scales, zeros]
+        self._matrix = self.rows, self.inputs, bits, *(t.data_ptr() for t in self.kept)
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
@@ -80,10 +79,3 @@ class _CpuWeight:
         half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
         native().quantised_linear(flat.data_ptr(), half, len(flat), *self._matrix, out.data_ptr(), threads)
         return out
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.codes, self.scales, self.zeros]
-
-
-class _CpuInt4(_CpuWeight):
-    bits = 4

@@ -54,21 +54,19 @@ class Fp8:
     """Weights in float8_e4m3fn with a scale per row, inputs quantised per token; needs compute capability 8.9."""
 
     def __init__(self, weight: torch.Tensor):
-        self.codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-        self.scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+        scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+        self.kept = [torch.empty_like(weight, dtype=torch.float8_e4m3fn), scales]
 
     def quantise(self, weight: torch.Tensor) -> None:
-        codes, scales = ops.scaled_fp8_quant(weight.contiguous(), use_per_token_if_dynamic=True)
-        self.codes.copy_(codes)
-        self.scales.copy_(scales)
+        fresh = ops.scaled_fp8_quant(weight.contiguous(), use_per_token_if_dynamic=True)
+        for kept, new in zip(self.kept, fresh, strict=True):
+            kept.copy_(new)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         codes, scales = ops.scaled_fp8_quant(x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True)
-        y = ops.cutlass_scaled_mm(codes, self.codes.t(), scales, self.scales.t(), out_dtype=x.dtype)
+        own, own_scales = self.kept
+        y = ops.cutlass_scaled_mm(codes, own.t(), scales, own_scales.t(), out_dtype=x.dtype)
         return y.reshape(*x.shape[:-1], -1)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.codes, self.scales]
 
 
 class Int4:
@@ -127,6 +125,3 @@ class Int4:
             **self._unordered,
         )
         return y.reshape(*x.shape[:-1], self.rows)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self.kept

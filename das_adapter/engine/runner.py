@@ -62,11 +62,8 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
         changed["async_scheduling"] = False
     if args.speculative_config is None:
         changed["speculative_config"] = v1_args(config).get("speculative_config")
-        if config.neural and not hosted(args):
-            if args.load_format == "dummy":  # the drafter needs its weights; the first update fills the policy's
-                changed["load_format"] = "auto"
-            if args.max_model_len:  # it reads up to a draft and one token past a request's end
-                changed["max_model_len"] = args.max_model_len + config.num_draft_tokens + 1
+        if config.neural and not hosted(args) and args.load_format == "dummy":
+            changed["load_format"] = "auto"  # the drafter needs its weights; the first update fills the policy's
     if why is None and not hosted(args):
         why = "its speculative_config is not das-adapter's"
     return Choice(why, changed)

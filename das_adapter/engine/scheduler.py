@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
@@ -30,7 +29,6 @@ def reserve_draft_slots(stock: Any) -> Any:
     scheduler reserves slots for the draft tokens of its own drafters alone. Remove this patch when vLLM reserves slots
     for drafters of plug-ins (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
 
-    @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         config = settings(self.vllm_config)
@@ -51,7 +49,6 @@ def hear_draft_length(stock: Any) -> Any:
     """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen.
     Remove this patch when vLLM lets a worker choose the draft length."""
 
-    @functools.wraps(stock)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
@@ -67,7 +64,6 @@ def see_weight_calls(stock: Any) -> Any:
     """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
     parameters. Remove this patch when vLLM tells plug-ins that its weights were updated."""
 
-    @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         answers = stock(self, method, *args, **kwargs)
         if isinstance(method, str) and _WEIGHT_CALL.search(method) and alone(self.vllm_config):

@@ -32,22 +32,22 @@ def runs_v2(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", False))
 
 
-def take_block_from_environment(engine_args: Any) -> None:
+def take_block_from_environment(args: Any) -> None:
     """Give an engine without a block of its own the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they are used.
     ConfigError: it can't be read."""
-    additional = engine_args.additional_config
+    additional = args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
-    if SETTINGS_KEY in (additional or {}) or not source or getattr(engine_args, "runner", "auto") == "pooling":
+    if SETTINGS_KEY in (additional or {}) or not source or getattr(args, "runner", "auto") == "pooling":
         return
     try:
         block = read(source)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
     if block is not None:
-        engine_args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
+        args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
 
 
-def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
+def prepare_standalone(args: Any, config: DasConfig) -> None:
     """Refuse, with a ConfigError, what an engine without a host can't do, and name the run."""
     if config.history.run_ahead != "off":
         raise ConfigError(
@@ -60,7 +60,7 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
             f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
         )
     if run := os.environ.get(RUN_VARIABLE):
-        engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
+        args.additional_config = {**args.additional_config, RUN_KEY: run}
 
 
 def history_name(vllm_config: Any) -> str:

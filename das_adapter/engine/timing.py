@@ -9,9 +9,10 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
+from das_adapter.core.hardware import recognise
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.requests import NOBODY
-from das_adapter.core.roofline import COPY_SHARE, cold_start
+from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Roofline
 from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
@@ -39,18 +40,11 @@ class StepTimer:
             return None  # it was not sampled, or a pause without requests lies between them
         return step._replace(seconds=now - begin - step.drafting_seconds)
 
-    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0) -> None:
-        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], and the tokens of
-        context that they have together."""
-        if self._step is not None:
-            self._step = self._step._replace(slots=slots, got=got, context=context)
-
-    def unasked(self, requests: int, context: int) -> None:
-        """Note that the step sampled a token for each of so many requests, which have so many tokens of context
-        together, and that no drafter is asked."""
-        if self._step is not None and self._step.tokens == requests:
-            one = np.ones(requests, dtype=np.int64)
-            self._step = self._step._replace(slots=one, got=one, context=context, asked=False)
+    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True) -> None:
+        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], the tokens of
+        context that they have together, and whether a drafter is asked; where none is, slots do not matter."""
+        if self._step is not None and (asked or self._step.tokens == len(slots)):
+            self._step = self._step._replace(slots=slots, got=got, context=context, asked=asked)
 
     def drafted(self, seconds: float, passes: int) -> bool:
         """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the
@@ -72,18 +66,15 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
 
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibration | None:
     """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
-    there is neither."""
+    there is neither, as where the table of devices lacks the GPU or `Roofline.of` does not know the model's family."""
     if config.calibration:
         return read_calibration(config.calibration)
     model = vllm_config.model_config
     if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
         return None
-    roof = cold_start(
-        model.hf_text_config.to_dict(),
-        current_platform.get_device_name(),
-        vllm_config.parallel_config.tensor_parallel_size,
-        _WEIGHT_BYTES[model.quantization],
-    )
-    if roof is None:
+    sizes, device = model.hf_text_config.to_dict(), recognise(current_platform.get_device_name())
+    if device is None or sizes.get("model_type") not in FAMILIES:
         return None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
     return Calibration(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)

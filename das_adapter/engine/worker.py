@@ -11,6 +11,7 @@ from typing import Any
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone.worker import Standalone
 from das_adapter.errors import DasError
@@ -36,6 +37,15 @@ class WorkerState:
         self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
+
+    @property
+    def copy(self) -> PolicyCopy | None:
+        """The policy copy that drafts; None: none does."""
+        if not self.config.copies_policy:
+            return None
+        source = getattr(self.runner, "speculator", None) or self.runner.drafter.model_source
+        copy: PolicyCopy = source.copy
+        return copy
 
     def response(self, req_id: str) -> LiveRequest | None:
         """Return a request that is over, with its text; None: it is not known."""
@@ -87,13 +97,17 @@ class WorkerState:
         try:
             return plain(commands[command](**payload))
         except Exception as error:
-            self.counters.error = repr(error)
             logger.exception("das: %s failed; decoding goes on without drafts", command)
+            if self._decides is not None:
+                self._decides.engine.fail(error)
+            self.counters.error = repr(error)
             return Refreshed(error=repr(error))
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
+        if self.copy is not None:
+            self.copy.quantise()
         if not self.draft_weights or self.standalone is None or self.standalone.synced:
             self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
             if self.counters.alarm:
@@ -106,8 +120,8 @@ class WorkerState:
             self._decides.visit(files)
 
     def own_stats(self) -> EngineStats:
-        """Return the figures that one runner alone has."""
-        return EngineStats()
+        """Return the figures of what stands in the device's memory."""
+        return EngineStats() if self.copy is None else self.copy.stats()
 
     def _hello(self) -> dict[str, str]:
         sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"
@@ -122,12 +136,10 @@ class WorkerState:
         return self.refresh(Refresh(**payload))
 
     def _stats(self) -> EngineStats:
-        decided = EngineStats() if self._decides is None else self._decides.stats() | self.own_stats()
-        stats = self.counters.take() | EngineStats(model_runner=self.model_runner) | decided
-        stats |= self.standalone.stats() if self.standalone else {}
-        if self._decides is not None:
-            if self._decides.engine.log:
-                self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
+        stats = self.counters.take() if self._decides is None else self._decides.stats() | self.own_stats()
+        stats |= {"model_runner": self.model_runner, **(self.standalone.stats() if self.standalone else {})}
+        if self._decides is not None and self._decides.engine.log:
+            self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
         return stats
 
 
@@ -142,7 +154,6 @@ def follow_loaded_models(stock: Any, loaded: Callable[[], None]) -> Any:
 def then(stock: Any, changed: Callable[[], None]) -> Any:
     """Return a function that calls `stock`, and then tells that something has changed."""
 
-    @functools.wraps(stock)
     def update(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
         changed()

@@ -131,7 +131,7 @@ def draft_lengths(config: DasConfig) -> tuple[int, ...]:
 
 class DraftTokens(int):
     """How many tokens are drafted for each request at the end of a step. vLLM's scheduler hands it on as the number
-    that it is."""
+    that it is; made of another one, it is that one."""
 
     by_model: int
     """How many of them a model drafts where nothing better is in the history."""
@@ -144,8 +144,10 @@ class DraftTokens(int):
     shares: Mapping[str, tuple[int, float]]
     """The most of each request, and what its tokens are worth beside others'."""
 
-    def __new__(cls, tokens: int, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
-        made = super().__new__(cls, tokens)
+    def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
+        if isinstance(tokens, cls):
+            return tokens
+        made = super().__new__(cls, tokens or 0)
         made.by_model, made.looks, made.chance, made.total, made.shares = by_model, looks, chance, 0, {}
         return made
 

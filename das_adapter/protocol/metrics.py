@@ -19,7 +19,7 @@ logger = logging.getLogger("das_adapter")
 
 EngineStats = dict[str, Any]
 """A worker's answer to `stats`, plain numbers by name: its `Counters`, `model_runner` (vLLM's, 1 or 2), and what
-`core.controller.Controller.take`, `engine.history.HistorySource.stats` and a model that drafts add."""
+`core.account.Account.figures`, `engine.history.HistorySource.stats` and a model that drafts add."""
 
 
 _LAST = 2**17

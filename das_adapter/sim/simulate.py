@@ -127,8 +127,8 @@ class Simulation:
         if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
-        speed, bytes_per_weight = device(config.hardware.gpu).speed, WEIGHT_BYTES[config.precision]
-        roof = Roofline.of(sizes(config.model), speed, config.hardware.per_engine, bytes_per_weight)
+        gpu, bytes_per_weight = device(config.hardware.gpu), WEIGHT_BYTES[config.precision]
+        roof = Roofline.of(sizes(config.model), gpu, config.hardware.per_engine, bytes_per_weight)
         return Calibration(roof.line())
 
     def _copy_pass(self, das: DasConfig) -> Seconds:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from das_adapter.core.hardware import Device, Hardware
+from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
@@ -100,7 +100,7 @@ class Instance(Steps):
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         b = np.maximum(requests, 1e-9)
         kernels = self.roof.seconds(requests, context / b, tokens / b - 1.0) + self.token_s * tokens
-        weights = float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
+        weights = float(self.roof.reading(1))
         host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
         return np.asarray(np.where(requests > 0, kernels + self.waits_s, weights) + host)
 
@@ -108,7 +108,7 @@ class Instance(Steps):
         return tokens * self.roof.dense_flops / self.roof.hardware.flops + self.token_s * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        passes = self.roof.drafts(requests, context / np.maximum(requests, 1e-9), self.copy_share)
+        passes = self.roof.seconds(requests, context / np.maximum(requests, 1e-9), 0.0, self.copy_share)
         return passes + self.token_s * requests + self.waits_s + self.pass_overhead_s
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
@@ -119,7 +119,7 @@ class Instance(Steps):
 
 def instance(sizes: dict[str, Any], device: Device, devices: int, precision: str, **own: Any) -> Instance:
     """Return the roofline of a model on so many devices; `own`: further fields of `Instance`."""
-    fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
+    fast = replace(device, flops=device.flops * (device.fp8 if precision == "fp8" else 1.0))
     one, layers = (1.0 if precision == "fp8" else 2.0), sizes["num_hidden_layers"]
     roof = Roofline.of(sizes, fast, devices, one)
     if devices < 2:

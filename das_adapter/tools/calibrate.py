@@ -159,8 +159,8 @@ def analyse(measured: Measured, stock: Sequence[Sample] = ()) -> dict[str, Any]:
     n, b, drafted, seconds, context = _columns(held_out)
     error = float(np.abs(line.seconds(n, b, drafted, context) / seconds - 1).mean())
     return {
-        "line": line.to_dict(),
-        "stock": {"line": _fitted(stock).to_dict(), "samples": [asdict(s) for s in stock]} if stock else None,
+        "line": asdict(line),
+        "stock": {"line": asdict(_fitted(stock)), "samples": [asdict(s) for s in stock]} if stock else None,
         "validation": {"mape": error, "held_out": len(held_out)},
     }
 

@@ -113,7 +113,7 @@ def copy_is_fresh(runner: Any) -> bool:
     return all(
         torch.equal(a, b)
         for (_, x), (_, y) in zip(there.layers, fresh.layers, strict=True)
-        for a, b in zip(x.tensors(), y.tensors(), strict=True)
+        for a, b in zip(x.kept, y.kept, strict=True)
     )
 
 

@@ -115,7 +115,7 @@ def noted_verification() -> None:
     verify, tell, by_model = rejection_sampler.rejection_sample, ModelSource.tell_probabilities, list[bool]()
 
     def told(self: Any, sampler: Any, given: Any) -> Any:
-        by_model[:] = [self._drafted.get(req_id, 0) > 0 for req_id in self._drafter.runner.input_batch.req_ids]
+        by_model[:] = [req_id in self.drawn_with for req_id in self._drafter.runner.input_batch.req_ids]
         return tell(self, sampler, given)
 
     def verified(

@@ -40,7 +40,7 @@ def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.M
     for quantization, bytes_per_weight in ((None, 2.0), ("fp8", 1.0)):
         found = timing.before_the_first_step(DasConfig(), engine(quantization=quantization))
         assert found is not None
-        assert found.steps == Roofline.of(SHAPE, DEVICES["h100"].speed, 2, bytes_per_weight).line()
+        assert found.steps == Roofline.of(SHAPE, DEVICES["h100"], 2, bytes_per_weight).line()
         assert found.passes is None
     copied = timing.before_the_first_step(DasConfig(drafter="self"), engine())
     assert copied is not None

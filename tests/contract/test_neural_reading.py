@@ -73,7 +73,6 @@ class Engine:
         host: Any = SimpleNamespace(runner=self.runner, ranks=1)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
         self.source.load(torch.nn.Module())
-        self.source.refresh(None)
 
     block_size = BLOCK
 

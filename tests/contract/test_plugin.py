@@ -52,10 +52,10 @@ def test_drafts_found_on_the_host_need_synchronous_scheduling() -> None:
     assert not engine_config(additional_config=das).scheduler_config.async_scheduling
 
 
-def test_a_drafter_with_weights_gets_them_and_room_past_the_end() -> None:
+def test_a_drafter_with_weights_gets_them_and_the_engine_stays_as_long() -> None:
     das = {"drafter": "draft_model", "max_draft_tokens": 4, "draft": {"model": str(POLICY)}}
     config = engine_config(additional_config={"das": das}, load_format="dummy")
-    assert config.model_config.max_model_len == 512 + 4 + 1
+    assert config.model_config.max_model_len == 512
     assert config.load_config.load_format == "auto"
 
 

@@ -14,10 +14,12 @@ from das_adapter.core.account import (
     Account,
     Probe,
     State,
+    collapsed,
 )
 from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.plain_time import LEAST_STEPS, PlainTime, seconds_of
+from das_adapter.core.steps import Ints, TimedStep
 
 PLAIN = StepModel(base=0.010, token=0.0001)
 SIMPLE = StepModel(base=1.0, token=0.1)
@@ -27,6 +29,11 @@ ONE = np.ones(8, dtype=int)
 def make(speculate: object = "auto", stock: StepModel | None = None, model: StepModel | None = None) -> Account:
     engine = StepTimes(model)
     return Account(PlainTime(engine, stock), speculate)  # type: ignore[arg-type]
+
+
+def timed_step(got: Ints, seconds: float, drafted: bool, context: int = 0, asked: bool = True) -> TimedStep:
+    slots = np.arange(len(got))
+    return TimedStep(slots, got, len(got) + drafted, seconds, context=context, asked=asked)
 
 
 def rollout(
@@ -53,9 +60,9 @@ def rollout(
         if asked:
             account.now += 1
             account.decided(requests, asking > 1.0, False)
-            account.asked(slots, np.full(requests, got), took, drafted, None, context)
+            account.timed(timed_step(np.full(requests, got), took, drafted, context), None)
         elif not drafted:
-            account.unasked(requests, took, context)
+            account.timed(timed_step(np.ones(requests, dtype=int), took, False, context, asked=False), None)
         unasked += not asked
         written, seconds, drafted = written + got, seconds + took, asked and asking > 1.0
     for slot in slots.tolist():
@@ -142,7 +149,7 @@ def steps_until(account: Account, probe: Probe, drafted: bool) -> int:
     for step in range(10_000):
         if account.probe(probe):
             return step
-        account.asked(np.arange(8), ONE, 0.01, drafted, None)
+        account.timed(timed_step(ONE, 0.01, drafted), None)
     return 10_000
 
 
@@ -223,9 +230,9 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.drafted_beside_prompts(0.01 * seconds)
+    account.time.add(0.01 * seconds)
     assert judged(account) is None
-    account.drafted_beside_prompts(0.06 * rollout(account, asking=1.0)[0])
+    account.time.add(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 
@@ -253,7 +260,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
         account.ask(8, False)
-        account.time.unasked(8, PLAIN.step(8, 8, False) + 1e-6 * 800)
+        account.time.take(timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False), None)
     rollout(account, 1.0, tokens=200, read=1e-6)
     account.sync()
     rollout(account, asking, pace=1.0 if asking == 1.0 else 1.1, tokens=4000, read=1e-6)
@@ -263,7 +270,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
 def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
     account = make()
     rollout(account, asking=1.0)
-    account.asked(np.arange(8), ONE, 9.0, False, PLAIN.step(8, 8, False))
+    account.timed(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
     assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)  # it counts as one step more
     assert judged(account) is None
 
@@ -292,14 +299,14 @@ def model_rests(account: Account, took: float, saved: float, may_rest: bool = Tr
     seconds = rollout(account, 1.0)[0]
     account.model(took=took * seconds, saved=saved * seconds)
     account.sync(may_rest)
-    return account.model_rests is not None
+    return account.model_rest.reason is not None
 
 
 def test_a_model_rests_for_more_and_more_rollouts_while_drafting_goes_on() -> None:
     account, rests = make(), ""
     for _ in range(12):
-        rests += "s" if account.model_rests else "-"
-        model_rests(account, 0.0 if account.model_rests else 0.05, 0.01)
+        rests += "s" if account.model_rest.reason else "-"
+        model_rests(account, 0.0 if account.model_rest.reason else 0.05, 0.01)
         assert account.state is State.DRAFTING
     assert rests == "-s-ss-ssss-s"
     assert not model_rests(make(), 0.05, 0.04)
@@ -317,7 +324,7 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
     account = make(speculate, model=PLAIN)
     for step in range(GUARD_STEPS):
         assert account.state is State.DRAFTING, step
-        account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
+        account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
         account.now += 1
     assert account.state is State.STOPPED
     assert "of drafted steps" in (account.reason or "")
@@ -331,21 +338,20 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
 
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
-    assert account.verified(COLLAPSE_TOKENS - 1, 0) is None
-    assert account.state is State.DRAFTING
-    reason = account.verified(COLLAPSE_TOKENS, 0)
+    assert collapsed(COLLAPSE_TOKENS - 1, 0) is None
+    assert collapsed(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50) is None
+    account.stop(str(collapsed(COLLAPSE_TOKENS, 0)))
     assert account.state is State.STOPPED
-    assert reason == account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
+    assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
     rollout(account, 1.0)
     account.sync()
-    account.verified(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50)
     assert account.state is State.DRAFTING
 
 
 def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
     account = make("always")
     account.stop("RuntimeError()", State.FAILED)
-    account.verified(COLLAPSE_TOKENS, 0)
+    account.stop("collapsed")
     assert (account.state, account.reason) == (State.FAILED, "RuntimeError()")
     assert not account.ask(8, True)
     account.sync()
@@ -367,7 +373,7 @@ def written(*got: int) -> PlainTime:
     """Five drafted steps of 1.5 s, in which requests get so many tokens each."""
     time = make(model=SIMPLE).time
     for _ in range(5):
-        time.asked(np.arange(len(got)), np.array(got), 1.5, True, None)
+        time.take(timed_step(np.array(got), 1.5, True), None)
     return time
 
 
@@ -385,10 +391,9 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
     got = ONE.copy()
     got[0] = 8  # the longest alone is drafted for, and ends with the others
     for _ in range(100):
-        account.time.asked(np.arange(8), got, 0.02, True, None)
-    compared = account.time.compare()
-    assert compared is not None
-    assert compared.plain == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
+        account.time.take(timed_step(got, 0.02, True), None)
+    assert account.time.compare() is not None
+    assert account.time.total() == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
 
 
 def test_the_ladder_needs_two_rollouts_in_a_row() -> None:

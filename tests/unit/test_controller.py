@@ -161,7 +161,7 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
     table = controller.requests  # of the requests that had the slots last
-    kinds = np.where(lengths[table.problem[: len(lengths)].astype(int)] == 1200, "long", "short")
+    kinds = np.where(table.written[: len(lengths)] > 60, "long", "short")
     long, short = (
         table.drafted[: len(lengths)][kinds == kind].sum() / table.steps[: len(lengths)][kinds == kind].sum()
         for kind in ("long", "short")
@@ -294,7 +294,7 @@ def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, specula
 
 def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
     table, curve = RequestTable(), np.zeros(4)
-    asked, unasked = (np.array([table.open(1, 0, np.ones(LengthModel.GRID))]) for _ in range(2))
+    asked, unasked = (np.array([table.open(0, np.ones(LengthModel.GRID))]) for _ in range(2))
     for _ in range(20):
         for slot in (asked, unasked):
             table.advance(slot, np.array([4]), np.array([5]), curve)

@@ -97,7 +97,7 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
-REASONS = ("faults", "collapsed", "lost", "_loss")
+REASONS = ("faults", "collapsed", "compare", "_loss")
 """Functions that return why das/health is 0, or why drafting stopped."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,13 @@ pytest.importorskip("vllm")
 import torch
 
 from das_adapter.config import parse
+from das_adapter.core.account import State
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
@@ -104,6 +107,7 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     assert {req_id: most for req_id, (most, _) in chosen.shares.items()} == {f"{req_id} of 1": 16 for req_id in IDS}
     assert max(worth for _, worth in chosen.shares.values()) == 1.0
     assert chosen.of("one that joined") == (chosen, 1.0)
+    assert DraftTokens(chosen) is chosen
 
 
 def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> None:
@@ -149,6 +153,38 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
     engine.sync()
     (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)
     assert [request.tokens for request in after.requests] == [20] * len(IDS)
+
+
+def test_a_command_that_fails_stops_the_drafter() -> None:
+    chooses: Any = Engine().lengths
+    chooses.visit = None
+    assert "NoneType" in WorkerState(None, chooses.engine.config, chooses).call("visit", {"files": []})["error"]
+    assert chooses.engine.controller.account.state is State.FAILED
+
+
+def test_nobody_counts_while_the_counts_are_taken() -> None:
+    chooses: Any = Engine().lengths
+    state, locked = WorkerState(None, chooses.engine.config, chooses), []
+    state.model_runner = 2
+    stock, counts = chooses.engine.counters.take, Thread(target=chooses.catch_up)
+
+    def take() -> Any:
+        counts.start()
+        counts.join(0.2)
+        locked.append(counts.is_alive())
+        return stock()
+
+    chooses.engine.counters.take = take
+    assert state.call("stats", {})["tokens"] == 0 and locked == [True]
+
+
+def test_a_request_that_the_history_refuses_takes_no_slot() -> None:
+    engine: Any = Engine().lengths.engine
+    engine.history.open = None
+    for number in range(100):
+        with pytest.raises(TypeError):
+            engine.open(LiveRequest(str(number), 1, 0, 8, True), 0)
+    assert not engine.live and len(engine.controller.requests.written) == 64
 
 
 def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:
@@ -218,7 +254,7 @@ def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -
     unasked = [seconds for seconds, asked in engine.timed if not asked]
     assert len(unasked) > 200 and max(unasked) == pytest.approx(PLAIN_S)
     assert any(seconds == pytest.approx(PLAIN_S + 0.001) for seconds, asked in engine.timed if asked)
-    assert 0.0 < engine.lengths.engine.controller.account.of_stock() - 1.0 < 0.05
+    assert 0.0 < engine.lengths.engine.controller.account.time.of_stock() - 1.0 < 0.05
     assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
     near, far = model.at(100), model.at(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
     assert far.seconds([9, 33], 4, True) == pytest.approx(model.seconds([9, 33], 4, True, 4000))
-    assert StepModel.of(model.to_dict()) == model
+    assert StepModel.of(asdict(model)) == model
 
 
 def test_what_context_costs_is_recovered() -> None:
@@ -116,7 +116,7 @@ def test_what_context_costs_is_recovered() -> None:
 
 def device_steps(b: np.ndarray, d: np.ndarray, s: np.ndarray) -> np.ndarray:
     """Seconds of an engine's steps on an H100 with CUDA graphs: a roofline, with padding, launches and an exchange."""
-    roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed)
+    roof = Roofline.of(QWEN_7B, DEVICES["h100"])
     n, host = b * (1 + d), np.where(d > 0, 20e-6, 8e-6) * b
     at = np.searchsorted(CAPTURED, n)
     padded = np.where(at < len(CAPTURED), np.take(CAPTURED, at, mode="clip"), n)
@@ -149,13 +149,11 @@ def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) ->
 
 
 def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step() -> None:
-    roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, tensor_parallel=2)
+    roof = Roofline.of(QWEN_7B, DEVICES["h100"], tensor_parallel=2)
     held = roof.weight_bytes + roof.table_bytes
     assert held == pytest.approx(7.6e9, rel=0.02)  # 7.6 B parameters, 2 bytes, 2 devices
     assert roof.table_bytes == 3584 * 152064  # a step reads a few rows of the input embeddings
-    assert Roofline.of(QWEN_7B | {"tie_word_embeddings": True}, DEVICES["h100"].speed, 2) == replace(
-        roof, table_bytes=0.0
-    )
+    assert Roofline.of(QWEN_7B | {"tie_word_embeddings": True}, DEVICES["h100"], 2) == replace(roof, table_bytes=0.0)
     line = roof.line(context=1000)
     for batch in (1, 8):
         assert line.step(batch, batch, False, batch * 1000) == pytest.approx(roof.seconds(batch, 1000, 0), rel=0.02)
@@ -165,14 +163,14 @@ def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step()
 
 def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
     def kv_bytes(devices: int) -> float:
-        return Roofline.of(QWEN_7B, DEVICES["h100"].speed, devices).kv_bytes * devices / (4 * 28 * 4 * 128)
+        return Roofline.of(QWEN_7B, DEVICES["h100"], devices).kv_bytes * devices / (4 * 28 * 4 * 128)
 
     assert [kv_bytes(devices) for devices in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(devices: int) -> None:
-    roof = Roofline.of(MODELS["Qwen/Qwen3-30B-A3B"], DEVICES["h100"].speed, devices)
+    roof = Roofline.of(MODELS["Qwen/Qwen3-30B-A3B"], DEVICES["h100"], devices)
     line = roof.line(context=1000)
     for requests, drafts in ((1, 0), (1, 7), (4, 0), (4, 3), (16, 0), (16, 3), (64, 0), (64, 7), (256, 3)):
         tokens = requests * (1 + drafts)
@@ -203,7 +201,7 @@ def test_a_driver_s_name_is_recognised(name: str, device: str | None) -> None:
 
 
 def test_until_there_is_a_fit_the_prior_is_brought_to_the_times_that_were_seen() -> None:
-    prior = Roofline.of(QWEN_7B, DEVICES["h100"].speed).line()
+    prior = Roofline.of(QWEN_7B, DEVICES["h100"]).line()
     times = StepTimes(prior)
     for _ in range(20):
         times.add(8, 8, False, 1.6 * prior.step(8, 8, False, 8000), 8000)

@@ -119,16 +119,16 @@ def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
     engine = Engine(name)
     engine.write(1, TEXT, 0)
     published = engine.sync()
-    assert not engine.behind
+    assert not engine.trouble
     for process in served_by(published.directory):
         os.kill(process.pid, signal.SIGKILL)
     engine.write(2, TEXT, 1)
     with monkeypatch.context() as patched:
         patched.setattr(history, "PATIENCE_S", 0.0)
         assert engine.sync() is None
-    assert engine.behind
+    assert engine.trouble
     until(lambda: tokens(engine.sync()) == 60)
-    assert not engine.behind
+    assert not engine.trouble
 
 
 def test_the_first_weight_sync_waits_for_a_writer_that_could_not_be_started_before(

@@ -20,7 +20,7 @@ from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.planners import Offer, one_length, own_lengths
+from das_adapter.core.planners import Offer, one_length, own_lengths, with_model
 from das_adapter.core.roofline import Roofline
 from das_adapter.core.steps import Decoded, StepPlan
 from das_adapter.sim.models import MODELS
@@ -36,6 +36,23 @@ def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
 
 def nothing(requests: int) -> StepPlan:
     return StepPlan(np.zeros(requests, int), np.zeros(requests, int))
+
+
+def planned(
+    c: ModelDrafts,
+    found: StepPlan,
+    theirs: list[float],
+    worth: list[float],
+    limits: Any,
+    m: StepModel,
+    cut: bool = True,
+) -> StepPlan:
+    """Plan with a copy where the tokens that were found are worth so much for each request."""
+    chances = [
+        np.append(value / one, np.zeros(9))[:n] for value, one, n in zip(theirs, worth, found.history, strict=True)
+    ]
+    offsets = np.append(0, np.cumsum(found.history))
+    return with_model(Offer(limits, np.concatenate(chances), offsets, c, 0.0, cut), found, np.array(worth), m)
 
 
 def gain(
@@ -68,7 +85,7 @@ def test_no_other_lengths_gain_more(
     c, m = copy(rate, seconds), StepModel(base=1.0, token=token)
     nobody = (0,) * len(rows)
     found = StepPlan(np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, worth, c, m))
-    plan = c.plan(found, np.array(theirs), np.array(worth), limits, m, range(1, 6))
+    plan = planned(c, found, theirs, worth, limits, m)
     assert (plan.model <= limits).all()
     assert not (plan.model * plan.history).any()
     assert plan.gain == pytest.approx(gain(tuple(plan.model), list(plan.history), theirs, worth, c, m), abs=1e-9)
@@ -78,10 +95,10 @@ def test_no_other_lengths_gain_more(
 
 def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
     c, found = copy(0.8, 0.01), nothing(3)
-    w, m = np.array([1.0, 0.1, 0.01]), StepModel(base=1.0, token=0.05)
-    plan = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, range(1, 6))
+    w, m = [1.0, 0.1, 0.01], StepModel(base=1.0, token=0.05)
+    plan = planned(c, found, [0.0] * 3, w, np.array([5, 5, 5]), m)
     assert plan.model.tolist() == [5, 3, 0]
-    whole = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, [5], cut=False)
+    whole = planned(c, found, [0.0] * 3, w, np.array([5, 5, 5]), m, cut=False)
     assert whole.model.tolist() == [5, 5, 0]
 
 
@@ -91,7 +108,7 @@ def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
         c = copy(rate, 0.4)
         c.agreed = 7
         assert c.lengths(0.0) == [7]
-        assert c.plan(found, np.zeros(3), np.ones(3), room, m, c.lengths(0.0)).model.tolist() == wanted
+        assert planned(c, found, [0.0] * 3, [1.0] * 3, room, m).model.tolist() == wanted
 
 
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
@@ -143,7 +160,7 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
     model: str, tokens: int, length: float
 ) -> None:
     """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048 tokens of context."""
-    roof, context = Roofline.of(MODELS[model], DEVICES["a100"].speed), 2048
+    roof, context = Roofline.of(MODELS[model], DEVICES["a100"]), 2048
     step, of_pass = roof.line(context), roof.line(context, share=0.25)
     rate = brentq(lambda r: sum(r**j for j in range(tokens + 1)) - length, 0.01, 1.0)
 

@@ -36,6 +36,7 @@ def test_a_patch_is_applied_once(host: str) -> None:
     patch.apply()
     patch.apply()
     assert importlib.import_module(host).Thing().size() == 2
+    assert importlib.import_module(host).Thing.size.__name__ == "size"
 
 
 def test_another_patch_of_the_same_target_is_refused_with_the_first_ones_name(host: str) -> None:

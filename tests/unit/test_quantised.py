@@ -60,7 +60,7 @@ def test_the_portable_kernel_gives_the_same_bits(weights: str) -> None:
     x = torch.randn(11, 300, generator=torch.Generator().manual_seed(2))
     copy = quantised(weight, weights)
     out = torch.empty(11, 48)
-    addresses = [t.data_ptr() for t in copy.tensors()]
+    addresses = [t.data_ptr() for t in copy.kept]
     _native.quantised_linear(x.data_ptr(), False, 11, 48, 300, BITS[weights], *addresses, out.data_ptr(), 1, True)
     assert torch.equal(out, copy.linear(x))
 
@@ -75,10 +75,10 @@ def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
 def test_quantising_anew_equals_a_fresh_copy_and_moves_nothing() -> None:
     old, new = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(5))
     copy = quantised(old, "int4")
-    places = [t.data_ptr() for t in copy.tensors()]
+    places = [t.data_ptr() for t in copy.kept]
     copy.quantise(new)
-    assert [t.data_ptr() for t in copy.tensors()] == places
-    for kept, fresh in zip(copy.tensors(), quantised(new, "int4").tensors(), strict=True):
+    assert [t.data_ptr() for t in copy.kept] == places
+    for kept, fresh in zip(copy.kept, quantised(new, "int4").kept, strict=True):
         assert torch.equal(kept, fresh)
 
 
@@ -91,7 +91,7 @@ def test_constant_and_zero_weights_are_exact() -> None:
 
 def test_memory_is_what_the_bits_say() -> None:
     weight = torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    shares = {w: sum(t.nbytes for t in quantised(weight, w).tensors()) / weight.nbytes for w in BITS}
+    shares = {w: sum(t.nbytes for t in quantised(weight, w).kept) / weight.nbytes for w in BITS}
     assert shares["int8"] < 0.53
     assert shares["int4"] < 0.28
 
@@ -160,9 +160,9 @@ def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest
     old, new = torch.randn(2, 48, 128, generator=torch.Generator().manual_seed(8)).bfloat16()
     copy = quantised_gpu.Fp8(old)
     copy.quantise(old)
-    places = [t.data_ptr() for t in copy.tensors()]
+    places = [t.data_ptr() for t in copy.kept]
     copy.quantise(new)
-    assert [t.data_ptr() for t in copy.tensors()] == places
+    assert [t.data_ptr() for t in copy.kept] == places
     x = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(9)).bfloat16()
     expected = x.float() @ new.float().T
     error = (copy.linear(x).float() - expected).norm() / expected.norm()
@@ -186,9 +186,9 @@ def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(mon
     np.testing.assert_allclose(value.view(256, 384), reference(weight.numpy(), 4), atol=1e-6)
     whole = quantised_gpu.Int4(weight)
     whole.quantise(weight)
-    assert torch.equal(whole.tensors()[0], awq_pack(codes.t().int(), 4, 384, 256))
+    assert torch.equal(whole.kept[0], awq_pack(codes.t().int(), 4, 384, 256))
     monkeypatch.setattr(quantised_gpu, "_AT_ONCE", 64 * 384)
     parts = quantised_gpu.Int4(weight)
     parts.quantise(weight)
-    assert all(map(torch.equal, parts.tensors(), whole.tensors()))
+    assert all(map(torch.equal, parts.kept, whole.kept))
     assert not workspace.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
-from das_adapter.core.roofline import Roofline, cold_start
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim import Simulation
 from das_adapter.sim.config import parse
@@ -41,18 +42,18 @@ def simulated(**keys: Any) -> Simulation:
     ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
 )
 def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
-    roof = Roofline.of(sizes(model), DEVICES["h100"].speed)
+    roof = Roofline.of(sizes(model), DEVICES["h100"])
     assert (roof.weight_bytes + roof.table_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
     embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
-    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed)
-    read = roof.read_bytes([1, 16, 10000])
+    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
+    read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
     assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
-    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, bytes_per_weight=1.0)
+    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], bytes_per_weight=1.0)
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
 
 
@@ -76,7 +77,7 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
 
 def test_a_calibration_is_simulated_with_what_it_fitted(tmp_path: Path) -> None:
     model = StepModel(base=0.01, token=1e-4, context=1e-7)
-    line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+    line = asdict(model) | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": line}))
     steps = {"kind": "calibration", "file": str(path)}
@@ -100,7 +101,7 @@ def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str,
     simulation = simulated(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
     passes, b = simulation.fleet("a")[0].drafting.pass_seconds, np.ones(1)
     assert isinstance(simulation.steps, Instance) and passes is not None
-    expected = simulation.steps.roof.drafts(1, 100, share) + simulation.steps.pass_overhead_s
+    expected = simulation.steps.roof.seconds(1, 100, 0, share) + simulation.steps.pass_overhead_s
     assert passes(b, 100 * b)[0] == pytest.approx(expected)
 
 
@@ -128,8 +129,7 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     assert first(calibration=str(path)).times.model == StepModel(**LINE)
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
-    begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
-    assert begin is not None
+    begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
     assert controllers(of_gpu)[0].times.model == begin.line()
     assert not controllers(of_gpu, "b")[0].times.known
     path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))

@@ -101,9 +101,10 @@ def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) 
     controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     rests, seconds = "", list[float]()
     for version in range(count):
-        rests += "s" if controller.account.model_rests else "-"
-        read = 0.0 if controller.account.model_rests else reading
-        controller.account.drafted_beside_prompts(read)
+        rests += "s" if controller.account.model_rest.reason else "-"
+        read = 0.0 if controller.account.model_rest.reason else reading
+        controller.account.time.add(read)
+        controller.account.model(took=read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
         controller.sync(np.zeros(0, RESPONSE))  # nothing lies between them

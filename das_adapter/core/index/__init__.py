@@ -17,7 +17,6 @@ from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
     ALL,
-    Drafting,
     Float32,
     Int32,
     Int64,
@@ -29,7 +28,7 @@ from das_adapter.core.index.values import (
 )
 from das_adapter.core.native import native
 
-__all__ = ["Drafting", "IndexFileError", "SuffixIndex"]
+__all__ = ["IndexFileError", "SuffixIndex"]
 
 
 class SuffixIndex:
@@ -187,7 +186,7 @@ class SuffixIndex:
         ends: npt.ArrayLike,
         budgets: npt.ArrayLike,
         min_chance: float = 0.15,
-    ) -> Drafting:
+    ) -> Any:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
         both in a thread without the GIL, or, for a few requests, when the result is taken or the index is used again.
         Where anything is wrong, nothing is appended.
@@ -196,6 +195,9 @@ class SuffixIndex:
             handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+
+        Returns:
+            What waits for the drafts, once, in its method `result`, and returns what `draft_flat` does.
         """
         arrays = map(integers, (rows, begins, ends, budgets))
         return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,6 @@ Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
 ALL = 2**63 - 1
 """More visits than a problem has."""
-
-
-class Drafting(Protocol):
-    """Drafts that a thread of the index makes."""
-
-    def result(self) -> tuple[Int32, Float32, Int64]:
-        """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
 
 
 class Number:

@@ -56,18 +56,14 @@ class SharedHistory:
         self._number = 0
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
-        self._trouble = ""
-        """Why the last weight sync had no answer, or the writer did not start; empty: it had one."""
+        self.trouble = ""
+        """Why the last weight sync left the engine with an older history, or the writer did not start; empty: it did
+        not."""
         try:
             self._enter()
             self._start_writer()
         except (DasError, OSError, subprocess.SubprocessError) as error:
             self._report(error)
-
-    @property
-    def behind(self) -> bool:
-        """Whether the last weight sync left the engine with an older history."""
-        return bool(self._trouble)
 
     def add(self, trajectory: Trajectory) -> None:
         """Take a finished trajectory."""
@@ -83,7 +79,7 @@ class SharedHistory:
             return None
         for line in answer.log:
             logger.warning("%s", line)
-        self._trouble = ""
+        self.trouble = ""
         return Published(str(self._directory), answer.generation)
 
     def _enter(self) -> None:
@@ -118,8 +114,8 @@ class SharedHistory:
         self._number += 1
         self._leave_ask()
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
-        patience = IMPATIENCE_S if self._trouble and self._number > 1 else PATIENCE_S
-        again = 0.0 if self._trouble else AGAIN_S
+        patience = IMPATIENCE_S if self.trouble and self._number > 1 else PATIENCE_S
+        again = 0.0 if self.trouble else AGAIN_S
         begin = asked = time.monotonic()
         while (now := time.monotonic()) < begin + patience:
             if now > asked + again:
@@ -141,6 +137,6 @@ class SharedHistory:
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
-        before, self._trouble = self._trouble, repr(error)
-        if before != self._trouble:
+        before, self.trouble = self.trouble, repr(error)
+        if before != self.trouble:
             logger.error("das: history: %r; engines go on with what is mapped", error)

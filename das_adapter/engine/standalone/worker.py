@@ -40,7 +40,7 @@ class Standalone:
 
     def stats(self) -> EngineStats:
         """Return the figures of an engine that looks after its own history."""
-        return {"engines_behind": int(self._shared.behind)} if self._shared else {}
+        return {"engines_behind": int(bool(self._shared.trouble))} if self._shared else {}
 
     def weights_changed(self) -> None:
         """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once."""
@@ -55,7 +55,9 @@ class Standalone:
         if self._due or self._unread or self._live_tokens > MOST_LIVE_TOKENS:
             self._version, self.synced = self._version + self._due, self._due
             self._due, self._unread, self._live_tokens = False, False, 0
-            self._state.refresh(self._message())
+            lengths, self._finished = responses(self._finished), []
+            published = self._shared.sync() if self._shared else None
+            self._state.refresh(Refresh(self._version, published, lengths.tobytes()))  # what a host would say
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -69,8 +71,3 @@ class Standalone:
             self._finished.append(trajectory)
             if self._shared:
                 self._shared.add(trajectory)
-
-    def _message(self) -> Refresh:
-        """What a host would say."""
-        lengths, self._finished = responses(self._finished), []
-        return Refresh(self._version, self._shared.sync() if self._shared else None, lengths.tobytes())

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.engine.v1.attention import queries
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.model_source import ModelSource, queries
 from das_adapter.engine.v1.verification import beside
 
 
@@ -25,22 +21,9 @@ class CopySource(ModelSource):
 
     copy: PolicyCopy
 
-    def __init__(self, drafter: Any, vllm_config: VllmConfig, drafts: ModelDrafts):
-        super().__init__(drafter, drafts)
-        self._vllm_config = vllm_config
-
     def load(self, policy: torch.nn.Module) -> None:
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
-
-    def refresh(self, length: int | None) -> None:
-        """As `ModelSource.refresh`; quantise the new weights."""
-        super().refresh(length)
-        self.copy.quantise()
-
-    def stats(self) -> dict[str, Any]:
-        """Return the figures of the copy."""
-        return super().stats() | self.copy.stats() | {"self_acceptance": self.drafts.acceptance.rate}
 
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -68,7 +51,7 @@ class CopySource(ModelSource):
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
             self.drafts.timed_pass(len(at), time.perf_counter() - begin, float(positions.sum()))
-            self.passes += 1
+            self.drafts.made += 1
         self.drawn_with = {req: torch.stack(found) for req, found in zip(req_ids, drawn_with, strict=True) if found}
         return drafts
 
@@ -88,7 +71,7 @@ class CopySource(ModelSource):
             for group in groups:
                 metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, common)))
                 slots.update(dict.fromkeys(group.layer_names, asked["slot_mapping"]))
-        config, at = self._vllm_config, torch.from_numpy(positions).to(device)
+        config, at = runner.vllm_config, torch.from_numpy(positions).to(device)
         with set_forward_context(metadata, config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True):
             hidden: torch.Tensor = self.copy.model(torch.from_numpy(ids).to(device), at)
         return hidden

@@ -24,34 +24,16 @@ class ModelSource:
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         """`drafter`: the `Proposer` that it is a part of."""
         self.drafts = drafts
-        self.passes = 0
-        """Forward passes since `stats` was called last."""
         self._drafter = drafter
         self.drawn_with: dict[str, torch.Tensor] = {}
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
         vLLM's own noise verifies it."""
-        self._drafted: dict[str, int] = {}
-        """Tokens of each request's present draft that are the model's."""
 
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
-    def refresh(self, length: int | None) -> None:
-        """Follow a weight sync. `length`: of drafts from now on; None: any."""
-        self._drafted, self.drafts.agreed = {}, length
-
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return the figures of the model since the last call."""
-        passes, self.passes = self.passes, 0
-        return {"drafter_passes": passes}
-
-    def verified(self, req_ids: Sequence[str]) -> np.ndarray:
-        """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests]."""
-        drafted, self._drafted = self._drafted, {}
-        return np.array([drafted.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
 
     def tell_probabilities(self, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Tell vLLM's rejection sampler with which probabilities the tokens of a step were drawn: a forward pre-hook of
@@ -90,7 +72,6 @@ class ModelSource:
             os._exit(1)
         for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
-            self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
 
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Return the drafts of some rows: `counts` [rows] tokens at most."""
@@ -122,3 +103,43 @@ def of_draft_tokens(drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str],
             rows = drawn_with[req_id][:count]
             found[end - count : end - count + len(rows)] = rows
     return found.masked_fill_(tokens < 0, 0.0).nan_to_num_()
+
+
+def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
+    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests, int64 [requests] each: the
+    fields of vLLM's `CommonAttentionMetadata`, those of any version. `blocks`: of each request's KV cache, int
+    [requests, most blocks], on the device."""
+    device, n, counts = blocks.device, len(begins), ends - begins
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    at, which = (
+        torch.from_numpy(x).to(device, non_blocking=True)
+        for x in (stretches(begins, counts), np.repeat(np.arange(n), counts))
+    )
+    slots = blocks[which, at // block_size].long() * block_size + at % block_size
+
+    def on_host(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32))  # vLLM counts some of them on, each by itself
+
+    return {
+        "query_start_loc": on_host(starts).to(device, non_blocking=True),
+        "query_start_loc_cpu": on_host(starts),
+        "seq_lens": on_host(ends).to(device, non_blocking=True),
+        "_seq_lens_cpu": on_host(ends),
+        "seq_lens_cpu_upper_bound": on_host(ends),
+        "_num_computed_tokens_cpu": on_host(begins),
+        "positions": at,
+        "num_reqs": n,
+        "num_actual_tokens": len(at),
+        "max_query_len": int(counts.max()),
+        "max_seq_len": int(ends.max()),
+        "causal": True,
+        "is_prefilling": torch.zeros(n, dtype=torch.bool),
+        "block_table_tensor": blocks,
+        "slot_mapping": slots,
+    }
+
+
+def stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return begin, begin + 1, ... for each of some stretches, one after the other, int64."""
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(begins - before, counts)

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.v1.attention import queries, stretches
-from das_adapter.engine.v1.model_source import ModelSource
-from das_adapter.engine.v1.neural import KeyedDrafts
+from das_adapter.engine.v1.draft_sample import KeyedDrafts
+from das_adapter.engine.v1.model_source import ModelSource, queries, stretches
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 
@@ -190,7 +189,7 @@ class NeuralSource(ModelSource):
             sampling_metadata=dataclasses.replace(sampling, **of_rows),
         )
         self._read[rows] = ends
-        self.passes += passes
+        self.drafts.made += passes
         return found
 
     def _hidden(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Proposer:
         """Draft tokens that each request of the batch carried into the step being sampled; None: nobody had any."""
         self.model_source: ModelSource | None = None
         if config.copies_policy:
-            self.model_source = CopySource(self, vllm_config, ModelDrafts(config.model_tokens))
+            self.model_source = CopySource(self, ModelDrafts(config.model_tokens))
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
         drafts = self.model_source.drafts if self.model_source else None
@@ -55,8 +55,9 @@ class Proposer:
         self.model_tokens = NOBODY
         """Tokens that the model shall draft for each request of the batch, int64 [batch]."""
         self._max_model_len = vllm_config.model_config.max_model_len
-        self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
-        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
+        self._ends, self._lengths, self._by_model = np.zeros((3, 1), dtype=np.int64)
+        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens; tokens of its last
+        draft, if that was to be the model's."""
         self._synced = False
         """Whether a weight sync has come since requests were closed last."""
         self._undecided: Callable[[], None] | None = None
@@ -79,10 +80,8 @@ class Proposer:
         took until now, seconds of a monotonic clock."""
         self.settle()
         if not self.engine.failed:
-            try:
+            with self.engine.surviving():
                 self.time_step(scheduled, now)
-            except Exception as error:
-                self.engine.fail(error)
 
     def time_step(self, scheduled: Any, now: float) -> None:
         step = self.timer.begin(scheduled, now) if self.leads else None
@@ -97,10 +96,8 @@ class Proposer:
         """Do what was put off; while a GPU runs the forward pass that has begun, nobody waits for it."""
         later, self._later = self._later, []
         for work in later:
-            try:
+            with self.engine.surviving():
                 work()
-            except Exception as error:
-                self.engine.fail(error)
 
     def propose(
         self,
@@ -124,11 +121,10 @@ class Proposer:
             self.model_source.drawn_with = {}
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self.engine.failed:
-            try:
+            with self.engine.surviving():
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
-            except Exception as error:
-                self.engine.fail(error)
+            if self.engine.failed:
                 self._batch = None
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
@@ -143,7 +139,8 @@ class Proposer:
         controller = self.engine.controller
         if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
-            self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
+            one = np.ones(len(sampled), dtype=np.int64)
+            self.timer.sampled(one, one, int(lengths[: len(sampled)].sum()), asked=False)
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
         search = controller.begin(decoded)
@@ -166,10 +163,8 @@ class Proposer:
             return
         begin = time.perf_counter()
         decide, self._undecided = self._undecided, None
-        try:
+        with self.engine.surviving():
             decide()
-        except Exception as error:
-            self.engine.fail(error)
         if seconds := self.engine.counters.propose_seconds:
             seconds[-1] += time.perf_counter() - begin
 
@@ -182,21 +177,19 @@ class Proposer:
         self._close_gone()
         if self.engine.failed:  # they are opened again: who knows their state
             self._close(list(self.engine.live))
-        answer, self._synced = self.engine.refresh(message), True
-        if self.model_source:
-            self.model_source.refresh(message.draft_length)
-        return answer
+        self._synced = True
+        return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
         self.settle()
-        self.engine.visit(files)
+        if self.engine.history:
+            self.engine.history.visit(files)
 
     def stats(self) -> EngineStats:
-        """As `EngineController.stats`, with the figures of the model."""
+        """As `EngineController.stats`."""
         self.settle()
         self.catch_up()
-        model = self.model_source.stats() if self.model_source else {}
-        return {**self.engine.stats(), **model}
+        return self.engine.stats()
 
     # Inside
 
@@ -204,16 +197,17 @@ class Proposer:
         source, account = self.model_source, self.engine.controller.account
         if not source or not (self.ranks > 1 or source.follows or self.model_tokens.any()):
             return drafts
-        rests = account.idle or account.model_rests is not None  # it need not even follow the policy
-        begin, passes = time.perf_counter(), source.passes
+        rests = account.idle or account.model_rest.reason is not None  # it need not even follow the policy
+        begin, made = time.perf_counter(), source.drafts.made
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
-        if not self.timer.drafted(seconds, source.passes - passes) and not rests:
-            account.drafted_beside_prompts(seconds)
+        if not self.timer.drafted(seconds, source.drafts.made - made) and not rests:
+            account.time.add(seconds)
+            account.model(took=seconds)
         return drafts
 
     def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:
@@ -222,7 +216,7 @@ class Proposer:
         if history:
             history.take(rows, plan.history, drafts)
         if self.model_source:
-            self.model_tokens[rows] = plan.model
+            self.model_tokens[rows] = self._by_model[slots] = plan.model
 
     def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
@@ -237,15 +231,11 @@ class Proposer:
             rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
             context, room = int(now.sum()), self._ends[slots] - 1 - now
             self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
-        drafts = np.array(carried, dtype=np.int64)[rows] if carried and any(carried) else None
-        if drafts is not None and not drafts.any():
-            drafts = None
-        by_model = None
-        if self.model_source:
-            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()])
+        drafts = np.array(carried or [0] * len(sampled), dtype=np.int64)[rows]
+        by_model = np.minimum(drafts, self._by_model[slots])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
-        return Decoded(slots, got, drafts, by_model, room, context=now), rows
+        return Decoded(slots, got, drafts if drafts.any() else None, by_model, room, context=now), rows
 
     def _opened(
         self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
@@ -273,8 +263,9 @@ class Proposer:
         live = LiveRequest.of(req_id, request, self._max_model_len)
         self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
         slot = live.slot
-        self._ends, self._lengths = (with_room(column, slot + 1) for column in (self._ends, self._lengths))
-        self._ends[slot], self._lengths[slot] = live.end, before
+        columns = self._ends, self._lengths, self._by_model
+        self._ends, self._lengths, self._by_model = (with_room(column, slot + 1) for column in columns)
+        self._ends[slot], self._lengths[slot], self._by_model[slot] = live.end, before, 0
         return slot
 
     def _close(self, req_ids: list[str]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -20,10 +19,9 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from das_adapter.core.steps import Ints
 from das_adapter.engine.v1.draft_sample import truncate
 from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
-
-Ints = npt.NDArray[np.int64]
 
 _CHUNK_BYTES = 2**30
 """Size of the float32 logits that are processed at once: of a verified batch they would not fit."""

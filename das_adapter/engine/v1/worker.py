@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from functools import partial
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import LiveRequest, label_of
+from das_adapter.engine.v1.draft_sample import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
@@ -37,8 +36,7 @@ class HostWorkerState(WorkerState):
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
         self.began = 0.0
         """When that step began, seconds."""
-        self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
-        self._training: tuple[list[str], list[bool]] = [], []
+        self._batch: tuple[list[str], torch.Tensor, list[bool]] = [], torch.zeros(0, dtype=torch.int64), []
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
@@ -72,13 +70,17 @@ class HostWorkerState(WorkerState):
         live.text = [*request.prompt_token_ids[live.start :], *request.output_token_ids]
         return live
 
-    def seeds(self) -> torch.Tensor:
-        """Return the seeds of the noise of the batch's requests on the runner's device, int64 [requests]."""
-        req_ids, requests = self.runner.input_batch.req_ids, self.runner.requests
-        if req_ids != self._seeded[0]:
-            seeds = torch.tensor([requests[req_id].sampling_params.seed for req_id in req_ids], dtype=torch.int64)
-            self._seeded = list(req_ids), seeds.to(self.runner.device, non_blocking=True)
-        return self._seeded[1]
+    def batch(self) -> tuple[torch.Tensor, list[bool]]:
+        """Return of the batch's requests the seeds of their noise on the runner's device, int64 [requests], 0 where it
+        is stock's, and whether each belongs to a training rollout."""
+        req_ids = self.runner.input_batch.req_ids
+        if req_ids != self._batch[0]:
+            requests = [self.runner.requests[req_id] for req_id in req_ids]
+            seeds = [request.sampling_params.seed if self.config.keyed else 0 for request in requests]
+            training = [label_of(request).record for request in requests]
+            on_device = torch.tensor(seeds, dtype=torch.int64).to(self.runner.device, non_blocking=True)
+            self._batch = list(req_ids), on_device, training
+        return self._batch[1:]
 
     def keys(self, metadata: Any) -> Keys:
         """Return the keys of the rows that are sampled: request after request, its drafted positions and one more.
@@ -86,20 +88,13 @@ class HostWorkerState(WorkerState):
         The positions are those that the policy has just read, on the device: under asynchronous scheduling the host
         does not know how many draft tokens of the step before were accepted. `metadata`: as in `_sample`.
         """
-        runner, seeds = self.runner, self.seeds()
+        runner, (seeds, _) = self.runner, self.batch()
         positions = getattr(runner.positions, "gpu", runner.positions)
         if metadata is None:
             return Keys(seeds, positions[runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1])
         rows = np.repeat(np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1)
         place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
         return Keys(seeds[place], positions[metadata.logits_indices.long()])
-
-    def training(self) -> list[bool]:
-        """Return of each request of the batch whether it belongs to a training rollout."""
-        req_ids, requests = self.runner.input_batch.req_ids, self.runner.requests
-        if req_ids != self._training[0]:
-            self._training = list(req_ids), [label_of(requests[req_id]).record for req_id in req_ids]
-        return self._training[1]
 
     def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
         """Count a step; `training`: whether each request belongs to a training rollout."""
@@ -133,7 +128,7 @@ class HostWorkerState(WorkerState):
             return
         noise = None
         if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
-            noise = KeyedDrafts(self.runner, self.seeds)
+            noise = KeyedDrafts(self.runner, lambda: self.batch()[0])
             follow_positions.apply(noise, owner=self.runner.drafter)
             draw_with_keyed_noise.apply(noise, owner=self.runner.drafter)
         if self.drafter:
@@ -153,7 +148,6 @@ def time_steps(stock: Any, state: HostWorkerState) -> Any:
     """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
     step to plug-ins."""
 
-    @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         state.begin_step(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
@@ -169,7 +163,6 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
     """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
     samplers draw with noise keyed by seed and position."""
 
-    @functools.wraps(stock)
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
@@ -193,14 +186,13 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
     scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins."""
 
-    @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
         drafts, state.drafts = state.drafts, None
         arrives = getattr(output, "get_output", None)
         if not getattr(output, "sampled_token_ids", None) and arrives is None:
             return output
-        training = state.training()
+        _, training = state.batch()
         if arrives is None:
             state.count(output.sampled_token_ids, drafts, training)
             return output
@@ -222,7 +214,6 @@ def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
     """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
     asks a `custom_class` drafter for its drafts after the step."""
 
-    @functools.wraps(stock)
     def take_draft_token_ids() -> Any:
         if state.drafter:
             state.drafter.settle()

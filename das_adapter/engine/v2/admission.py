@@ -8,8 +8,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -71,7 +70,7 @@ class Admission(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
-        self._plan = plan = self.wanted if isinstance(self.wanted, DraftTokens) else DraftTokens(0)
+        self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
             chances = confidence_probs[: input_batch.num_reqs].clone()
             weights = torch.tensor([plan.of(req_id)[1] for req_id in input_batch.req_ids], dtype=torch.float32)
@@ -115,22 +114,11 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner"
 def admit_by_worth(stock: Any) -> Any:
     """Without it all requests of a step have equally many draft tokens, needed or not (V2 runner). Remove this patch
     when vLLM lets a speculator of a plug-in choose the draft tokens of each request."""
-
-    @functools.wraps(stock)
-    def create(**kwargs: Any) -> Any:
-        admits: Callable[..., Any] | None = getattr(kwargs["req_states"], ADMITS, None)
-        return stock(**kwargs) if admits is None else admits(**kwargs)
-
-    return create
+    return lambda **kwargs: getattr(kwargs["req_states"], ADMITS, stock)(**kwargs)
 
 
 @patch(f"{_RUNNER}:resolve_adaptive_cudagraph_mode", since="0.30", needs="mode")
 def allow_no_graphs(stock: Any) -> Any:
     """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
     tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
-
-    @functools.wraps(stock)
-    def resolve(mode: Any, **kwargs: Any) -> Any:
-        return stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
-
-    return resolve
+    return lambda mode, **kwargs: stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode

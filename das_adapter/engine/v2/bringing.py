@@ -33,18 +33,16 @@ class Bringer:
         self._worker = ThreadPoolExecutor(1, "das-bring")  # begins its thread with the first work
         self._ordered: dict[int, Future[Text]] = {}
         """By problem, what is on its way."""
-        self._early: set[int] = set()
-        """Problems of these that were looked up before the history had what `look_again` is about."""
 
     def forget(self) -> None:
         """Forget all text of the arena but that of running requests, at a weight sync, and what is on its way."""
         self._arena.forget()
-        self._ordered, self._early = {}, set()
+        self._ordered = {}
 
     def look_again(self) -> None:
         """Forget that nothing was found of some problems, or is on its way: there may be sealed text of them now."""
         self._arena.look_again()
-        self._early = set(self._ordered)
+        self._ordered = {}
 
     def step(self, index: SuffixIndex) -> None:
         """Order what is missing, and copy what is ready."""
@@ -54,10 +52,7 @@ class Bringer:
             problem = next(iter(self._ordered), None)
             if problem is None or (self._beside and not self._ordered[problem].done()):
                 return
-            text, tokens, short = self._ordered.pop(problem).result()
-            if tokens or problem not in self._early:
-                copied += self._copy(problem, text, tokens, short)
-            self._early.discard(problem)
+            copied += self._copy(problem, *self._ordered.pop(problem).result())
 
     def _order(self, index: SuffixIndex) -> None:
         arena = self._arena

@@ -86,8 +86,6 @@ class DraftLengths:
         """Outputs that are still to be taken."""
         self._before: Step | None = None
         """The last step, whose offer arrives with the next one's output."""
-        self._passes = 0
-        """Of a model that drafts, since `stats` was called last."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -123,7 +121,7 @@ class DraftLengths:
 
     def _take(self, step: Step, sampled: Sequence[list[int]], now: float, since: float) -> DraftTokens:
         before, self._before = self._before, step
-        try:
+        with self.engine.surviving():
             self._begin_and_end(step)
             if before is not None and before.offer is not None:
                 offer = before.offer
@@ -139,32 +137,28 @@ class DraftLengths:
                 return self._choose(step, places, decoded)
             controller.requests.skip(decoded.slots, decoded.got)
             return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
-        except Exception as error:
-            self.engine.fail(error)
         return DraftTokens(0, looks=False)
 
     def refresh(self, message: Refresh) -> Refreshed:
         with self._lock:
             self._catch_up()
-            self._close(self._live.over())
+            self._close(
+                sorted(req_id for req_id, request in self.engine.live.items() if self._live.ended[request.slot])
+            )
             self._last = None
-            if self.engine.drafts is not None:
-                self.engine.drafts.agreed = message.draft_length
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
         with self._lock:
             self._catch_up()
-            self.engine.visit(files)
+            if self.engine.history:
+                self.engine.history.visit(files)
 
     def stats(self) -> EngineStats:
-        """As `EngineController.stats`, with what a model has drafted."""
+        """As `EngineController.stats`."""
         with self._lock:
             self._catch_up()
-            stats = self.engine.stats()
-            if self.engine.drafts is not None:
-                stats["drafter_passes"], self._passes = self._passes, 0
-            return stats
+            return self.engine.stats()
 
     def _begin_and_end(self, step: Step) -> None:
         self._close(sorted(step.ended))
@@ -191,7 +185,8 @@ class DraftLengths:
             carried = np.minimum(given[places], most)
         carriers, context = carried if carried.any() else None, self._live.length[slots]
         by_model = None if by_model is None else carried * (by_model > 0)
-        return places, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
+        room = self._live.end[slots] - 1 - context  # the step after writes one token more
+        return places, Decoded(slots, got, carriers, by_model, room, context=context)
 
     def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
         controller, slots, found = self.engine.controller, decoded.slots, None
@@ -219,11 +214,11 @@ class DraftLengths:
     def _time(self, step: Step, places: Ints, decoded: Decoded, now: float, since: float) -> None:
         """Take how long a step took that ended `since` seconds ago, and the calls of a model that drafts beside it."""
         drafts = self.engine.drafts
-        for call in step.calls:
-            if drafts is not None and call.usual:
-                drafts.timed_pass(call.requests, call.seconds / call.passes)
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
-        self._passes += passes
+        if drafts is not None:
+            drafts.made += passes
+            for call in (call for call in step.calls if call.usual):
+                drafts.timed_pass(call.requests, call.seconds / call.passes)
         running, seconds = len(decoded.slots), 0.0 if self._last is None else now - self._last - drafting
         if step.decodes and seconds > 0 and running and decoded.context is not None:
             tokens = sum(step.scheduled.values())

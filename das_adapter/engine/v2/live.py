@@ -18,7 +18,7 @@ class LiveTexts:
     def __init__(self, most: int, requests: Mapping[str, LiveRequest]) -> None:
         """`most`: tokens of a draft at most; `requests`: those that are live, `EngineController.live`."""
         self._requests = requests
-        self.length, self._end = np.zeros((2, 1), dtype=np.int64)
+        self.length, self.end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
         self.ended, self.heard = np.zeros((2, 1), dtype=bool)
         """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered."""
@@ -36,10 +36,10 @@ class LiveTexts:
 
     def open(self, request: LiveRequest) -> None:
         """Take a request that joins the batch, or comes back to it."""
-        slot, columns = request.slot, ("length", "_end", "ended", "by_model", "heard", "offered", "_chances")
+        slot, columns = request.slot, ("length", "end", "ended", "by_model", "heard", "offered", "_chances")
         if slot >= len(self.length):
             vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
-        self.length[slot], self._end[slot] = request.length, request.end
+        self.length[slot], self.end[slot] = request.length, request.end
         self.offered[slot] = self.by_model[slot] = 0
         self.ended[slot] = self.heard[slot] = False
         if request.stops or request.text is not None:
@@ -56,10 +56,6 @@ class LiveTexts:
             self._stops = frozenset()
         self._known = None
 
-    def over(self) -> list[str]:
-        """Return the requests that have written their last token, in the order of their names."""
-        return sorted(req_id for req_id, request in self._requests.items() if self.ended[request.slot])
-
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not live."""
         if self._known is None or self._known[0] != req_ids:
@@ -74,7 +70,7 @@ class LiveTexts:
         slots, counts = self.slots(req_ids), np.array([len(tokens) for tokens in sampled], dtype=np.int64)
         places = np.flatnonzero((counts > 0) & (slots >= 0) & ~self.ended[slots])
         slots = slots[places]
-        left = self._end[slots] - self.length[slots]
+        left = self.end[slots] - self.length[slots]
         got = np.maximum(1, np.minimum(counts[places], left))
         ended = got >= left
         if self._watched:
@@ -92,10 +88,6 @@ class LiveTexts:
         self.length[slots] += got
         self.ended[slots] = ended
         return places, slots, got
-
-    def room(self, slots: Ints) -> Ints:
-        """Return the draft tokens that fit before the end of each text: the step after writes one token more."""
-        return self._end[slots] - 1 - self.length[slots]
 
     def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those

@@ -86,7 +86,7 @@ class Speculation:
         """Draft `wanted` tokens for each request, which got `num_sampled`, int32 [requests]; return them, int64
         [requests, most]. Where it has failed, they are tokens that the policy can read. `run`: runs the speculator with
         some inputs and further keywords; it writes its drafts down."""
-        source, chosen = self._source, wanted if isinstance(wanted, DraftTokens) else DraftTokens(wanted)
+        source, chosen = self._source, DraftTokens(wanted)
         if source is None:
             self.speculator.draft_token_confidence_probs.fill_(chosen.chance)
             return self._draft(run, inputs, wanted)

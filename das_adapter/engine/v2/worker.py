@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from typing import Any
@@ -11,7 +10,6 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -57,11 +55,6 @@ class DeviceWorkerState(WorkerState):
         self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._step: Step | None = None
-
-    @property
-    def copy(self) -> PolicyCopy | None:
-        """The policy copy that drafts; None: none does."""
-        return self.runner.speculator.copy if self.config.copies_policy else None
 
     @property
     def index(self) -> DeviceIndex | None:
@@ -118,14 +111,12 @@ class DeviceWorkerState(WorkerState):
         index, engine = self.index, self.engine
         if index is None or engine is None or engine.history is None:
             return
-        try:
+        with engine.surviving():
             index.open(opened)
             for text in ahead:
                 index.add(*text)
             if not engine.failed:
                 index.bringer.step(engine.history.index)
-        except Exception as error:
-            engine.fail(error)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, which the runner still has."""
@@ -142,10 +133,8 @@ class DeviceWorkerState(WorkerState):
             kept = request is not None and request.record and self._policy.kept
             closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
         if closed and index is not None and self.engine is not None:
-            try:
+            with self.engine.surviving():
                 index.close(closed, states.total_len.gpu)
-            except Exception as error:
-                self.engine.fail(error)
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
@@ -184,8 +173,6 @@ class DeviceWorkerState(WorkerState):
         answer = super().refresh(message)
         if self.index is not None:
             self.index.bringer.forget()
-        if self.copy is not None:
-            self.copy.quantise()
         return answer
 
     def visit(self, files: list[str]) -> None:
@@ -195,8 +182,8 @@ class DeviceWorkerState(WorkerState):
             self.index.bringer.look_again()
 
     def own_stats(self) -> EngineStats:
-        """Return the figures of the device's memory and of the policy copy."""
-        stats = EngineStats()
+        """As `WorkerState.own_stats`, with the arena."""
+        stats = super().own_stats()
         if self.index is not None:
             stats["live_bytes"] = nbytes = self.index.words.nbytes
             if short := self.index.arena.short:
@@ -205,8 +192,6 @@ class DeviceWorkerState(WorkerState):
                     "drafted from: raise it",
                     *(nbytes, short),
                 )
-        if self.copy is not None and self.engine is not None and self.engine.drafts is not None:
-            stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
 
     def loaded(self) -> None:
@@ -228,7 +213,6 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     how long that took; and the text of a request that ended is overwritten before its siblings have drafted from it (V2
     runner). Remove this patch when vLLM hands speculators the requests of a step and tells them which have ended."""
 
-    @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return stock(scheduler_output, *args, **kwargs)
@@ -252,9 +236,4 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
-
-    @functools.wraps(stock)
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        return state.watch(stock(*args, **kwargs))
-
-    return sample_tokens
+    return lambda *args, **kwargs: state.watch(stock(*args, **kwargs))
