@@ -160,6 +160,11 @@ def prompt(problem: int) -> list[int]:
     return [2, rng.choice(digits), rng.choice(digits), *itertools.chain(*steps), 3]
 
 
+def about(history: Any) -> dict[str, Any]:
+    """Return where a history lies, and its process, in which this runs."""
+    return {"directory": str(history.writer.directory), "pid": os.getpid()}
+
+
 class Run:
     """Two nodes, an engine on each, and what can happen to them. A fault returns what ends it, if something must."""
 
@@ -209,7 +214,8 @@ class Run:
 
     def figures(self, of: int) -> dict[str, Any]:
         """What a node's history says of itself."""
-        return ray.get(self.history(of).figures.remote(), timeout=60)
+        found = self.history(of).__ray_call__.options(concurrency_group="peers").remote(about)
+        return ray.get(found, timeout=60)
 
     def save(self, name: str) -> str:
         """Save a checkpoint; return what is wrong with it, empty: nothing."""
@@ -296,7 +302,7 @@ class Run:
         pinned = NodeAffinitySchedulingStrategy(third.node_id, soft=False)
 
         def join() -> None:
-            ray.get(node.here(HistoryConfig(max_bytes=2**26)).figures.remote())
+            ray.get(node.here(HistoryConfig(max_bytes=2**26)).directory.remote())
 
         ray.get(ray.remote(join).options(num_cpus=0, scheduling_strategy=pinned).remote())
         self.cluster.remove_node(third, allow_graceful=False)

@@ -4,7 +4,6 @@ the ledger and to the histories of other nodes."""
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import threading
 import time
@@ -141,13 +140,6 @@ class NodeHistory:
         self._take()
         self.writer.publish()
         self.writer.store.save(path)
-
-    @ray.method(concurrency_group="peers")
-    def figures(self) -> dict[str, float | str]:
-        """Return the size of the history, where it lies, and this process's id."""
-        store = self.writer.store
-        size = {"tokens": store.tokens, "bytes": store.nbytes}
-        return {**size, "directory": str(store.directory), "pid": os.getpid()}
 
     def tick(self) -> None:
         """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_history
-from test_history import CONFIG, POEM, TOKENIZER, drafted, mapped, until
+from test_history import CONFIG, POEM, TOKENIZER, drafted, figures_of, mapped, until
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -130,7 +130,7 @@ class Run:
         """Ask a history for its figures, again while it is being restarted."""
         for _ in range(60):
             try:
-                return ray.get(self.history(of).figures.remote())
+                return figures_of(self.history(of))
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(0.5)
         raise AssertionError("a history was not restarted")
