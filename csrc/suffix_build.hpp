@@ -157,7 +157,7 @@ inline std::vector<Segment> merged(const std::vector<Segment>& segments, int64_t
   std::vector<Segment> out;
   Builder builder;
   for (const Segment& segment : segments) {
-    if (!builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder();
+    if (!builder.empty() && !builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder();
     builder.add(segment, from);
   }
   if (!builder.empty()) out.push_back(builder.build());
