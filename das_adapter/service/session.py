@@ -199,7 +199,7 @@ class Session:
                 history, synced = ask(self._here.sync.remote(version, self._cursor, rungs), left())
                 self._directory = history.directory
             if synced is not None:
-                length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
+                length, lengths = synced.draft_length, synced.lengths.tobytes()
                 self._cursor, self._nodes = synced.cursor, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
