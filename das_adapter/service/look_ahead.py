@@ -28,7 +28,9 @@ class LookAhead:
         self._seen = deque[_Seen]()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_loader"], name)
+        if name == "_loader":  # not yet there in a copy
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return len(self._loader)
