@@ -14,8 +14,6 @@ from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart
 from das_adapter.bench.sampling import microseconds
 
 GROUP, STEPS, COMPARED = 16, 16, 8
-CALLS = 20
-"""Proposals in a row that are timed: the host is ahead of the device then, as it is in an engine."""
 
 
 class World:
@@ -74,7 +72,6 @@ def index(plan: Plan) -> dict[str, Any]:
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0], batch) for batch in batches]
     worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [(GROUP, 8 * lengths[0], 1)]
-    calls = 1 if plan.tiny else CALLS
     for world_of in worlds[:1] if plan.tiny else worlds:
         world, (_, length, asked) = World(plan, *world_of, device), world_of
         if device == "cuda":
@@ -84,7 +81,7 @@ def index(plan: Plan) -> dict[str, Any]:
             "wrong": _wrong(plan, *world_of, drafts),
             "drafted": float(real.float().mean()),
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
-            "proposal_us": microseconds(lambda w=world: [w.draft() for _ in range(calls)], calls) / calls,
+            "proposal_us": microseconds(world.draft),
         }
     return {"rows": rows}
 

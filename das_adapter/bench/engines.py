@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 import traceback
@@ -43,6 +42,8 @@ SHAPES = {
 """Qwen2.5's; `tiny` only tests this program."""
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment of engines on vLLM's V1 model runner."""
+HISTORY: dict[str, Any] = {"drafter": "history"}
+KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Environment of engines whose worker is in the process that asks them."""
 
@@ -109,18 +110,6 @@ CONTRACT = SOURCE / "tests" / "contract"
 """The contract tests. A wheel has none: what compares with their references is not run there."""
 
 
-def gpus() -> list[float]:
-    """Return the compute capability of each GPU of this machine, without a process's use of any."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        return list(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
-    except (OSError, subprocess.CalledProcessError):
-        return []
-
-
-FP8_CAPABILITY = 8.9
-
-
 def has_vllm() -> bool:
     """Whether vLLM is installed."""
     try:
@@ -142,13 +131,6 @@ _STARTED: list[Any] = []
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
-def directory(plan: Plan) -> Path:
-    """Write the shape as a checkpoint without weights."""
-    made = Path(tempfile.mkdtemp(prefix="das-shape-"))
-    (made / "config.json").write_text(json.dumps(SHAPES[plan.shape]))
-    return made
-
-
 def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
     from vllm import LLM
@@ -156,7 +138,8 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args
 
-    shape = SHAPES[plan.shape]
+    shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(prefix="das-shape-"))
+    (checkpoint / "config.json").write_text(json.dumps(shape))
     args = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -167,7 +150,7 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
-    _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
+    _STARTED.append(LLM(str(checkpoint), **{**args, **engine_args(parse(das)), **settings}))
     return _STARTED[-1]
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from das_adapter.bench.engines import (
+    HISTORY,
     IN_PROCESS,
+    KEYED,
     SHAPES,
     Bar,
     Found,
@@ -18,9 +20,6 @@ from das_adapter.bench.engines import (
     kv_tokens,
     step_seconds,
 )
-
-HISTORY: dict[str, Any] = {"drafter": "history"}
-KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 
 
 def gate(plan: Plan) -> Iterator[Found]:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench import replay
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
-from das_adapter.bench.gate import KEYED
+from das_adapter.bench.engines import IN_PROCESS, KEYED, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
 from das_adapter.core.index.store import HistoryStore
 
 REQUESTS, WRITTEN = 8, 192

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, generate
+from das_adapter.bench.engines import HISTORY, IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, generate
 from das_adapter.core.index.store import HistoryStore
 
 CORRUPTED = (0.3, 1.0)
@@ -44,7 +44,6 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
         yield found
 
 
-HISTORY: dict[str, Any] = {"drafter": "history"}
 EAGER = HISTORY | {"budget": "unlimited"}
 """Drafts whatever is found, until it is seen to cost time."""
 MISLED = "after misleading"

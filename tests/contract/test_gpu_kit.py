@@ -124,7 +124,8 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
 BARE = """
 import importlib.metadata, sys
 IMAGE = {"torch", "triton", "numpy", "functorch", "torchgen", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
-         "filelock", "fsspec", "typing_extensions", "setuptools", "packaging", "das_adapter"}
+         "filelock", "fsspec", "typing_extensions", "setuptools", "_distutils_hack", "pkg_resources", "packaging",
+         "das_adapter"}
 LACKED = set(importlib.metadata.packages_distributions()) - IMAGE
 class Missing:
     def find_spec(self, name, path=None, target=None):
