@@ -156,14 +156,9 @@ def histories() -> tuple[str, ...]:
     return tuple(sorted(name for name in own if name.rpartition(":")[2] in alive))
 
 
-def history_of(node: str) -> str:
-    """Return the name of a node's history; `node`: Ray's id of it."""
-    return f"{name_of(HISTORY)}:{node}"
-
-
-def history_here() -> str:
-    """Return the name of this node's history."""
-    return history_of(ray.get_runtime_context().get_node_id())
+def history_of(node: str = "") -> str:
+    """Return the name of a node's history; `node`: Ray's id of it, empty: this one."""
+    return f"{name_of(HISTORY)}:{node or ray.get_runtime_context().get_node_id()}"
 
 
 def ledger() -> Any:

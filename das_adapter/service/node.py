@@ -274,7 +274,7 @@ class NodeHistory:
 def here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
     """Return this node's history, started if need be; see `ledger.named`."""
     context = ray.get_runtime_context()
-    node, name = context.get_node_id(), ledger.history_here()
+    node, name = context.get_node_id(), ledger.history_of()
     options = {
         "concurrency_groups": {"peers": 2, "checkpoints": 1},  # weight syncs wait for neither
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),

@@ -36,7 +36,7 @@ from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import actor, histories, history_here, history_of, running  # noqa: E402
+from das_adapter.service.ledger import actor, histories, history_of, running  # noqa: E402
 
 FACTS = checkpoint.facts_of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -52,7 +52,7 @@ class Engine(test_history.Engine):
     def deliver(self) -> None:
         """Leave everything in the spool now, and return when it is in those of its homes."""
         self.session.flush()
-        ray.get(actor(history_here()).flush.remote())
+        ray.get(actor(history_of()).flush.remote())
 
     def visited(self, problems: list[int]) -> list[int]:
         """Begin requests of problems; return of which the history was brought beside that of the node."""

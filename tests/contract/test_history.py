@@ -235,7 +235,7 @@ def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None
 
 
 def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it_had(job: None) -> None:
-    engine, here = Engine(), ledger_module.history_here()
+    engine, here = Engine(), ledger_module.history_of()
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
