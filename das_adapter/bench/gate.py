@@ -22,7 +22,7 @@ from das_adapter.bench.engines import (
 )
 
 
-def gate(plan: Plan) -> Iterator[Found]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
     the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
     drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ REQUESTS, WRITTEN = 8, 192
 """Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
 
 
-def lossless(plan: Plan) -> Found:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
     nothing. Kernels are batch-invariant; on a CPU they are anyway."""
     environment = IN_PROCESS | plan.ours | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
@@ -26,7 +27,7 @@ def lossless(plan: Plan) -> Found:
     drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)
     different = sum(a != b for a, b in zip(texts, drafted, strict=True))
     about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "error")}
-    return {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
+    yield {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
 
 
 BARS = (

@@ -22,7 +22,7 @@ Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
 
-def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
+def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     """Seconds of one long-tailed batch: stock, and `history` over what traces have of its problems, over the batch
     itself, corrupted, and over a text that misleads."""
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])

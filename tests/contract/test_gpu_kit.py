@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import ENV
 
-from das_adapter.bench import engines, gate, replay, sampling
+from das_adapter.bench import engines, gate, kernel, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
@@ -171,18 +171,18 @@ def test_no_verdict_is_good_without_all_of_its_figures(run: Any) -> None:
 
 def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(run: Any) -> None:
     for part in run.PARTS:
-        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.known()[part][0]} == {"not run"}
+        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.module(part).BARS} == {"not run"}
 
 
 def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def half_a_gate(plan: Any) -> Any:
+    def half_a_gate(plan: Any, *_: Any) -> Any:
         arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_tokens": 1000}
         yield {"runner": "V1", "arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
         engines.apart(plan, *endings[plan.steps])
 
-    monkeypatch.setattr(gate, "gate", half_a_gate)
+    monkeypatch.setattr(gate, "measure", half_a_gate)
     monkeypatch.setattr(run, "has_vllm", lambda: True)
     endings = [(signal.raise_signal, signal.SIGKILL), (int, "no number"), (time.sleep, 600.0)]
     verdicts = ["cut short", "not run", *["cut short"] * 4]
@@ -256,10 +256,10 @@ def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: 
 def test_without_the_source_what_compares_with_references_is_not_run(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sampling, "CONTRACT", tmp_path / "none")
+    monkeypatch.setattr(kernel, "CONTRACT", tmp_path / "none")
     pytest.importorskip("torch")
-    found = {"state": "done"} | sampling.kernel(replace(TINY, rows=(1, 5)))
-    verdicts = [bar.verdict(found)["verdict"] for bar in run.known()["kernel"][0]]
+    found = {"state": "done"} | kernel.kernel(replace(TINY, rows=(1, 5)))
+    verdicts = [bar.verdict(found)["verdict"] for bar in kernel.BARS]
     assert verdicts[0] == "not run"
 
 

@@ -21,7 +21,7 @@ SLEEPS = 3
 """How often the engine sleeps with each format, at levels 1 and 2 in turn, and is quantised anew."""
 
 
-def copy(plan: Plan) -> Iterator[Found]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure each format that there is on this device."""
     found: Found = {"formats": {}}
     for weights in apart(plan, _formats, plan):

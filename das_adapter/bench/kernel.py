@@ -4,13 +4,14 @@ compiled core."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, has_vllm
+from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, apart, has_vllm
 
 NEAR = 3e-5
 """Scores that are this close may change places with the last bits of a device's logarithm."""
@@ -18,7 +19,12 @@ COMPARED = 96
 """Rows that are compared with the definition, at most, spread over all."""
 
 
-def kernel(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
+    """Run the part."""
+    yield apart(plan, kernel, plan)
+
+
+def kernel(plan: Plan) -> Found:
     """Compare tokens with the definition, and time both samplers' draws, by number of rows."""
     from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart
-from das_adapter.bench.sampling import microseconds
+from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Found, Plan, apart
+from das_adapter.bench.kernel import microseconds
 
 GROUP, STEPS, COMPARED = 16, 16, 8
 
@@ -60,12 +61,12 @@ class World:
         return self.index.draft(self.slots, self.sampled, self.total)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Run the part; where there is no GPU, in Triton's interpreter."""
-    return apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
+    yield apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
 
 
-def index(plan: Plan) -> dict[str, Any]:
+def index(plan: Plan) -> Found:
     """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, Any] = {}
