@@ -254,14 +254,16 @@ class Measured(NamedTuple):
         return Measured(ratio, ratio * relative)
 
 
-def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5) -> Measured:
+def step_seconds(
+    llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5, **stock: Any
+) -> Measured:
     """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
     Whatever the engine's processes and runner are, this is what a rollout waits for. No rollout writes the text of
-    another: each request has a seed of its own."""
+    another: each request has a seed of its own. `stock`: as for `generate`."""
     asked = prompts(batch, context, vocabulary)
 
     def rollout(tokens: int) -> float:
-        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, logprobs=[0] * batch)[0]
+        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, **stock)[0]
 
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]

@@ -95,7 +95,7 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     found = Found(start_s=time.perf_counter() - begin, kv_tokens=kv_tokens(llm), step_ms={})
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     for batch, context in gate_points(plan):
-        step = step_seconds(llm, batch, context, plan.steps, vocabulary)
+        step = step_seconds(llm, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
         found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
