@@ -57,8 +57,6 @@ class Plan:
     contexts: tuple[int, ...] = (2048, 8192)
     rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
     """Of logits."""
-    runner: str = "V1"
-    """Of vLLM, on which history is drafted from."""
     steps: int = 64
     """Decode steps of one figure."""
     replayed: int = 128
@@ -71,11 +69,6 @@ class Plan:
     @property
     def tiny(self) -> bool:
         return self.shape == "tiny"
-
-    @property
-    def ours(self) -> dict[str, str]:
-        """Environment of engines with das-adapter."""
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == "V2" else V1
 
 
 Found = dict[str, Any]
@@ -118,26 +111,20 @@ def has_vllm() -> bool:
         return False
 
 
-def runner_here() -> str:
-    """Return vLLM's model runner on which history is drafted from: `V2` where the installed vLLM has what it needs."""
-    from das_adapter.config import DasConfig
-    from das_adapter.protocol.engine_args import needs_v1
-
-    return "V1" if needs_v1(DasConfig()) else "V2"
-
-
 _STARTED: list[Any] = []
 """Engines of this process."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
 def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
-    """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
+    """Start `vllm.LLM` with random weights, and with das-adapter, on the model runner that it takes, where there is a
+    block."""
     from vllm import LLM
 
     from das_adapter.config import parse
-    from das_adapter.protocol.engine_args import engine_args
+    from das_adapter.protocol.engine_args import engine_args, engine_env
 
+    os.environ.update(engine_env(parse(das)))
     shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(prefix="das-shape-"))
     (checkpoint / "config.json").write_text(json.dumps(shape))
     args = {

@@ -26,14 +26,9 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
     the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
     drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
-    found: Found = {"runner": plan.runner, "arms": {}}
-    arms: dict[str, tuple[dict[str, Any] | None, dict[str, str]]] = {
-        "stock": (None, {}),
-        "history": (HISTORY, plan.ours),
-        "none, keyed": (KEYED, plan.ours),
-    }
-    for name, (das, env) in arms.items():
-        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=env | (IN_PROCESS if plan.tiny else {}))
+    found: Found = {"arms": {}}
+    for name, das in (("stock", None), ("history", HISTORY), ("none, keyed", KEYED)):
+        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=IN_PROCESS if plan.tiny else {})
         yield found
 
 
@@ -99,7 +94,7 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
         found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens")}
+        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens", "model_runner")}
     return found
 
 

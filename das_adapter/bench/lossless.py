@@ -19,9 +19,8 @@ REQUESTS, WRITTEN = 8, 192
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
     nothing. Kernels are batch-invariant; on a CPU they are anyway."""
-    environment = IN_PROCESS | plan.ours | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
-    off = None if plan.runner == "V2" else KEYED
-    texts, _ = apart(plan, _written, plan, off, None, env=environment)
+    environment = IN_PROCESS | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
+    texts, _ = apart(plan, _written, plan, KEYED, None, env=environment)
     past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
     past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
     drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)

@@ -37,7 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart, has_vllm, runner_here
+from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart, has_vllm
 
 PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
@@ -108,11 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument("--out", type=Path, default=Path("das-bench"), help="where the files go")
     parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part and shape, at most")
-    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.parts) - {*PARTS}):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    runner = args.runner or (runner_here() if has_vllm() else "V1")
     made = apart(TINY, provenance, fresh=True)  # it asks the GPU, which this process must not use
     args.out.mkdir(parents=True, exist_ok=True)
     if args.shape == "tiny" and has_vllm():
@@ -121,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         until = min(time.monotonic() + 60 * args.minutes, end)
-        content = measured(name, replace(plans[shape], runner=runner, until=until), args.traces)
+        content = measured(name, replace(plans[shape], until=until), args.traces)
         counts.update(judge(name, content))
-        command = f"das-adapter bench {name} --shape {shape} --runner {runner}"
+        command = f"das-adapter bench {name} --shape {shape}"
         head = {"provenance": made | {"command": command}, "part": name, "shape": shape}
         save(args.out / f"gpu_{name}_{shape}.json", head | content)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("kept", *NOT_GOOD, "not run")))

@@ -114,7 +114,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     path = os.pathsep.join([str(HERE / "v2_everywhere"), str(HERE), newest_env["PYTHONPATH"]])
     written, said = kit(tmp_path, "gate", "replay", env={**newest_env, **ENV, "PYTHONPATH": path})
     assert set(written) == {"gate", "replay"}, said
-    assert written["gate"]["runner"] == "V2"
+    assert written["gate"]["arms"]["history"]["model_runner"] == 2
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
     assert not any(arm.get("unforced") or arm.get("error") for arm in arms.values())
@@ -179,7 +179,7 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
 ) -> None:
     def half_a_gate(plan: Any, *_: Any) -> Any:
         arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_tokens": 1000}
-        yield {"runner": "V1", "arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
+        yield {"arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
         engines.apart(plan, *endings[plan.steps])
 
     monkeypatch.setattr(gate, "measure", half_a_gate)
@@ -233,7 +233,7 @@ def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
     assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
     for error, verdict in ((0.001, "MISSED"), (0.02, "kept")):
         step = {"1 x 16": [1.03, error]}
-        found = {"state": "done", "runner": "V2", "arms": {"stock": {"step_ms": {"1 x 16": [1.0, error]}}}}
+        found = {"state": "done", "arms": {"stock": {"step_ms": {"1 x 16": [1.0, error]}}}}
         found["arms"]["history"] = {"step_ms": step}
         worst, _, sure = gate.BARS[:3]
         assert worst.verdict(found)["verdict"] == verdict
