@@ -60,11 +60,11 @@ def measure(
 
     from das_adapter.engine.timing import captured_tokens
     from das_adapter.engine.v1.sweep import SweepDrafter
-    from das_adapter.protocol.engine_args import v1_args
+    from das_adapter.protocol.engine_args import engine_args
 
-    args, most = v1_args(DasConfig()), max(1, *drafts)
-    drafter = {"num_speculative_tokens": most, "model": "das_adapter.engine.v1.sweep.SweepDrafter"}
-    args["speculative_config"].update(drafter)
+    most, drafter = max(1, *drafts), f"{SweepDrafter.__module__}.SweepDrafter"
+    speculative = {"method": "custom_class", "model": drafter, "num_speculative_tokens": most}
+    args = {**engine_args(DasConfig()), "speculative_config": speculative}
     lengths = sorted({0, *drafts})
     steps = rounds * len(lengths) + 4
     settings = {**_settings(max(contexts) + steps + most + 2, max(batches)), "enable_prefix_caching": False}

@@ -14,7 +14,7 @@ from das_adapter.protocol.engine_args import (
     DATA_PARALLEL,
     RUNNER_VARIABLE,
     needs_v1,
-    v1_args,
+    v1_speculative_config,
     v2_speculative_config,
 )
 
@@ -61,7 +61,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
             )
         changed["async_scheduling"] = False
     if args.speculative_config is None:
-        changed["speculative_config"] = v1_args(config).get("speculative_config")
+        changed["speculative_config"] = v1_speculative_config(config)
         if config.neural and not hosted(args):
             if args.load_format == "dummy":  # the drafter needs its weights; the first update fills the policy's
                 changed["load_format"] = "auto"

@@ -52,9 +52,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         os.environ.update(engine_env(self._das))
-        args = engine_args(for_run(self._das))
-        additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
-        engine_kwargs.update(args, additional_config=additional)
+        engine_kwargs.update(engine_args(for_run(self._das), engine_kwargs.get("additional_config")))
         if self._order is not None:
             engine_kwargs.setdefault("scheduling_policy", "priority")
 
