@@ -89,10 +89,6 @@ class Engines:
 
         return list(self._pool.map(one, self._sessions))
 
-    def visitors(self) -> int:
-        """Problems that the engines have from other nodes."""
-        return sum(index.problems for index in self._indexes)
-
 
 def count_traffic(history: Any) -> None:
     """Count what a history sends to other nodes, in its process."""
