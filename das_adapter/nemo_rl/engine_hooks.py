@@ -73,8 +73,7 @@ class EngineHooks:
             return None
         hashes = prompt.get("mm_hashes") or {} if isinstance(prompt, dict) else {}  # vLLM's, by kind
         media = [found for kind in sorted(hashes) for found in hashes[kind]]
-        label = given or self._labeller.label(ids, self.validating, media)
-        return replace(label, record=label.record and not self.validating)
+        return given or self._labeller.label(ids, self.validating, media)
 
     @staticmethod
     def _labelled(params: Any, label: Label | None) -> Any:
