@@ -75,13 +75,13 @@ class Replica:
     def __init__(self, block: dict[str, Any]):
         from das_adapter.config import parse
         from das_adapter.cpu.environment import cpu_env
-        from das_adapter.protocol.engine_args import engine_args, engine_env
+        from das_adapter.protocol.engine_args import engine_args
         from das_adapter.service.session import Session
 
         das = parse(block)
         assert das is not None
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        os.environ.update(cpu_env() | quiet | engine_env(das), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        os.environ.update(cpu_env() | quiet, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from safetensors.torch import load_file
         from vllm import LLM
 

@@ -122,9 +122,8 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
-    from das_adapter.protocol.engine_args import engine_args, engine_env
+    from das_adapter.protocol.engine_args import engine_args
 
-    os.environ.update(engine_env(parse(das)))
     shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(prefix="das-shape-"))
     (checkpoint / "config.json").write_text(json.dumps(shape))
     args = {

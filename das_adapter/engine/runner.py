@@ -73,8 +73,8 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
 
 
 def set_v1(why: str) -> None:
-    """Have the processes of an engine run vLLM's V1 model runner, and say why; a host has mostly set it already
-    (`engine_env`). ConfigError: the environment says otherwise."""
+    """Have the processes of an engine run vLLM's V1 model runner, and say why. ConfigError: the environment says
+    otherwise."""
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
         raise ConfigError(
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "

@@ -3,7 +3,6 @@ what they name here, which must be modules or can be pickled."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,7 +14,7 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from das_adapter.nemo_rl import engine_hooks, settings
 from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks
 from das_adapter.nemo_rl.settings import LABELS
-from das_adapter.protocol.engine_args import engine_args, engine_env
+from das_adapter.protocol.engine_args import engine_args
 from das_adapter.service.session import for_run
 
 _NSIGHT = dict(get_nsight_config_if_pattern_matches("vllm_generation_worker"))
@@ -36,7 +35,6 @@ class _Worker:
         """
         das = settings.of_generation(self.cfg)
         assert das is not None, "these workers are chosen for an active das: block only"
-        os.environ.update(engine_env(das))
         self.cfg["vllm_cfg"]["cap_max_tokens_to_context"] = True
         llm_kwargs.update(engine_args(for_run(das), llm_kwargs.get("additional_config")))
         if self.hooks_class is AsyncEngineHooks and das.routing == "longest_first":

@@ -80,7 +80,7 @@ def engine_args(config: DasConfig | None, additional: Mapping[str, Any] | None =
     """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a host's `das:` block; none without one.
 
     They are `additional_config`, with what a host has there already: all else the plug-in adds where the engine's
-    config is made. The engine's process must have the environment `engine_env(config)`.
+    config is made.
     """
     if config is None:
         return {}
@@ -151,8 +151,3 @@ class DraftTokens(int):
     def of(self, req_id: str) -> tuple[int, float]:
         """Return a request's part of `shares`; of one that joined since then, that of the dearest."""
         return self.shares.get(req_id, (int(self), 1.0))
-
-
-def engine_env(config: DasConfig | None) -> dict[str, str]:
-    """Return the environment of an engine's processes: which model runner of vLLM the block needs."""
-    return {} if config is None or needs_v1(config) is None else {RUNNER_VARIABLE: "0"}
