@@ -3,6 +3,7 @@ what they name here, which must be modules or can be pickled."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -92,4 +93,4 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
 
     async def das_report(self) -> Any:
         """As `_Worker.das_report`."""
-        return await self.hooks.report()
+        return await asyncio.to_thread(self.hooks.report)
