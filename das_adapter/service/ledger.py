@@ -51,6 +51,8 @@ class Ledger(LengthLog):
         self._ladder: Ladder | None = None
         self._climbed = 0
         self._version, self._heard = -1, 0
+        self._lengths: dict[int, Responses] = {}
+        """What `sync` has answered for this weight version, by cursor: engines ask alike."""
         self._expected: dict[int, float] | None = None
         end_with_job()
 
@@ -59,10 +61,12 @@ class Ledger(LengthLog):
         first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
         `cursor`: of the last weight sync, 0: there was none; `rungs`: of the engine's ladder."""
         if version > self._version:
-            self._version, self._heard, self._expected = version, self.count, None
-            self._nodes = histories()
+            self._version, self._heard, self._nodes = version, self.count, histories()
+            self._lengths, self._expected = {}, None
+        if cursor not in self._lengths:
+            self._lengths[cursor] = self.since(cursor, self._heard)
         length = self.draft_length(rungs, version) if rungs else None
-        return Synced(self._heard, self.since(cursor, self._heard), length, self._nodes)
+        return Synced(self._heard, self._lengths[cursor], length, self._nodes)
 
     def expected(self) -> dict[int, float]:
         """Return the predicted lengths at the last weight sync."""
