@@ -19,8 +19,12 @@ REQUESTS, WRITTEN = 8, 192
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
     nothing. Kernels are batch-invariant; on a CPU they are anyway."""
+    from das_adapter.config import DasConfig
+    from das_adapter.protocol.engine_args import needs_v1
+
     environment = IN_PROCESS | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
-    texts, _ = apart(plan, _written, plan, KEYED, None, env=environment)
+    off = KEYED if needs_v1(DasConfig()) else None  # V2's own noise is keyed
+    texts, _ = apart(plan, _written, plan, off, None, env=environment)
     past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
     past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
     drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)
