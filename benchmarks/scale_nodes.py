@@ -89,10 +89,6 @@ class Engines:
 
         return list(self._pool.map(one, self._sessions))
 
-    def visitors(self) -> int:
-        """Problems that the engines have from other nodes."""
-        return sum(index.problems for index in self._indexes)
-
 
 def count_traffic(history: Any) -> None:
     """Count what a history sends to other nodes, in its process."""
@@ -133,6 +129,11 @@ def traffic_of(history: Any) -> Counter[str]:
     found: Counter[str] = Counter(history.traffic)
     history.traffic.clear()
     return found
+
+
+def size(history: Any) -> tuple[int, int]:
+    """Return a history's tokens and bytes, in its process."""
+    return history.writer.store.tokens, history.writer.store.nbytes
 
 
 class Run:
@@ -207,10 +208,10 @@ def one_node(problems: int, tokens: int, steps: int, seconds: float) -> dict[str
             time.sleep(2.0)  # the training that follows
             with_text += run.sync()[0]
             without += run.sync()[0]
-        figures = ray.get(run.histories()[0].figures.remote())
+        kept = ray.get(run.histories()[0].__ray_call__.remote(size))
     finally:
         run.close()
-    assert figures["tokens"] == steps * problems * GROUP * tokens
+    assert kept[0] == steps * problems * GROUP * tokens
     return {
         "engines": 8,
         "rollouts": problems * GROUP,
@@ -249,9 +250,8 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
                 "bytes_per_node_over_own_share": {"mean": sum(size) / sum(shares), "max": max(size) / np.mean(shares)},
                 "sent": {what: sum(one[what] for one in sent) for what in sorted(set().union(*sent))},
             }
-        figures = ray.get([history.figures.remote() for history in run.histories()])
-        held = [one["bytes"] for one in figures]
-        assert sum(one["tokens"] for one in figures) == 2 * problems * GROUP * tokens
+        written, held = zip(*ray.get([h.__ray_call__.remote(size) for h in run.histories()]), strict=True)
+        assert sum(written) == 2 * problems * GROUP * tokens
         found["held_over_fullest_node"] = sum(held) / max(held)
         found["history_bytes"] = sum(held)
     finally:

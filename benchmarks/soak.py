@@ -75,13 +75,13 @@ class Replica:
     def __init__(self, block: dict[str, Any]):
         from das_adapter.config import parse
         from das_adapter.cpu.environment import cpu_env
-        from das_adapter.protocol.engine_args import engine_args, engine_env
+        from das_adapter.protocol.engine_args import engine_args
         from das_adapter.service.session import Session
 
         das = parse(block)
         assert das is not None
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        os.environ.update(cpu_env() | quiet | engine_env(das), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        os.environ.update(cpu_env() | quiet, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from safetensors.torch import load_file
         from vllm import LLM
 
@@ -160,6 +160,11 @@ def prompt(problem: int) -> list[int]:
     return [2, rng.choice(digits), rng.choice(digits), *itertools.chain(*steps), 3]
 
 
+def about(history: Any) -> dict[str, Any]:
+    """Return where a history lies, and its process, in which this runs."""
+    return {"directory": str(history.writer.directory), "pid": os.getpid()}
+
+
 class Run:
     """Two nodes, an engine on each, and what can happen to them. A fault returns what ends it, if something must."""
 
@@ -209,7 +214,8 @@ class Run:
 
     def figures(self, of: int) -> dict[str, Any]:
         """What a node's history says of itself."""
-        return ray.get(self.history(of).figures.remote(), timeout=60)
+        found = self.history(of).__ray_call__.options(concurrency_group="peers").remote(about)
+        return ray.get(found, timeout=60)
 
     def save(self, name: str) -> str:
         """Save a checkpoint; return what is wrong with it, empty: nothing."""
@@ -296,7 +302,7 @@ class Run:
         pinned = NodeAffinitySchedulingStrategy(third.node_id, soft=False)
 
         def join() -> None:
-            ray.get(node.here(HistoryConfig(max_bytes=2**26)).figures.remote())
+            ray.get(node.here(HistoryConfig(max_bytes=2**26)).directory.remote())
 
         ray.get(ray.remote(join).options(num_cpus=0, scheduling_strategy=pinned).remote())
         self.cluster.remove_node(third, allow_graceful=False)

@@ -152,15 +152,22 @@ class Builder {
   std::vector<Item> items_;     // places of the texts added
 };
 
-// Merges segments, oldest first, into as few as can hold their texts of versions >= `from`.
+// Merges segments, oldest first, into as few as can hold their texts of versions >= `from`. One that stays alone and
+// loses nothing is not built again: it stays in its file.
 inline std::vector<Segment> merged(const std::vector<Segment>& segments, int64_t from = INT64_MIN) {
   std::vector<Segment> out;
-  Builder builder;
-  for (const Segment& segment : segments) {
-    if (!builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder();
-    builder.add(segment, from);
+  for (auto begin = segments.begin(), end = begin; begin != segments.end(); begin = end) {
+    uint64_t kept = 0, dropped = 0;
+    do {
+      for (const Segment::Run& run : end->runs) (run.version < from ? dropped : kept) += end->end(run) - run.start;
+    } while (++end != segments.end() && kept + end->tokens.size <= Segment::kCapacity - 2);
+    Builder builder;
+    for (auto segment = begin; segment != end && (dropped || end - begin > 1); ++segment) builder.add(*segment, from);
+    if (!builder.empty())
+      out.push_back(builder.build());
+    else if (!dropped)
+      out.push_back(*begin);
   }
-  if (!builder.empty()) out.push_back(builder.build());
   return out;
 }
 

@@ -45,7 +45,13 @@ void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64
   auto& staged = problems_[problem].staged;
   if (staged.empty()) staged_.push_back(problem);
   staged.emplace_back(narrow, Text(tokens, tokens + count));
-  staged_tokens_ += count;
+}
+
+uint64_t SuffixIndex::staged_tokens() const {
+  uint64_t sum = 0;
+  for (uint64_t id : staged_)
+    for (const auto& [version, text] : problems_.at(id).staged) sum += text.size();
+  return sum;
 }
 
 void SuffixIndex::count(const Problem& problem, int64_t sign) {
@@ -96,6 +102,10 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
     for (const auto& [version, text] : staged) sealed += text.size(), newest_ = std::max<int64_t>(newest_, version);
   }
   const auto waits = [&](uint64_t id) { return !problems_.at(id).staged.empty(); };
+  const auto forget = [&](void*) {
+    staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)), staged_.end());
+  };
+  const std::unique_ptr<void, decltype(forget)> forgets(this, forget);  // whatever is thrown
   {
     const Change change(*this, chosen);
     std::vector<Problem*> touched;
@@ -120,8 +130,6 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
       if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
     });
   }
-  staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)), staged_.end());
-  staged_tokens_ -= sealed;
   return sealed;
 }
 

@@ -91,7 +91,7 @@ class SuffixIndex {
   uint64_t nbytes() const { return bytes_; }
   uint64_t token_count() const { return tokens_; }
   uint64_t problem_count() const { return known_; }
-  uint64_t staged_tokens() const { return staged_tokens_; }
+  uint64_t staged_tokens() const;
   uint64_t live_bytes() const;
   size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
@@ -161,7 +161,6 @@ class SuffixIndex {
   std::unordered_set<uint64_t> guests_;  // problems with a history that `visit` mapped
   std::unordered_set<uint64_t> changed_;  // problems with a history that is not published
   uint64_t bytes_ = 0, tokens_ = 0, known_ = 0, segments_ = 0;  // of the sealed history; `known_`: problems
-  uint64_t staged_tokens_ = 0;
   size_t group_ = 0, sealed_group_ = 0;
   std::unordered_map<int64_t, Request> requests_;
   Acceptance acceptance_;

@@ -72,10 +72,10 @@ class HistoryConfig(_Block):
     """What `history`, alone or with a second drafter, drafts from."""
 
     scope: Literal["problem", "trusted", "global", "request"] = "problem"
-    """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
-    `request`: its own text alone. `trusted`, for an engine without a host, all of whose clients trust each other: also
-    those of the first turn that its prompt begins with, or of the problem that it names (`das_problem`), whatever its
-    `cache_salt`. Hosts label requests themselves, and refuse it."""
+    """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts, the
+    newest 134 million tokens at most; `request`: its own text alone. `trusted`, for an engine without a host, all of
+    whose clients trust each other: also those of the first turn that its prompt begins with, or of the problem that it
+    names (`das_problem`), whatever its `cache_salt`. Hosts label requests themselves, and refuse it."""
     max_bytes: Size = ByteSize(8 * 2**30)
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""

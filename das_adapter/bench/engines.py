@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 import traceback
@@ -43,6 +42,8 @@ SHAPES = {
 """Qwen2.5's; `tiny` only tests this program."""
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment of engines on vLLM's V1 model runner."""
+HISTORY: dict[str, Any] = {"drafter": "history"}
+KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Environment of engines whose worker is in the process that asks them."""
 
@@ -56,8 +57,6 @@ class Plan:
     contexts: tuple[int, ...] = (2048, 8192)
     rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
     """Of logits."""
-    runner: str = "V1"
-    """Of vLLM, on which history is drafted from."""
     steps: int = 64
     """Decode steps of one figure."""
     replayed: int = 128
@@ -70,11 +69,6 @@ class Plan:
     @property
     def tiny(self) -> bool:
         return self.shape == "tiny"
-
-    @property
-    def ours(self) -> dict[str, str]:
-        """Environment of engines with das-adapter."""
-        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == "V2" else V1
 
 
 Found = dict[str, Any]
@@ -109,18 +103,6 @@ CONTRACT = SOURCE / "tests" / "contract"
 """The contract tests. A wheel has none: what compares with their references is not run there."""
 
 
-def gpus() -> list[float]:
-    """Return the compute capability of each GPU of this machine, without a process's use of any."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        return list(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
-    except (OSError, subprocess.CalledProcessError):
-        return []
-
-
-FP8_CAPABILITY = 8.9
-
-
 def has_vllm() -> bool:
     """Whether vLLM is installed."""
     try:
@@ -129,34 +111,21 @@ def has_vllm() -> bool:
         return False
 
 
-def runner_here() -> str:
-    """Return vLLM's model runner on which history is drafted from: `V2` where the installed vLLM has what it needs."""
-    from das_adapter.config import DasConfig
-    from das_adapter.protocol.engine_args import needs_v1
-
-    return "V1" if needs_v1(DasConfig()) else "V2"
-
-
 _STARTED: list[Any] = []
 """Engines of this process."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
-def directory(plan: Plan) -> Path:
-    """Write the shape as a checkpoint without weights."""
-    made = Path(tempfile.mkdtemp(prefix="das-shape-"))
-    (made / "config.json").write_text(json.dumps(SHAPES[plan.shape]))
-    return made
-
-
 def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
-    """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
+    """Start `vllm.LLM` with random weights, and with das-adapter, on the model runner that it takes, where there is a
+    block."""
     from vllm import LLM
 
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args
 
-    shape = SHAPES[plan.shape]
+    shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(prefix="das-shape-"))
+    (checkpoint / "config.json").write_text(json.dumps(shape))
     args = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -167,7 +136,7 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
-    _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
+    _STARTED.append(LLM(str(checkpoint), **{**args, **engine_args(parse(das)), **settings}))
     return _STARTED[-1]
 
 
@@ -271,14 +240,16 @@ class Measured(NamedTuple):
         return Measured(ratio, ratio * relative)
 
 
-def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5) -> Measured:
+def step_seconds(
+    llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5, **stock: Any
+) -> Measured:
     """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
     Whatever the engine's processes and runner are, this is what a rollout waits for. No rollout writes the text of
-    another: each request has a seed of its own."""
+    another: each request has a seed of its own. `stock`: as for `generate`."""
     asked = prompts(batch, context, vocabulary)
 
     def rollout(tokens: int) -> float:
-        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, logprobs=[0] * batch)[0]
+        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, **stock)[0]
 
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from das_adapter.bench.engines import (
+    HISTORY,
     IN_PROCESS,
+    KEYED,
     SHAPES,
     Bar,
     Found,
@@ -19,22 +21,14 @@ from das_adapter.bench.engines import (
     step_seconds,
 )
 
-HISTORY: dict[str, Any] = {"drafter": "history"}
-KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 
-
-def gate(plan: Plan) -> Iterator[Found]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
     the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
     drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
-    found: Found = {"runner": plan.runner, "arms": {}}
-    arms: dict[str, tuple[dict[str, Any] | None, dict[str, str]]] = {
-        "stock": (None, {}),
-        "history": (HISTORY, plan.ours),
-        "none, keyed": (KEYED, plan.ours),
-    }
-    for name, (das, env) in arms.items():
-        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=env | (IN_PROCESS if plan.tiny else {}))
+    found: Found = {"arms": {}}
+    for name, das in (("stock", None), ("history", HISTORY), ("none, keyed", KEYED)):
+        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=IN_PROCESS if plan.tiny else {})
         yield found
 
 
@@ -96,11 +90,11 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     found = Found(start_s=time.perf_counter() - begin, kv_tokens=kv_tokens(llm), step_ms={})
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     for batch, context in gate_points(plan):
-        step = step_seconds(llm, batch, context, plan.steps, vocabulary)
+        step = step_seconds(llm, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
         found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens")}
+        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens", "model_runner")}
     return found
 
 

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from das_adapter.bench import replay
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
-from das_adapter.bench.gate import KEYED
+from das_adapter.bench.engines import IN_PROCESS, KEYED, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
 from das_adapter.core.index.store import HistoryStore
 
 REQUESTS, WRITTEN = 8, 192
 """Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
 
 
-def lossless(plan: Plan) -> Found:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
     nothing. Kernels are batch-invariant; on a CPU they are anyway."""
-    environment = IN_PROCESS | plan.ours | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
-    off = None if plan.runner == "V2" else KEYED
+    from das_adapter.config import DasConfig
+    from das_adapter.protocol.engine_args import needs_v1
+
+    environment = IN_PROCESS | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
+    off = KEYED if needs_v1(DasConfig()) else None  # V2's own noise is keyed
     texts, _ = apart(plan, _written, plan, off, None, env=environment)
     past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
     past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
     drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)
     different = sum(a != b for a, b in zip(texts, drafted, strict=True))
     about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "error")}
-    return {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
+    yield {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
 
 
 BARS = (

@@ -4,7 +4,6 @@ step times although the weights are random."""
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, generate
+from das_adapter.bench.engines import HISTORY, IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, generate
 from das_adapter.core.index.store import HistoryStore
 
 CORRUPTED = (0.3, 1.0)
@@ -22,15 +21,13 @@ Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
 
-def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
+def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     """Seconds of one long-tailed batch: stock, and `history` over what traces have of its problems, over the batch
     itself, corrupted, and over a text that misleads."""
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
-    ours = IN_PROCESS | plan.ours
     found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
     found["history_tokens"] = sum(len(t) for _, t in earlier)
-    stock = IN_PROCESS | (ours if plan.tiny else {})  # as ours, whose tokens are forced in this process
-    found["arms"] = {"stock": apart(plan, _stock, plan, rollouts, env=stock)}
+    found["arms"] = {"stock": apart(plan, _stock, plan, rollouts, env=IN_PROCESS)}
     yield found
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
@@ -40,11 +37,10 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
     wrong = corrupted(alone, None, vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
     for das, batch, past in engines:
-        found["arms"] |= apart(plan, _history, plan, das, batch, past, env=ours)
+        found["arms"] |= apart(plan, _history, plan, das, batch, past, env=IN_PROCESS)
         yield found
 
 
-HISTORY: dict[str, Any] = {"drafter": "history"}
 EAGER = HISTORY | {"budget": "unlimited"}
 """Drafts whatever is found, until it is seen to cost time."""
 MISLED = "after misleading"
@@ -180,7 +176,7 @@ def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
 def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dict[str, Rollouts]) -> Found:
     llm = engine(plan, das, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
-    force(rollouts)
+    force(rollouts, llm.collective_rpc("das_rpc", args=("stats", {}))[0]["model_runner"])
     arms: Found = {}
     with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
         for turn, (name, texts_before) in enumerate(histories.items()):
@@ -201,7 +197,7 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
     return arms
 
 
-def force(rollouts: Rollouts) -> None:
+def force(rollouts: Rollouts, runner: int) -> None:
     """Let the request whose seed is i write recording i: the sampler draws at its full cost, then its token is
     replaced, on the device, by the recording's at that position."""
     import torch
@@ -226,7 +222,7 @@ def force(rollouts: Rollouts) -> None:
         return recorded_at(keys.seeds, keys.positions)
 
     verification.keyed_sample = forced
-    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+    if runner == 2:
         _force_on_v2(recorded_at)
 
 

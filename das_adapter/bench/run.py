@@ -26,19 +26,21 @@ from the source.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from das_adapter.bench.engines import SHAPES, TINY, Bar, Found, Plan, apart, has_vllm, runner_here
+from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart, has_vllm
 
 PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
-"""In the order in which they run: what there is no time for is at the end."""
+"""Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
 TWO_SHAPES = ("gate",)
 """Parts that a small policy may not keep although a large one does."""
 WITHOUT_VLLM = ("kernel", "index")
@@ -47,18 +49,9 @@ PART_S, ALL_S = 480.0, 1500.0
 NOT_GOOD = ("MISSED", "cut short", "failed")
 
 
-def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None], Iterator[Found]]]]:
-    """Return what each part must show, and what measures it. Imports no vLLM."""
-    from das_adapter.bench import copies, device_index, gate, lossless, replay, sampling
-
-    return {
-        "kernel": (sampling.BARS, lambda plan, *_: iter([apart(plan, sampling.kernel, plan)])),
-        "index": (device_index.BARS, lambda plan, *_: iter([device_index.measure(plan)])),
-        "gate": (gate.BARS, lambda plan, *_: gate.gate(plan)),
-        "replay": (replay.BARS, lambda plan, traces: replay.replay(plan, traces)),
-        "lossless": (lossless.BARS, lambda plan, *_: iter([lossless.lossless(plan)])),
-        "copy": (copies.BARS, lambda plan, *_: copies.copy(plan)),
-    }
+def module(part: str) -> Any:
+    """Return the module of a part: its `BARS`, and `measure`, which yields figures. Imports no vLLM."""
+    return importlib.import_module(f"das_adapter.bench.{part}")
 
 
 def measured(name: str, plan: Plan, traces: Path | None) -> Found:
@@ -67,7 +60,7 @@ def measured(name: str, plan: Plan, traces: Path | None) -> Found:
         return {"state": "done", "why": "vLLM is not installed"}
     content: Found = {}
     try:
-        for found in known()[name][1](plan, traces):
+        for found in module(name).measure(plan, traces):
             content |= found
         return content | {"state": "done"}
     except TimeoutError as error:
@@ -87,7 +80,7 @@ def import_for_forks() -> None:
 def judge(name: str, content: Found) -> list[str]:
     """Add the verdicts to what a part has measured and print them; return them, and `failed` or `cut short` of a part
     that did not end."""
-    content["bars"] = [bar.verdict(content) for bar in known()[name][0]]
+    content["bars"] = [bar.verdict(content) for bar in module(name).BARS]
     for v in content["bars"]:
         found = "" if v["found"] is None else f": {v['found']:.4g} (at most {v['at_most']:g})"
         print(f"{v['verdict']:9} {name}: {v['bar']}{found}")
@@ -115,11 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument("--out", type=Path, default=Path("das-bench"), help="where the files go")
     parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part and shape, at most")
-    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.parts) - {*PARTS}):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    runner = args.runner or (runner_here() if has_vllm() else "V1")
     made = apart(TINY, provenance, fresh=True)  # it asks the GPU, which this process must not use
     args.out.mkdir(parents=True, exist_ok=True)
     if args.shape == "tiny" and has_vllm():
@@ -128,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         until = min(time.monotonic() + 60 * args.minutes, end)
-        content = measured(name, replace(plans[shape], runner=runner, until=until), args.traces)
+        content = measured(name, replace(plans[shape], until=until), args.traces)
         counts.update(judge(name, content))
-        command = f"das-adapter bench {name} --shape {shape} --runner {runner}"
+        command = f"das-adapter bench {name} --shape {shape}"
         head = {"provenance": made | {"command": command}, "part": name, "shape": shape}
         save(args.out / f"gpu_{name}_{shape}.json", head | content)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("kept", *NOT_GOOD, "not run")))

@@ -42,13 +42,13 @@ def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int
     With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
     points, and write a file. MODEL is a directory or name with a Hugging Face config; its weights are not read.
     """
-    from das_adapter.tools import calibrate as sweep
+    from das_adapter.bench import calibrate as sweep
 
     with bar(2 * len(grid["batches"]) * len(grid["contexts"])) as progress:
         stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, progress, **engine)
-        measured = sweep.measure(model, rounds=rounds, progress=progress, **grid, **engine)
-    result = sweep.analyse(measured, stock)
-    sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
+        samples, captured = sweep.measure(model, rounds=rounds, progress=progress, **grid, **engine)
+    result = sweep.analyse(samples, captured, stock)
+    sweep.write(out, model, samples, result, shlex.join(["das-adapter", *sys.argv[1:]]))
     click.echo(json.dumps(result["validation"], indent=2))
     click.echo(str(out))
 

@@ -98,16 +98,6 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     import yaml
 
-    found = _examined(path, overrides)
-    if as_json:
-        print_json(found)
-        return
-    click.echo(yaml.safe_dump({"das": found["das"]}, sort_keys=False))
-    print_table(("what", "where and how"), found["runs"].items(), left=2, overflow="fold")
-
-
-def _examined(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Read and check a config; return its host, the effective block (None: it has none), and what would run."""
     from das_adapter.config import check_files, parse
     from das_adapter.tools import configs
 
@@ -117,7 +107,12 @@ def _examined(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
         das, arguments = _of_host(host, content)
     elif das := parse(content):
         check_files(das)
-    return {"host": host, "das": das and configs.effective(das), "runs": configs.placement(das, host, arguments)}
+    block, runs = das and configs.effective(das), configs.placement(das, host, arguments)
+    if as_json:
+        print_json({"host": host, "das": block, "runs": runs})
+        return
+    click.echo(yaml.safe_dump({"das": block}, sort_keys=False))
+    print_table(("what", "where and how"), runs.items(), left=2, overflow="fold")
 
 
 def _of_host(host: str, content: Any) -> tuple[Any, Any]:

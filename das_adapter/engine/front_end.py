@@ -137,7 +137,7 @@ def log_figures(stock: Any) -> Any:
     async def do_log_stats(self: Any) -> None:
         if self.log_stats and alone(self.vllm_config):
             try:
-                publish(self, await call_workers(self, "das_rpc", ("stats", {})))
+                publish(self, await call_workers(self, "stats", {}))
             except Exception as error:
                 logger.error("das: no figures of the engine: %r", error)
         await stock(self)

@@ -14,7 +14,7 @@ from das_adapter.protocol.engine_args import (
     DATA_PARALLEL,
     RUNNER_VARIABLE,
     needs_v1,
-    v1_args,
+    v1_speculative_config,
     v2_speculative_config,
 )
 
@@ -61,7 +61,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
             )
         changed["async_scheduling"] = False
     if args.speculative_config is None:
-        changed["speculative_config"] = v1_args(config).get("speculative_config")
+        changed["speculative_config"] = v1_speculative_config(config)
         if config.neural and not hosted(args) and args.load_format == "dummy":
             changed["load_format"] = "auto"  # the drafter needs its weights; the first update fills the policy's
     if why is None and not hosted(args):
@@ -70,8 +70,8 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
 
 
 def set_v1(why: str) -> None:
-    """Have the processes of an engine run vLLM's V1 model runner, and say why; a host has mostly set it already
-    (`engine_env`). ConfigError: the environment says otherwise."""
+    """Have the processes of an engine run vLLM's V1 model runner, and say why. ConfigError: the environment says
+    otherwise."""
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
         raise ConfigError(
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "

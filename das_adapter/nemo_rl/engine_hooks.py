@@ -73,8 +73,7 @@ class EngineHooks:
             return None
         hashes = prompt.get("mm_hashes") or {} if isinstance(prompt, dict) else {}  # vLLM's, by kind
         media = [found for kind in sorted(hashes) for found in hashes[kind]]
-        label = given or self._labeller.label(ids, self.validating, media)
-        return replace(label, record=label.record and not self.validating)
+        return given or self._labeller.label(ids, self.validating, media)
 
     @staticmethod
     def _labelled(params: Any, label: Label | None) -> Any:
@@ -105,7 +104,7 @@ class EngineHooks:
         self.version += 1
         return True
 
-    def report(self) -> Any:
+    def report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
         return [{**counts, "weight_version": self.version} for counts in self._session.report(self.version + 1)]
 
@@ -188,9 +187,6 @@ class AsyncEngineHooks(EngineHooks):
         """Make sure that das-adapter is in the engine's workers."""
         self._loop = self._loop or asyncio.get_running_loop()
         await asyncio.to_thread(self._session.start)
-
-    async def report(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(super().report)
 
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         assert self._loop is not None, "start() has not been called"

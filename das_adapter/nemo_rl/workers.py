@@ -3,7 +3,7 @@ what they name here, which must be modules or can be pickled."""
 
 from __future__ import annotations
 
-import os
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,7 +15,7 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from das_adapter.nemo_rl import engine_hooks, settings
 from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks
 from das_adapter.nemo_rl.settings import LABELS
-from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, engine_env
+from das_adapter.protocol.engine_args import engine_args
 from das_adapter.service.session import for_run
 
 _NSIGHT = dict(get_nsight_config_if_pattern_matches("vllm_generation_worker"))
@@ -36,10 +36,8 @@ class _Worker:
         """
         das = settings.of_generation(self.cfg)
         assert das is not None, "these workers are chosen for an active das: block only"
-        os.environ.update(engine_env(das))
         self.cfg["vllm_cfg"]["cap_max_tokens_to_context"] = True
-        additional = llm_kwargs.get("additional_config") or {}
-        llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), REFRESHER: "host"}
+        llm_kwargs.update(engine_args(for_run(das), llm_kwargs.get("additional_config")))
         if self.hooks_class is AsyncEngineHooks and das.routing == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)  # type: ignore[misc]
@@ -95,4 +93,4 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
 
     async def das_report(self) -> Any:
         """As `_Worker.das_report`."""
-        return await self.hooks.report()
+        return await asyncio.to_thread(self.hooks.report)

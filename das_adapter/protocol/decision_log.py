@@ -84,11 +84,11 @@ class DecisionLog:
     """Writes one worker's decisions. Lines of the last moments before a crash may be missing, and the oldest where a
     run is long."""
 
-    def __init__(self, directory: str, most: int = MOST):
-        """`most`: see `MOST`. Raises OSError where the directory can't be made."""
+    def __init__(self, directory: str):
+        """Raises OSError where the directory can't be made."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         name = f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"  # hosts may share the directory
-        self.path, self._most = Path(directory) / f"{name}.jsonl", most
+        self.path = Path(directory) / f"{name}.jsonl"
         self._lines: list[str] = []
         self._ended = False
 
@@ -106,7 +106,7 @@ class DecisionLog:
             try:
                 with self.path.open("a") as file:
                     file.writelines(line + "\n" for line in self._lines)
-                    full = file.tell() >= self._most
+                    full = file.tell() >= MOST
                 if full:
                     self.path.replace(self.path.with_suffix(_BEFORE))
             except OSError as error:

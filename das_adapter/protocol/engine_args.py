@@ -76,26 +76,25 @@ def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str,
         )
 
 
-def engine_args(config: DasConfig | None) -> dict[str, Any]:
-    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block; none without a block.
+def engine_args(config: DasConfig | None, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a host's `das:` block; none without one.
 
-    They are `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in
-    adds it where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
+    They are `additional_config`, with what a host has there already: all else the plug-in adds where the engine's
+    config is made.
     """
     if config is None:
         return {}
-    args = v1_args(config)
-    return args if needs_v1(config) else {"additional_config": args["additional_config"]}
+    return {"additional_config": {**(additional or {}), SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
 
 
-def v1_args(config: DasConfig) -> dict[str, Any]:
-    """Return the engine arguments of a block for the V1 runner."""
+def v1_speculative_config(config: DasConfig) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config` of a block for the V1 runner; None where nothing drafts."""
+    if config.drafter == "none":
+        return None
     own = _neural(config) if config.neural else {"method": "custom_class", "model": DRAFTER}
     if config.neural and not config.keyed and not any(own.get(name) for name in _MOST_LIKELY):
         own = {"draft_sample_method": "probabilistic", **own}
-    speculative = {"num_speculative_tokens": config.num_draft_tokens, **own}
-    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
-    return args if config.drafter == "none" else args | {"speculative_config": speculative}
+    return {"num_speculative_tokens": config.num_draft_tokens, **own}
 
 
 def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
@@ -154,8 +153,3 @@ class DraftTokens(int):
     def of(self, req_id: str) -> tuple[int, float]:
         """Return a request's part of `shares`; of one that joined since then, that of the dearest."""
         return self.shares.get(req_id, (int(self), 1.0))
-
-
-def engine_env(config: DasConfig | None) -> dict[str, str]:
-    """Return the environment of an engine's processes: which model runner of vLLM the block needs."""
-    return {} if config is None or needs_v1(config) is None else {RUNNER_VARIABLE: "0"}

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict
 import numpy as np
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
+from pydantic_core import to_jsonable_python
 
 from das_adapter.core.length import RESPONSE, Responses
 
@@ -31,13 +32,7 @@ def responses(trajectories: Iterable[Trajectory]) -> Responses:
 
 def plain(value: Any) -> Any:
     """Return a payload with Python's own numbers and lists in the place of NumPy's, which vLLM's transport refuses."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value
+    return to_jsonable_python(value, fallback=lambda numbers: numbers.tolist())
 
 
 _ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
@@ -101,11 +96,12 @@ class Refreshed(TypedDict, total=False):
     """What went wrong; the rank goes on without drafts."""
 
 
-async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
-    """Call a method of every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
+async def call_workers(engine: Any, command: str, payload: dict[str, Any]) -> list[list[Any]]:
+    """Run a command in every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
     own `collective_rpc` calls all of them too, and returns the answers of the first engine's alone."""
     core: Any = getattr(engine, "engine_core", None)
     if len(engines := getattr(core, "core_engines", ())) < 2:
-        return [await engine.collective_rpc(method, args=args)]
-    calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=one) for one in engines)
+        return [await engine.collective_rpc("das_rpc", args=(command, payload))]
+    call = ("collective_rpc", "das_rpc", None, (command, payload), None)
+    calls = (core._call_utility_async(*call, engine=one) for one in engines)
     return list(await asyncio.gather(*calls))

@@ -148,20 +148,22 @@ class Gathered:
         """Of what is gathered; never held while something is left, because an event loop may wait for it."""
         self._leaving = threading.Lock()
         self._batch: list[Trajectory] = []
+        self._due = False
+        """Whether a `flush` will follow."""
 
     def add(self, trajectory: Trajectory) -> None:
         """Take a trajectory, without waiting for anything."""
         with self._lock:
             self._batch.append(trajectory)
-            first = len(self._batch) == 1
-        if first:
+            due, self._due = self._due, True
+        if not due:
             later(GATHER_S, self.flush)
 
     def flush(self) -> None:
         """Leave now what was gathered; if that fails, a line in the log says so."""
         with self._leaving:
             with self._lock:
-                batch, self._batch = self._batch, []
+                batch, self._batch, self._due = self._batch, [], False
             try:
                 if batch:
                     self._leave(batch)

@@ -15,7 +15,7 @@ import ray
 from ray._private import state
 
 from das_adapter.core.ladder import Ladder
-from das_adapter.core.length import Expected, LengthLog
+from das_adapter.core.length import Expected, LengthLog, Responses
 from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("das_adapter")
@@ -25,12 +25,12 @@ _LOOK_S = 5.0
 
 
 class Synced(NamedTuple):
-    """What an engine hears at a weight sync; each node fetches the objects once."""
+    """What an engine hears at a weight sync."""
 
     cursor: int
     """To ask with at the next weight sync."""
-    lengths: ray.ObjectRef
-    """Of the responses since the cursor, see `LengthLog.since`."""
+    lengths: Responses
+    """Of the responses since the cursor."""
     draft_length: int | None
     """See `Ledger.draft_length`; None: the engine has no ladder."""
     nodes: tuple[str, ...]
@@ -51,8 +51,9 @@ class Ledger(LengthLog):
         self._ladder: Ladder | None = None
         self._climbed = 0
         self._version, self._heard = -1, 0
-        self._lengths: dict[int, ray.ObjectRef] = {}
-        self._expected: ray.ObjectRef | None = None
+        self._lengths: dict[int, Responses] = {}
+        """What `sync` has answered for this weight version, by cursor: engines ask alike."""
+        self._expected: dict[int, float] | None = None
         end_with_job()
 
     def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
@@ -60,18 +61,17 @@ class Ledger(LengthLog):
         first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
         `cursor`: of the last weight sync, 0: there was none; `rungs`: of the engine's ladder."""
         if version > self._version:
-            self._version, self._heard = version, self.count
+            self._version, self._heard, self._nodes = version, self.count, histories()
             self._lengths, self._expected = {}, None
-            self._nodes = histories()
         if cursor not in self._lengths:
-            self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
+            self._lengths[cursor] = self.since(cursor, self._heard)
         length = self.draft_length(rungs, version) if rungs else None
         return Synced(self._heard, self._lengths[cursor], length, self._nodes)
 
-    def expected(self) -> ray.ObjectRef:
-        """Return the predicted lengths at the last weight sync, as an object that all share."""
+    def expected(self) -> dict[int, float]:
+        """Return the predicted lengths at the last weight sync."""
         if self._expected is None:
-            self._expected = ray.put(self.predictions())
+            self._expected = self.predictions()
         return self._expected
 
     def run(self) -> str:
@@ -136,7 +136,7 @@ def answers(calls: Sequence[ray.ObjectRef], timeout: float, what: str) -> list[A
 def expected(timeout: float) -> Expected | None:
     """Ask for what is expected; None, with a line in the log, where the ledger does not answer."""
     try:
-        return Expected(ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
+        return Expected(ask(running().expected.remote(), timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no new predicted lengths; those from before stand: %r", error)
         return None
@@ -160,14 +160,9 @@ def histories() -> tuple[str, ...]:
     return tuple(sorted(name for name in own if name.rpartition(":")[2] in alive))
 
 
-def history_of(node: str) -> str:
-    """Return the name of a node's history; `node`: Ray's id of it."""
-    return f"{name_of(HISTORY)}:{node}"
-
-
-def history_here() -> str:
-    """Return the name of this node's history."""
-    return history_of(ray.get_runtime_context().get_node_id())
+def history_of(node: str = "") -> str:
+    """Return the name of a node's history; `node`: Ray's id of it, empty: this one."""
+    return f"{name_of(HISTORY)}:{node or ray.get_runtime_context().get_node_id()}"
 
 
 def ledger() -> Any:

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A batch that was read and is not taken yet."""
-
-    state: Any
-    """Of the loader, before it was read."""
-    batch: Any = None
-    error: Exception | None = None
-    """What the loader raised in its place: at the end of an epoch, `StopIteration`."""
 
 
 class LookAhead:
@@ -25,10 +14,14 @@ class LookAhead:
     def __init__(self, loader: Any) -> None:
         """`loader`: torchdata's `StatefulDataLoader`, or one like it."""
         self._loader, self._iterator = loader, iter(())
-        self._seen = deque[_Seen]()
+        self._seen = deque[tuple[Any, Future[Any]]]()
+        """The loader's state before each batch that was read and is not taken yet; and the batch, or what was raised in
+        its place: at the end of an epoch, `StopIteration`."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_loader"], name)
+        if name == "_loader":  # not yet there in a copy
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -39,24 +32,19 @@ class LookAhead:
         return self
 
     def __next__(self) -> Any:
-        if not self._seen:
-            return next(self._iterator)
-        seen = self._seen.popleft()
-        if seen.error is not None:
-            raise seen.error
-        return seen.batch
+        return self._seen.popleft()[1].result() if self._seen else next(self._iterator)
 
     def peek(self, count: int) -> list[Any]:
         """Return the batches that are taken next, at most so many: fewer where the epoch ends before, or one can't be
         read, which is an error when it is taken."""
-        while len(self._seen) < count and not (self._seen and self._seen[-1].error):
-            state = self._loader.state_dict()
+        while len(self._seen) < count and not (self._seen and self._seen[-1][1].exception()):
+            self._seen.append((self._loader.state_dict(), batch := Future[Any]()))
             try:
-                self._seen.append(_Seen(state, next(self._iterator)))
+                batch.set_result(next(self._iterator))
             except Exception as error:
-                self._seen.append(_Seen(state, error=error))
-        return [seen.batch for seen in self._seen if seen.error is None]
+                batch.set_exception(error)
+        return [batch.result() for _, batch in self._seen if not batch.exception()]
 
     def state_dict(self) -> Any:
         """Return the state in which the batch that is taken next has not been read."""
-        return self._seen[0].state if self._seen else self._loader.state_dict()
+        return self._seen[0][0] if self._seen else self._loader.state_dict()

@@ -4,7 +4,6 @@ the ledger and to the histories of other nodes."""
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import threading
 import time
@@ -142,13 +141,6 @@ class NodeHistory:
         self.writer.publish()
         self.writer.store.save(path)
 
-    @ray.method(concurrency_group="peers")
-    def figures(self) -> dict[str, float | str]:
-        """Return the size of the history, where it lies, and this process's id."""
-        store = self.writer.store
-        size = {"tokens": store.tokens, "bytes": store.nbytes}
-        return {**size, "directory": str(store.directory), "pid": os.getpid()}
-
     def tick(self) -> None:
         """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""
         self._deliver()
@@ -282,7 +274,7 @@ class NodeHistory:
 def here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
     """Return this node's history, started if need be; see `ledger.named`."""
     context = ray.get_runtime_context()
-    node, name = context.get_node_id(), ledger.history_here()
+    node, name = context.get_node_id(), ledger.history_of()
     options = {
         "concurrency_groups": {"peers": 2, "checkpoints": 1},  # weight syncs wait for neither
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),

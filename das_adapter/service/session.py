@@ -25,7 +25,7 @@ from das_adapter.protocol.messages import Refresh, Trajectory, call_workers, res
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.protocol.spool import Gathered, later, put_batch, write
 from das_adapter.service import node
-from das_adapter.service.ledger import actor, answers, ask, history_here, ledger
+from das_adapter.service.ledger import actor, answers, ask, history_of, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -46,7 +46,7 @@ def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
 
     def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         async def answer() -> list[list[Any]]:
-            return await asyncio.wait_for(call_workers(engine, "das_rpc", (command, payload)), timeout)
+            return await asyncio.wait_for(call_workers(engine, command, payload), timeout)
 
         return asyncio.run_coroutine_threadsafe(answer(), loop).result(timeout + 1.0)
 
@@ -79,7 +79,7 @@ class Session:
         self._behind = 0
         """Engines that the last weight sync left with an older history than their node's."""
         self._nodes: tuple[str, ...] = ()
-        self._own = history_here()
+        self._own = history_of()
         """Names of all histories, and of this node's."""
         self._find()
 
@@ -199,7 +199,7 @@ class Session:
                 history, synced = ask(self._here.sync.remote(version, self._cursor, rungs), left())
                 self._directory = history.directory
             if synced is not None:
-                length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
+                length, lengths = synced.draft_length, synced.lengths.tobytes()
                 self._cursor, self._nodes = synced.cursor, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)

@@ -12,7 +12,7 @@ from das_adapter.config import DasConfig
 from das_adapter.config_errors import lacking
 from das_adapter.engine.runner import runner_for
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, draft_lengths
+from das_adapter.protocol.engine_args import draft_lengths, engine_args
 
 VERL, NEMO_RL = "veRL", "NeMo-RL"
 
@@ -121,6 +121,6 @@ def _runner(das: DasConfig, arguments: Mapping[str, Any]) -> str | None:
     if compat.version("vllm") is None:
         return f"not known, for lack of vLLM here: V1 where it is older than {compat.V2_RUNNER.oldest}"
     given = {"speculative_config": None, "async_scheduling": arguments.get("async_scheduling")}
-    parallel, own = arguments.get("data_parallel_size") or 1, {SETTINGS_KEY: das.to_dict(), REFRESHER: "host"}
-    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, additional_config=own), das).v1
+    parallel = arguments.get("data_parallel_size") or 1
+    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, **engine_args(das)), das).v1
     return why and f"V1: {why}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.private import is_private
 from das_adapter.core.index.store import newest_in, problems_in
 from das_adapter.errors import DasError
-from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, size_of
+from das_adapter.protocol.spool import FOLDER, places, size_of
 from das_adapter.service import janitor
 
 
@@ -31,17 +30,13 @@ def here() -> Iterator[dict[str, Any]]:
 def clean() -> list[str]:
     """Remove the histories of this user's that nobody writes to, watches or uses; return their directories."""
     before = _lying()
-    for root in _roots():
+    for root in places():
         janitor.sweep(root, besides="")
     return [str(path) for path in before if not path.exists()]
 
 
-def _roots() -> tuple[Path, ...]:
-    return SHARED_MEMORY, Path(tempfile.gettempdir())
-
-
 def _lying() -> list[Path]:
-    return [path for root in _roots() for path in sorted(root.glob("das-history-*")) if is_private(path)]
+    return [path for root in places() for path in sorted(root.glob("das-history-*")) if is_private(path)]
 
 
 def inspect(directory: Path) -> dict[str, Any]:
@@ -62,7 +57,7 @@ def inspect(directory: Path) -> dict[str, Any]:
     if not (directory / FOLDER).is_dir():
         raise DasError(
             f"history: found none in {str(directory)!r}, allowed: a directory das-history-* of a node (in "
-            f"{SHARED_MEMORY}), a checkpoint, or its directory das_history"
+            f"{places()[0]}), a checkpoint, or its directory das_history"
         )
     index = SuffixIndex.attach(directory)
     generation = index.refresh()

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
     last commit that changed them."""
     return {
         "command": " ".join(["python", *_arguments()]),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
         "revision": _revision(measures),
         "measures": [*measures],
         "hardware": _hardware(),
@@ -76,10 +76,3 @@ def _hardware() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = name[1] if name else platform.processor()
     return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "system": platform.platform()}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -75,7 +75,7 @@ def name_awaited_batches(stock: Any) -> Any:
     batch to another. Remove this patch when `name_batches` is removed."""
     from verl.utils.ray_utils import auto_await
 
-    return auto_await(_naming(stock.__wrapped__))
+    return auto_await(_naming(getattr(stock, "__wrapped__", stock)))
 
 
 def _naming(stock: Any) -> Any:

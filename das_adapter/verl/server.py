@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from das_adapter.core.identity import media_hash
 from das_adapter.core.routing import start_order
-from das_adapter.protocol.engine_args import engine_args, engine_env
+from das_adapter.protocol.engine_args import engine_args
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
 from das_adapter.service.session import Session, for_run, of_async_engine
@@ -51,10 +50,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
-        os.environ.update(engine_env(self._das))
-        args = engine_args(for_run(self._das))
-        additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
-        engine_kwargs.update(args, additional_config=additional)
+        engine_kwargs.update(engine_args(for_run(self._das), engine_kwargs.get("additional_config")))
         if self._order is not None:
             engine_kwargs.setdefault("scheduling_policy", "priority")
 

@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from das_adapter.commands.output import print_table
 from das_adapter.cpu.environment import cpu_env
+from das_adapter.tools import compare
+from das_adapter.tools.run_logs import read
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "++policy.generation.das"
@@ -57,8 +61,9 @@ def steps(lines: Path) -> Steps:
     return [found[step] for step in sorted(found)]
 
 
-def show(out: Path, epoch: int) -> None:
-    """Compare the arms' files in `out`, a line per epoch of so many steps."""
-    runs = [str(out / f"{name}.jsonl") for name in ("off", "history")]
-    command = [sys.executable, "-m", "das_adapter.cli", "compare", *runs, "--every", str(epoch)]
-    subprocess.run(command, check=False)  # it says so where tokens differ, by its exit code too
+def show(out: Path, epoch: int) -> dict[str, Any]:
+    """Compare the arms' files in `out`, a line per epoch of so many steps; return the comparison."""
+    found = compare.compare(*(read(out / f"{name}.jsonl") for name in ARMS), epoch)
+    print_table(compare.COLUMNS, compare.table(found), left=2)
+    print("\n".join(compare.sentences(found)))
+    return found

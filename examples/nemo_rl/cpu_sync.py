@@ -10,9 +10,7 @@ from pathlib import Path
 
 from arms import ARMS, ROOT, run, show
 
-from das_adapter.tools.compare import compare
 from das_adapter.tools.provenance import RUN, provenance, save
-from das_adapter.tools.run_logs import read
 
 
 def main() -> None:
@@ -26,10 +24,8 @@ def main() -> None:
     common = ["--problems", str(args.problems), f"grpo.max_num_steps={args.steps}", *overrides]
     for name, arm in ARMS.items():
         run(name, [*arm, *common], args.out)
-    off, history = (read(args.out / f"{name}.jsonl") for name in ARMS)
     made = provenance([*RUN, "das_adapter/nemo_rl"])
-    save(args.out / "summary.json", {"provenance": made, "comparison": compare(off, history, args.epoch)})
-    show(args.out, args.epoch)
+    save(args.out / "summary.json", {"provenance": made, "comparison": show(args.out, args.epoch)})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ async def main() -> None:
 
     written = await asyncio.gather(*map(write, range(6)))
     first = await llm.collective_rpc("das_rpc", args=("hello", {}))
-    counts = await call_workers(llm, "das_rpc", ("stats", {}))
+    counts = await call_workers(llm, "stats", {})
     tokens = [[rank["tokens"] for rank in ranks] for ranks in counts]
     print("RESULT", json.dumps({"written": sum(written), "first": len(first), "tokens": tokens}))
     llm.shutdown()

@@ -96,12 +96,15 @@ def prepare(job: Job) -> Any:
     import cpu_platform
 
     from das_adapter.config import parse
-    from das_adapter.protocol.engine_args import engine_env
+    from das_adapter.protocol.engine_args import needs_v1
 
     for name, value in job.env.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     das = parse(job.das)
-    os.environ.update({"DAS_CONFIG": json.dumps(job.das)} if job.standalone else engine_env(das))
+    if job.standalone:
+        os.environ["DAS_CONFIG"] = json.dumps(job.das)
+    elif das is not None and needs_v1(das):  # which the tests of V2 would have on V2
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if V2:
         v2_cpu.stand_in(job.interpreted)
     if job.sabotage:

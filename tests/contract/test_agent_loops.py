@@ -121,6 +121,15 @@ def test_a_trainer_that_awaits_a_batch_gets_what_can_be_awaited() -> None:
     called.close()
 
 
+def test_a_batch_is_awaited_where_another_plug_in_took_the_place_of_the_method() -> None:
+    async def stock(self: Any, prompts: Any) -> Any:
+        return prompts
+
+    manager = object.__new__(AgentLoopManager)
+    manager.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {}}})
+    assert identity.name_awaited_batches.replacement(stock)(manager, "a batch") == "a batch"
+
+
 def test_every_turn_is_of_the_first_turns_problem(samples: Any) -> None:
     (_, mine), (_, siblings) = samples
     assert len(mine) == len(siblings) == len(ANSWERS)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_history
-from test_history import CONFIG, POEM, TOKENIZER, drafted, mapped, until
+from test_history import CONFIG, POEM, TOKENIZER, drafted, figures_of, mapped, until
 
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
@@ -36,7 +36,7 @@ from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import actor, histories, history_here, history_of, running  # noqa: E402
+from das_adapter.service.ledger import actor, histories, history_of, running  # noqa: E402
 
 FACTS = checkpoint.facts_of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -52,7 +52,7 @@ class Engine(test_history.Engine):
     def deliver(self) -> None:
         """Leave everything in the spool now, and return when it is in those of its homes."""
         self.session.flush()
-        ray.get(actor(history_here()).flush.remote())
+        ray.get(actor(history_of()).flush.remote())
 
     def visited(self, problems: list[int]) -> list[int]:
         """Begin requests of problems; return of which the history was brought beside that of the node."""
@@ -130,7 +130,7 @@ class Run:
         """Ask a history for its figures, again while it is being restarted."""
         for _ in range(60):
             try:
-                return ray.get(self.history(of).figures.remote())
+                return figures_of(self.history(of))
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(0.5)
         raise AssertionError("a history was not restarted")

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import ENV
 
-from das_adapter.bench import engines, gate, replay, sampling
+from das_adapter.bench import engines, gate, kernel, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
@@ -114,7 +114,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     path = os.pathsep.join([str(HERE / "v2_everywhere"), str(HERE), newest_env["PYTHONPATH"]])
     written, said = kit(tmp_path, "gate", "replay", env={**newest_env, **ENV, "PYTHONPATH": path})
     assert set(written) == {"gate", "replay"}, said
-    assert written["gate"]["runner"] == "V2"
+    assert written["gate"]["arms"]["history"]["model_runner"] == 2
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
     assert not any(arm.get("unforced") or arm.get("error") for arm in arms.values())
@@ -124,7 +124,8 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
 BARE = """
 import importlib.metadata, sys
 IMAGE = {"torch", "triton", "numpy", "functorch", "torchgen", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
-         "filelock", "fsspec", "typing_extensions", "setuptools", "packaging", "das_adapter"}
+         "filelock", "fsspec", "typing_extensions", "setuptools", "_distutils_hack", "pkg_resources", "packaging",
+         "das_adapter"}
 LACKED = set(importlib.metadata.packages_distributions()) - IMAGE
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -170,18 +171,18 @@ def test_no_verdict_is_good_without_all_of_its_figures(run: Any) -> None:
 
 def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(run: Any) -> None:
     for part in run.PARTS:
-        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.known()[part][0]} == {"not run"}
+        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.module(part).BARS} == {"not run"}
 
 
 def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def half_a_gate(plan: Any) -> Any:
+    def half_a_gate(plan: Any, *_: Any) -> Any:
         arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_tokens": 1000}
-        yield {"runner": "V1", "arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
+        yield {"arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
         engines.apart(plan, *endings[plan.steps])
 
-    monkeypatch.setattr(gate, "gate", half_a_gate)
+    monkeypatch.setattr(gate, "measure", half_a_gate)
     monkeypatch.setattr(run, "has_vllm", lambda: True)
     endings = [(signal.raise_signal, signal.SIGKILL), (int, "no number"), (time.sleep, 600.0)]
     verdicts = ["cut short", "not run", *["cut short"] * 4]
@@ -232,7 +233,7 @@ def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
     assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
     for error, verdict in ((0.001, "MISSED"), (0.02, "kept")):
         step = {"1 x 16": [1.03, error]}
-        found = {"state": "done", "runner": "V2", "arms": {"stock": {"step_ms": {"1 x 16": [1.0, error]}}}}
+        found = {"state": "done", "arms": {"stock": {"step_ms": {"1 x 16": [1.0, error]}}}}
         found["arms"]["history"] = {"step_ms": step}
         worst, _, sure = gate.BARS[:3]
         assert worst.verdict(found)["verdict"] == verdict
@@ -255,10 +256,10 @@ def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: 
 def test_without_the_source_what_compares_with_references_is_not_run(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sampling, "CONTRACT", tmp_path / "none")
+    monkeypatch.setattr(kernel, "CONTRACT", tmp_path / "none")
     pytest.importorskip("torch")
-    found = {"state": "done"} | sampling.kernel(replace(TINY, rows=(1, 5)))
-    verdicts = [bar.verdict(found)["verdict"] for bar in run.known()["kernel"][0]]
+    found = {"state": "done"} | kernel.kernel(replace(TINY, rows=(1, 5)))
+    verdicts = [bar.verdict(found)["verdict"] for bar in kernel.BARS]
     assert verdicts[0] == "not run"
 
 

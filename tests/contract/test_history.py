@@ -110,6 +110,16 @@ def writer(job: None, tmp_path: Path) -> Alone:
     return Alone(tmp_path)
 
 
+def figures_of(history: Any) -> dict[str, Any]:
+    """Ask the actor of a history for its size, its place and its process's id."""
+
+    def figures(of: NodeHistory) -> dict[str, Any]:
+        store = of.writer.store
+        return {"tokens": store.tokens, "directory": str(store.directory), "pid": os.getpid()}
+
+    return ray.get(history.__ray_call__.options(concurrency_group="peers").remote(figures))
+
+
 def tokens(history: tuple[str, int]) -> int:
     return mapped(history).tokens
 
@@ -208,7 +218,7 @@ def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(write
     before = writer.published(1)
     writer.push("a", Trajectory(2, POEM.tobytes(), 1))
     assert writer.writer.store.generation == before.generation
-    assert (writer.writer.store.staged, writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
+    assert (writer.writer.store.staged, writer.writer.store.tokens, tokens(before)) == (0, 60, 30)
     assert len(writer.files) == 1  # until it is published
     assert tokens(writer.published(2)) == 60
     assert not writer.files
@@ -225,18 +235,18 @@ def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None
 
 
 def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it_had(job: None) -> None:
-    engine, here = Engine(), ledger_module.history_here()
+    engine, here = Engine(), ledger_module.history_of()
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
     engine.write(20, POEM, 1)
     engine.session.flush()
-    before = ray.get(ledger_module.actor(here).figures.remote())
+    before = figures_of(ledger_module.actor(here))
     ray.kill(ledger_module.actor(here), no_restart=True)
     found = []
     until(lambda: found.append(engine.sync(2).history) or (found[-1] and tokens(found[-1]) == all_of_it))
     assert found[-1].directory == first.directory  # it was taken over
-    assert ray.get(ledger_module.actor(here).figures.remote())["pid"] != before["pid"]
+    assert figures_of(ledger_module.actor(here))["pid"] != before["pid"]
     assert engine.sync(3).history is not None
 
 

@@ -10,20 +10,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from das_adapter.bench.calibrate import Sample, analyse, write
 from das_adapter.cli import main
 from das_adapter.core.latency import StepModel, read_calibration
 from das_adapter.errors import DasError
-from das_adapter.tools.calibrate import Measured, Sample, analyse, write
+
+STOCK = [Sample(b, s, 0, 0.01 + 1e-4 * b, 8) for b in (1, 4, 16) for s in (128, 1024)]
 
 
-def sweep(seconds: Callable[[int, int, int], float]) -> Measured:
+def sweep(seconds: Callable[[int, int, int], float]) -> list[Sample]:
     grid = product((1, 4, 16, 64), (128, 1024), (0, 1, 3, 7, 15))
-    return Measured([Sample(b, s, d, seconds(b, s, d), 8) for b, s, d in grid])
+    return [Sample(b, s, d, seconds(b, s, d), 8) for b, s, d in grid]
 
 
 def test_contexts_and_captured_sizes_are_predicted_by_the_line() -> None:
     truth = StepModel(0.02, 0.0002, draft=0.003, context=3e-7, attention=2e-9, sizes=(1, 2, 4, 8, 16, 32, 64, 128))
-    result = analyse(sweep(lambda b, s, d: truth.step(b * (1 + d), b, d > 0, b * s))._replace(sizes=truth.sizes))
+    result = analyse(sweep(lambda b, s, d: truth.step(b * (1 + d), b, d > 0, b * s)), truth.sizes, STOCK)
     assert result["validation"]["mape"] < 0.01
     assert result["validation"]["held_out"] == 13
     assert result["line"]["context"] == pytest.approx(3e-7, rel=0.05)
@@ -31,7 +33,7 @@ def test_contexts_and_captured_sizes_are_predicted_by_the_line() -> None:
 
 def test_too_few_points_are_refused() -> None:
     with pytest.raises(DasError, match="found 8 kinds of step, needed: 9"):
-        analyse(Measured([Sample(1, 128, 0, 0.01, 8)] * 8))
+        analyse([Sample(1, 128, 0, 0.01, 8)] * 8, (), STOCK)
 
 
 def test_what_is_written_is_read_back_and_says_where_it_comes_from(
@@ -39,7 +41,7 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
     measured = sweep(lambda b, s, d: 0.02 + 0.0004 * b * (1 + d))
-    result = analyse(measured)
+    result = analyse(measured, (), STOCK)
     write(tmp_path / "c.json", "a-model", measured, result, "das-adapter calibrate a-model")
     found = read_calibration(str(tmp_path / "c.json"))
     assert found.steps == StepModel.of(result["line"])

@@ -17,7 +17,7 @@ from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import IN_EVERY_STEP, SUCCESSORS
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
-from das_adapter.protocol.engine_args import engine_args
+from das_adapter.protocol.engine_args import v1_speculative_config
 from das_adapter.verl import settings as verl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +141,7 @@ def test_options_reach_vllm() -> None:
     options = {"rejection_sample_method": "block", "draft_sample_method": "greedy"}
     config = parse({"drafter": "draft_model", "draft": {"model": "x", "options": options}})
     expected = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3, **options}
-    assert engine_args(config)["speculative_config"] == expected
+    assert config is not None and v1_speculative_config(config) == expected
 
 
 SIZE = "allowed: a number of bytes, 65536 or more, or a size such as 512MiB"

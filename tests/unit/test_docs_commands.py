@@ -22,7 +22,6 @@ from das_adapter.cli import main
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
-from das_adapter.tools import histories
 
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
@@ -146,8 +145,7 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
     """With a dump, a simulation, logs, configs and a checkpoint under the names of the docs, and the tiny policy's
     tokenizer."""
     monkeypatch.chdir(tmp_path)
-    for module in (spool, histories):
-        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("rollouts", "DUMP"):
         Path(name).mkdir()

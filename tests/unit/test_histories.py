@@ -15,15 +15,13 @@ from test_local_history import TEXT, Engine
 from das_adapter.cli import main
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
-from das_adapter.tools import histories
 
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in the place of shared memory and of the temporary one: other runs of this node have theirs."""
     (tmp_path / "shm").mkdir()
-    for module in (spool, histories):
-        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     return tmp_path / "shm"

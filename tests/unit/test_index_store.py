@@ -393,6 +393,19 @@ def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) ->
                 call()
 
 
+def test_after_a_seal_that_failed_only_what_is_not_sealed_waits(store: HistoryStore) -> None:
+    store.add(1, POEM, 0)
+    store.seal()
+    store.close()
+    damaged(store.directory / names(store)[-1])
+    with HistoryStore(store.directory) as again:
+        for problem in (2, 1):
+            again.add(problem, POEM, 1)
+        with pytest.raises(IndexFileError):
+            again.seal()
+        assert (again.staged, again.tokens) == (len(POEM), 2 * len(POEM))
+
+
 def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistoryStore) -> None:
     for problem in range(1100):  # more than a complete manifest may always have
         store.add(problem, [problem, 8, 9], 0)

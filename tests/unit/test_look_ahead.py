@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -93,3 +94,7 @@ def test_a_batch_that_cannot_be_read_is_an_error_when_it_is_taken() -> None:
     assert batches.peek(2) == []
     with pytest.raises(OSError, match="no such row"):
         next(iterator)
+
+
+def test_a_copy_looks_ahead_too() -> None:
+    assert [batch.tolist() for batch in copy.copy(LookAhead(loader()))] == [b.tolist() for b in loader()]

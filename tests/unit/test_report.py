@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from das_adapter.cli import main
 from das_adapter.errors import DasError
+from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, read
 
 
@@ -53,8 +54,9 @@ def test_logs_of_hosts_that_share_a_directory_are_two(tmp_path: Path) -> None:
     assert len({rollout.source for rollout in read(tmp_path)}) == 2
 
 
-def test_a_long_log_has_a_bound_and_keeps_what_came_last(tmp_path: Path) -> None:
-    log = DecisionLog(str(tmp_path), most=20_000)
+def test_a_long_log_has_a_bound_and_keeps_what_came_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision_log, "MOST", 20_000)
+    log = DecisionLog(str(tmp_path))
     for version in range(200):
         for i in range(10):
             log.add(Step(100.0 * version + i, 4, 10, 6, 3, 0.5, None))

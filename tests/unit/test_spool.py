@@ -13,6 +13,7 @@ import pytest
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.errors import IndexFileError
+from das_adapter.protocol import spool
 from das_adapter.protocol.messages import Trajectory, pack, unpack
 from das_adapter.protocol.spool import AWAY, BATCH, FOLDER, TEXTS, Gathered, put, put_batch
 from das_adapter.service.writer import Writer
@@ -154,6 +155,16 @@ def test_what_cannot_be_left_is_kept_for_the_next_time(caplog: Any) -> None:
     gathered.add(SOME[2])
     gathered.flush()
     assert left == SOME
+
+
+def test_what_could_not_be_left_is_left_with_what_is_written_next(monkeypatch: Any) -> None:
+    left, timers = [], []
+    monkeypatch.setattr(spool, "later", lambda _, act: timers.append(act))
+    gathered = Gathered(lambda batch: left.extend(batch) if len(timers) > 1 else 1 / 0)
+    for text in SOME:
+        gathered.add(text)
+        timers[-1]()
+    assert (left, len(timers)) == (SOME, 3)
 
 
 def test_a_file_that_two_threads_leave_is_one_of_theirs(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from das_adapter.bench.engines import (
-    FP8_CAPABILITY,
     IN_PROCESS,
     SHAPES,
     V1,
@@ -15,7 +14,6 @@ from das_adapter.bench.engines import (
     Plan,
     apart,
     engine,
-    gpus,
     step_seconds,
 )
 
@@ -23,11 +21,10 @@ SLEEPS = 3
 """How often the engine sleeps with each format, at levels 1 and 2 in turn, and is quantised anew."""
 
 
-def copy(plan: Plan) -> Iterator[Found]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure each format that there is on this device."""
     found: Found = {"formats": {}}
-    on_gpu = ("int4", "fp8") if min(gpus(), default=0.0) >= FP8_CAPABILITY else ("int4",)
-    for weights in ("int8",) if plan.tiny else on_gpu:
+    for weights in apart(plan, _formats, plan):
         found["formats"][weights] = apart(plan, _measure, plan, weights, env=IN_PROCESS | V1)
         yield found
 
@@ -38,6 +35,14 @@ BARS = (
     ),
     Bar("errors of the policy copy after sleep", 0, lambda f: max(bool(x["error"]) for x in f["formats"].values())),
 )
+
+
+def _formats(plan: Plan) -> tuple[str, ...]:
+    import torch
+
+    if plan.tiny:
+        return ("int8",)
+    return ("int4", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("int4",)
 
 
 def _measure(plan: Plan, weights: str) -> Found:

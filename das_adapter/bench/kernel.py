@@ -4,13 +4,14 @@ compiled core."""
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, has_vllm
+from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, apart, has_vllm
 
 NEAR = 3e-5
 """Scores that are this close may change places with the last bits of a device's logarithm."""
@@ -18,15 +19,21 @@ COMPARED = 96
 """Rows that are compared with the definition, at most, spread over all."""
 
 
-def kernel(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
+    """Run the part."""
+    yield apart(plan, kernel, plan)
+
+
+def kernel(plan: Plan) -> Found:
     """Compare tokens with the definition, and time both samplers' draws, by number of rows."""
-    from das_adapter.engine.v1.keyed_sample import keyed_sample
+    from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
     vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
     stock = _stock() if has_vllm() else None
     rows: dict[str, Any] = {}
     for count in plan.rows:
-        logits, keys = _logits(count, vocabulary, device), _keys(count, device)
+        seeds = torch.arange(count, device=device) * 2**33 + 5
+        logits, keys = _logits(count, vocabulary, device), Keys(seeds, seeds % 4099)
         rows[str(count)] = {
             "wrong": _wrong(logits, keys, keyed_sample(logits, keys)),
             "keyed_us": microseconds(lambda x=logits, k=keys: keyed_sample(x, k)),
@@ -44,13 +51,6 @@ def _logits(count: int, vocabulary: int, device: str) -> torch.Tensor:
     logits[::3, 7:50] = -torch.inf
     logits[7::64, 12:], logits[8::64, :-1] = -torch.inf, -torch.inf
     return logits
-
-
-def _keys(count: int, device: str) -> Any:
-    from das_adapter.engine.v1.keyed_sample import Keys
-
-    seeds = torch.arange(count, device=device) * 2**33 + 5
-    return Keys(seeds, seeds % 4099)
 
 
 BARS = (
@@ -90,18 +90,6 @@ def _stock() -> Any:
     return TopKTopPSampler()
 
 
-def microseconds(call: Any, rounds: int = 10) -> float:
-    """Return the median time of a call that ends when the device is done."""
-    times = []
-    for _ in range(rounds + 2):
-        _wait()
-        begin = time.perf_counter()
-        call()
-        _wait()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[2:]) * 1e6)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def microseconds(call: Any) -> float:
+    """Return the time of a call among many in a row: the host is ahead of the device, as it is in an engine."""
+    return 1e6 * float(Timer("call()", globals={"call": call}).blocked_autorange().median)

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart
-from das_adapter.bench.sampling import microseconds
+from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Found, Plan, apart
+from das_adapter.bench.kernel import microseconds
 
 GROUP, STEPS, COMPARED = 16, 16, 8
-CALLS = 20
-"""Proposals in a row that are timed: the host is ahead of the device then, as it is in an engine."""
 
 
 class World:
@@ -62,19 +61,18 @@ class World:
         return self.index.draft(self.slots, self.sampled, self.total)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Run the part; where there is no GPU, in Triton's interpreter."""
-    return apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
+    yield apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
 
 
-def index(plan: Plan) -> dict[str, Any]:
+def index(plan: Plan) -> Found:
     """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, Any] = {}
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0], batch) for batch in batches]
     worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [(GROUP, 8 * lengths[0], 1)]
-    calls = 1 if plan.tiny else CALLS
     for world_of in worlds[:1] if plan.tiny else worlds:
         world, (_, length, asked) = World(plan, *world_of, device), world_of
         if device == "cuda":
@@ -84,7 +82,7 @@ def index(plan: Plan) -> dict[str, Any]:
             "wrong": _wrong(plan, *world_of, drafts),
             "drafted": float(real.float().mean()),
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
-            "proposal_us": microseconds(lambda w=world: [w.draft() for _ in range(calls)], calls) / calls,
+            "proposal_us": microseconds(world.draft),
         }
     return {"rows": rows}
 

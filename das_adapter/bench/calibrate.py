@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from das_adapter.bench.engines import generate, prompts, step_seconds
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import StepModel, fit
 from das_adapter.errors import DasError
@@ -29,16 +30,10 @@ class Sample:
     steps: int
 
 
+VOCABULARY = 50
+"""Tokens that prompts have; a policy has more."""
 Progress = Callable[[str], None]
 """Hears which of the grid's sizes is measured next."""
-
-
-class Measured(NamedTuple):
-    """Step times of an engine."""
-
-    samples: list[Sample]
-    sizes: tuple[int, ...] = ()
-    """Tokens for which the engine captured CUDA graphs."""
 
 
 def measure(
@@ -49,8 +44,9 @@ def measure(
     rounds: int,
     progress: Progress = lambda _: None,
     **engine: Any,
-) -> Measured:
+) -> tuple[list[Sample], tuple[int, ...]]:
     """Run a real engine over the grid; draft lengths alternate from step to step, so that drift affects all equally.
+    Return its step times, and the tokens for which it captured CUDA graphs.
 
     Args:
         model: path or name; its weights are not read (`load_format: dummy`) unless `engine` says otherwise.
@@ -64,11 +60,11 @@ def measure(
 
     from das_adapter.engine.timing import captured_tokens
     from das_adapter.engine.v1.sweep import SweepDrafter
-    from das_adapter.protocol.engine_args import v1_args
+    from das_adapter.protocol.engine_args import engine_args
 
-    args, most = v1_args(DasConfig()), max(1, *drafts)
-    drafter = {"num_speculative_tokens": most, "model": "das_adapter.engine.v1.sweep.SweepDrafter"}
-    args["speculative_config"].update(drafter)
+    most, drafter = max(1, *drafts), f"{SweepDrafter.__module__}.SweepDrafter"
+    speculative = {"method": "custom_class", "model": drafter, "num_speculative_tokens": most}
+    args = {**engine_args(DasConfig()), "speculative_config": speculative}
     lengths = sorted({0, *drafts})
     steps = rounds * len(lengths) + 4
     settings = {**_settings(max(contexts) + steps + most + 2, max(batches)), "enable_prefix_caching": False}
@@ -78,12 +74,13 @@ def measure(
     for requests, context in product(batches, contexts):
         progress(f"{requests} requests of {context} tokens, with drafts")
         SweepDrafter.samples = []
-        _generate(llm, requests, context, steps, steps)
+        asked = prompts(requests, max(1, context - steps // 2), VOCABULARY)
+        generate(llm, asked, [steps] * requests, range(requests), range(requests))
         for draft in lengths:
             seconds = [s for b, _, d, s in SweepDrafter.samples if (b, d) == (requests, draft)][1:]
             if len(seconds) >= 3:  # where the KV cache is small, the requests don't run together
                 samples.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds)))
-    return Measured(samples, captured_tokens(llm.llm_engine.vllm_config))
+    return samples, captured_tokens(llm.llm_engine.vllm_config)
 
 
 def measure_stock(
@@ -109,9 +106,8 @@ def measure_stock(
     samples = []
     for requests, context in product(batches, contexts):
         progress(f"{requests} requests of {context} tokens, stock vLLM")
-        _generate(llm, requests, context, steps, 2)  # the prompts' keys and values are cached from here on
-        short, long = (min(_generate(llm, requests, context, steps, n) for _ in range(2)) for n in (2, 2 + steps))
-        samples.append(Sample(requests, context, 0, max(1e-9, long - short) / steps, steps))
+        seconds = step_seconds(llm, requests, max(1, context - steps // 2), steps, VOCABULARY, rounds=2).value
+        samples.append(Sample(requests, context, 0, seconds, steps))
     llm.llm_engine.engine_core.shutdown()
     return samples
 
@@ -125,42 +121,28 @@ def _settings(longest: int, requests: int) -> dict[str, Any]:
     return {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0, **sizes, **room}
 
 
-def _generate(llm: Any, requests: int, context: int, steps: int, tokens: int) -> float:
-    """Generate so many tokens for requests whose texts have `context` tokens, on average over so many steps; return the
-    seconds it took."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    length = max(1, context - steps // 2)
-    prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(length)]} for i in range(requests)]
-    begin = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - begin
-
-
-def analyse(measured: Measured, stock: Sequence[Sample] = ()) -> dict[str, Any]:
+def analyse(samples: Sequence[Sample], sizes: tuple[int, ...], stock: Sequence[Sample]) -> dict[str, Any]:
     """Fit the model of steps to two of three samples, and judge it on the third.
 
     Args:
-        measured: of `measure`.
-        stock: of `measure_stock`, where there are any.
+        samples, sizes: of `measure`.
+        stock: of `measure_stock`.
 
     Raises:
         DasError: too few samples.
     """
-    samples = measured.samples
     if len(samples) < 9:
         raise DasError(
             f"calibrate: found {len(samples)} kinds of step, needed: 9; measure more batches, contexts or draft lengths"
         )
     mixed = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
     held_out, shown = mixed[: len(samples) // 3], mixed[len(samples) // 3 :]
-    line = _fitted(shown, measured.sizes)
+    line = _fitted(shown, sizes)
     n, b, drafted, seconds, context = _columns(held_out)
     error = float(np.abs(line.seconds(n, b, drafted, context) / seconds - 1).mean())
     return {
         "line": asdict(line),
-        "stock": {"line": asdict(_fitted(stock)), "samples": [asdict(s) for s in stock]} if stock else None,
+        "stock": {"line": asdict(_fitted(stock)), "samples": [asdict(s) for s in stock]},
         "validation": {"mape": error, "held_out": len(held_out)},
     }
 
@@ -175,12 +157,12 @@ def _columns(samples: Sequence[Sample]) -> tuple[Any, Any, Any, Any, Any]:
     return b * (1 + d), b, d > 0, seconds, b * s
 
 
-def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
+def write(out: Path, model: str, samples: Sequence[Sample], result: dict[str, Any], command: str) -> None:
     """Write the calibration with its provenance (`calibration` reads it)."""
     content = {
         "provenance": provenance() | {"command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S")},
         **result,
-        "samples": [asdict(s) for s in measured.samples],
+        "samples": [asdict(s) for s in samples],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     save(out, content)
