@@ -162,34 +162,50 @@ def search_sealed(arena, slots, text_at, text_len, sealed_texts, sealed_places, 
 
 
 @triton.jit
-def _ranks(arena, own, n, lowest, written, at, place, there, BLOCK: tl.constexpr):
-    """Rank places of a text by the tokens that agree with a context: 3 more than these where the last one does, else
-    those before it, BEYOND at most; 0 where nothing does."""
-    tl.static_assert((DEPTH - 1) % BEYOND == 0)
-    last = tl.load(arena + at + place, mask=there & (place >= 0), other=START)
-    exact = there & (last == written)
-    alike = tl.zeros([BLOCK], tl.int32)
-    going = there & (place >= 0)
-    i = 1
-    while (i < DEPTH) & (tl.max(going.to(tl.int32), axis=0) > 0):
-        for j in tl.static_range(BEYOND):
-            expected = _context(arena, own, n, n - 1 - i - j, lowest)
-            token = tl.load(arena + at + place - i - j, mask=going & (place >= i + j), other=START)
-            going = going & (token == expected)
-            alike += going.to(tl.int32)
-            going = going & (token != START)
-        going = going & exact
-        i += BEYOND
-    return tl.where(exact, 4 + alike, tl.where(there, alike, 0))
+def _rank(arena, context, at, place, exact):
+    """Rank a place of a text by the tokens that agree with a context: 3 more than these where the last one does, else
+    those before it, BEYOND at most; 0 where nothing does. `context`: the tokens before the last."""
+    back = tl.arange(0, DEPTH)
+    index = place - 1 - back
+    token = tl.load(arena + at + index, mask=index >= 0, other=START)
+    alike = tl.min(tl.where(token == context, DEPTH - 1, back), axis=0)
+    return tl.where(exact, 4 + alike, tl.minimum(alike, BEYOND))
+
+
+@triton.jit
+def _with_tile(best, least, arena, context, before, written, at, last, m, BLOCK: tl.constexpr):
+    """Take the places of a tile, those up to `last`, into the best keys so far, of which `least` is the least.
+
+    Few places can rank: where the last token agrees, or the one before it. Of these the ones that may rank highest are
+    compared first, one by one, until no other can be among the best.
+    """
+    place = last - tl.arange(0, BLOCK)
+    tokens = arena + at + last - tl.arange(0, BLOCK)
+    differs = tl.load(tokens, mask=place >= 0, other=NOTHING) ^ written
+    differed = tl.load(tokens - 1, mask=place > 0, other=START) ^ before
+    if tl.min(tl.minimum(differs.to(tl.uint32), differed.to(tl.uint32)), axis=0) == 0:
+        exact, near = differs == 0, differed == 0
+        most = tl.where(exact, tl.where(near, DEPTH + 3, 4), BEYOND)
+        bound = tl.where((exact | near) & (place >= 0), (most << 24) | (place + 1), -1)
+        top = tl.max(bound, axis=0)
+        while ((top.to(tl.int64) << 16) | m) > least:
+            rank = _rank(arena, context, at, (top & 0xFFFFFF) - 1, (top >> 24) > BEYOND)
+            key = (rank.to(tl.int64) << 40) | ((top & 0xFFFFFF).to(tl.int64) << 16) | m
+            if key > least:
+                best = tl.where(best == least, key, best)
+                least = tl.min(best, axis=0)
+            bound = tl.where(bound == top, -1, bound)
+            top = tl.max(bound, axis=0)
+    return best, least
 
 
 @triton.jit
 def _with_best(best, key):
-    """Take the largest of new keys into the best so far, in the place of smaller ones."""
-    lane = tl.arange(0, PLACES)
+    """Take the largest of new keys into the best so far, in the place of smaller ones; no two are equal, but those
+    below 0, which are none."""
     least, top = tl.min(best, axis=0), tl.max(key, axis=0)
-    while top > least:
-        best = tl.where(lane == tl.argmin(best, axis=0), top, best)
+    while top > tl.maximum(least, -1):
+        best = tl.where(best == least, top, best)
         key = tl.where(key == top, -1, key)
         least, top = tl.min(best, axis=0), tl.max(key, axis=0)
     return best
@@ -224,8 +240,8 @@ def scan_live(
     latest, and those in its prompt. The tiles of all these texts are shared out over program_id(1).
 
     A place whose last token differs matches by the tokens before that, behind all others. `seen`: int64
-    [requests, 2, programs, PLACES], keys of places in live text and in the prompt, the best ones are the largest; -1:
-    none.
+    [requests, 2, programs, PLACES], keys of places in live text and in the prompt, the best ones are the largest;
+    below 0: none.
     """
     request, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + request)
@@ -242,16 +258,16 @@ def scan_live(
         for is_prompt in range(2):
             tiles = tl.where(is_prompt > 0, (prompt + BLOCK - 1) // BLOCK, tl.max(ends, axis=0))
             lowest = tl.where(is_prompt > 0, -prompt, 0)
-            best = tl.full([PLACES], -1, tl.int64)
+            context = _context(arena, own, n, n - 2 - tl.arange(0, DEPTH), lowest)
+            before = _context(arena, own, n, n - 2, lowest)
+            best = -1 - tl.arange(0, PLACES).to(tl.int64)
+            least = tl.min(best, axis=0)
             while tile < tiles:
                 over = (ends <= tile) & (is_prompt == 0)
                 m = tl.sum(over.to(tl.int32), axis=0)
                 at, size = _text(text_at, text_len, members + slot * MEMBERS, m, own, prompt, is_prompt)
-                first = tl.max(tl.where(over, ends, 0), axis=0)
-                place = size - 2 - ((tile - first) * BLOCK + tl.arange(0, BLOCK))
-                rank = _ranks(arena, own, n, lowest, written, at, place, place >= is_prompt - 1, BLOCK)
-                key = (rank.to(tl.int64) << 40) | ((place + 1).to(tl.int64) << 16) | m
-                best = _with_best(best, tl.where(rank > 0, key, -1))
+                last = size - 2 - (tile - tl.max(tl.where(over, ends, 0), axis=0)) * BLOCK
+                best, least = _with_tile(best, least, arena, context, before, written, at, last, m, BLOCK)
                 tile += splits
             tl.store(seen + ((request * 2 + is_prompt) * splits + split) * PLACES + tl.arange(0, PLACES), best)
             tile -= tiles
@@ -286,7 +302,7 @@ def merge_live(
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
         prompt = tl.load(begin + slot).to(tl.int32)
-        best = tl.full([PLACES], -1, tl.int64)
+        best = -1 - tl.arange(0, PLACES).to(tl.int64)
         for first in range(0, splits * PLACES, BLOCK):
             one = first + tl.arange(0, BLOCK)
             key = seen + (request * 2 + is_prompt) * splits * PLACES + one
