@@ -37,6 +37,7 @@ COMMANDS = {
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
+    "kernels.json": "benchmarks/kernels.py --out OUT",
     "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
     "nemo_rl.json": "examples/nemo_rl/cpu_sync.py --problems 16 --steps 24 --epoch 4 --out FOLDER"

@@ -17,6 +17,7 @@ MEASURES = {
     "graphs.py": ["das_adapter/protocol"],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],
+    "kernels.py": ["das_adapter/engine/v2"],
     "noise_acceptance.py": ["das_adapter/engine/quantised.py", "csrc/quantised_linear.cpp"],
     "pipelines.py": [*RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],

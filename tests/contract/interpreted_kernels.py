@@ -134,6 +134,19 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
         assert strongest == 2 * int(search.DEPTH.value)
 
 
+def test_a_long_match_leads_where_more_places_than_count_match_less_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device_index.SCAN, "cpu", (1, int(search.PLACES.value)))
+    phrase, repeats = list(range(30)), int(search.PLACES.value) + 4
+    sibling = [*phrase, 100, *itertools.chain.from_iterable([200 + i, *phrase[-6:], 101] for i in range(repeats))]
+    texts = torch.zeros(2, LENGTH, dtype=torch.int32)
+    for slot, text in enumerate((phrase, sibling)):
+        texts[slot, 1 : 1 + len(text)] = torch.tensor(text)
+    index = DeviceIndex(texts, STEPS, 2**12, 0.0, 300)
+    index.open([(0, 7, 1), (1, 7, 1)])
+    total = torch.tensor([1 + len(phrase), 1 + len(sibling)], dtype=torch.int32)
+    assert index.draft(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int32), total)[0, 0] == 100
+
+
 def test_drafts_are_accepted_up_to_the_first_token_that_was_not_drawn() -> None:
     rng = np.random.default_rng(0)
     begin = np.cumsum([0, *rng.integers(1, STEPS + 2, 40)])

@@ -19,8 +19,8 @@ CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
 SCAN = {"cuda": (3072, 256), "cpu": (1, 512)}
 """Programs that scan live text, of all requests together where these are few, and tokens that each looks at at once, by
-kind of device. As many programs, of one warp and 80 registers a lane, run on an H100 at once."""
-SPLITS = 256
+kind of device. As many programs of one warp run on an H100 at once, beside those of the other kernels."""
+SPLITS = 128
 """Programs that scan for one request, at most: their places are merged one after the other."""
 
 
@@ -174,7 +174,7 @@ class DeviceIndex:
         splits = max(1, min(SPLITS, self._programs // requests))
         live = {**mine, **parts("begin", "members"), "seen": self._seen, "MEMBERS": MEMBERS, "num_warps": 1}
         search.scan_live[(requests, splits)](**live, **parts("member_count"), BLOCK=self._block)
-        search.merge_live[(requests, 2)](**live, found=self.found, splits=splits, BLOCK=self._block)
+        search.merge_live[(requests, 2)](**live, found=self.found, splits=splits, BLOCK=self._block // 2)
         if self._beside is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._beside)
         votes.vote[(requests,)](

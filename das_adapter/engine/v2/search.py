@@ -162,37 +162,50 @@ def search_sealed(arena, slots, text_at, text_len, sealed_texts, sealed_places, 
 
 
 @triton.jit
-def _ranks(arena, own, n, lowest, written, at, place, there, BLOCK: tl.constexpr):
-    """Rank places of a text by the tokens that agree with a context: 3 more than these where the last one does, else
-    those before it, BEYOND at most; 0 where nothing does."""
-    tl.static_assert((DEPTH - 1) % BEYOND == 0)
-    last = tl.load(arena + at + place, mask=there & (place >= 0), other=START)
-    exact = there & (last == written)
-    alike = tl.zeros([BLOCK], tl.int32)
-    going = there & (place >= 0)
-    i = 1
-    while (i < DEPTH) & (tl.max(going.to(tl.int32), axis=0) > 0):
-        for j in tl.static_range(BEYOND):
-            expected = _context(arena, own, n, n - 1 - i - j, lowest)
-            token = tl.load(arena + at + place - i - j, mask=going & (place >= i + j), other=START)
-            going = going & (token == expected)
-            alike += going.to(tl.int32)
-            going = going & (token != START)
-        going = going & exact
-        i += BEYOND
-    return tl.where(exact, 4 + alike, tl.where(there, alike, 0))
+def _rank(arena, context, at, place, exact):
+    """Rank a place of a text by the tokens that agree with a context: 3 more than these where the last one does, else
+    those before it, BEYOND at most; 0 where nothing does. `context`: the tokens before the last."""
+    back = tl.arange(0, DEPTH)
+    index = place - 1 - back
+    token = tl.load(arena + at + index, mask=index >= 0, other=START)
+    alike = tl.min(tl.where(token == context, DEPTH - 1, back), axis=0)
+    return tl.where(exact, 4 + alike, tl.minimum(alike, BEYOND))
 
 
 @triton.jit
-def _with_best(best, key):
-    """Take the largest of new keys into the best so far, in the place of smaller ones."""
-    lane = tl.arange(0, PLACES)
-    least, top = tl.min(best, axis=0), tl.max(key, axis=0)
-    while top > least:
-        best = tl.where(lane == tl.argmin(best, axis=0), top, best)
-        key = tl.where(key == top, -1, key)
-        least, top = tl.min(best, axis=0), tl.max(key, axis=0)
-    return best
+def _with_tile(best, least, arena, context, earlier, before, written, at, last, m, BLOCK: tl.constexpr):
+    """Take the places of a tile, those up to `last`, into the best keys so far, of which `least` is the least.
+
+    Few places rank: where the last token agrees, or the one before it (`before`). Of these the ones that may rank
+    highest are compared first, one by one, until no other can be among the best. `bound`: no less than the rank, by
+    what three tokens say, and the place.
+    """
+    place = last - tl.arange(0, BLOCK)
+    tokens = arena + at + last - tl.arange(0, BLOCK)
+    differs = tl.load(tokens, mask=place >= 0, other=NOTHING) ^ written
+    differed = tl.load(tokens - 1, mask=place > 0, other=START) ^ before
+    if tl.min(tl.minimum(differs.to(tl.uint32), differed.to(tl.uint32)), axis=0) == 0:
+        longer = tl.load(tokens - 2, mask=place > 1, other=START) == earlier
+        run = tl.where(differed == 0, tl.where(longer, BEYOND << 24, 1 << 24), 0)
+        bound = tl.where(differs == 0, run * ((DEPTH - 1) // BEYOND) + (4 << 24), run) + place
+        top = tl.max(bound, axis=0)
+        while top >= tl.maximum((least >> 16).to(tl.int32), 1 << 24):
+            rank = _rank(arena, context, at, top & 0xFFFFFF, (top >> 24) > BEYOND)
+            key = (((rank << 24) | (top & 0xFFFFFF)).to(tl.int64) << 16) | m
+            if key > least:
+                best = tl.where(best == least, key, best)
+                least = _least(best)
+            bound = tl.where(bound == top, -1, bound)
+            top = tl.max(bound, axis=0)
+    return best, least
+
+
+@triton.jit
+def _least(keys):
+    """Return the least of keys, whose upper and lower bits the hardware compares by 32 at a time."""
+    upper, lower = (keys >> 16).to(tl.int32), (keys & 0xFFFF).to(tl.int32)
+    least = tl.min(upper, axis=0)
+    return (least.to(tl.int64) << 16) | tl.min(tl.where(upper == least, lower, 0xFFFF), axis=0)
 
 
 @triton.jit
@@ -221,11 +234,11 @@ def scan_live(
     BLOCK: tl.constexpr,
 ):
     """Find the places in the live text of a request's problem that match its own text longest, of equal lengths the
-    latest, and those in its prompt. The tiles of all these texts are shared out over program_id(1).
+    latest, and those in its prompt. Each program of program_id(1) scans as many tiles, one after the other.
 
     A place whose last token differs matches by the tokens before that, behind all others. `seen`: int64
-    [requests, 2, programs, PLACES], keys of places in live text and in the prompt, the best ones are the largest; -1:
-    none.
+    [requests, 2, programs, PLACES], keys of places in live text and in the prompt, the best ones are the largest;
+    below 0: none.
     """
     request, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + request)
@@ -234,27 +247,31 @@ def scan_live(
         n = tl.load(text_len + slot)
         prompt = tl.load(begin + slot).to(tl.int32)
         written = tl.load(arena + own + n - 1)
-        lane = tl.arange(0, MEMBERS)
-        there = lane < tl.load(member_count + slot)
-        text = tl.load(members + slot * MEMBERS + lane, mask=there, other=0)
+        there = tl.arange(0, MEMBERS) < tl.load(member_count + slot)
+        text = tl.load(members + slot * MEMBERS + tl.arange(0, MEMBERS), mask=there, other=0)
         ends = tl.cumsum((tl.load(text_len + text, mask=there, other=0) + BLOCK - 1) // BLOCK, axis=0)
-        tile = split
         for is_prompt in range(2):
             tiles = tl.where(is_prompt > 0, (prompt + BLOCK - 1) // BLOCK, tl.max(ends, axis=0))
+            each = (tiles + splits - 1) // splits
+            tile = tl.where(is_prompt > 0, splits - 1 - split, split) * each
+            stop = tl.minimum(tile + each, tiles)
             lowest = tl.where(is_prompt > 0, -prompt, 0)
-            best = tl.full([PLACES], -1, tl.int64)
-            while tile < tiles:
+            context = _context(arena, own, n, n - 2 - tl.arange(0, DEPTH), lowest)
+            before, earlier = _context(arena, own, n, n - 2, lowest), _context(arena, own, n, n - 3, lowest)
+            best = -1 - tl.arange(0, PLACES).to(tl.int64)
+            least = _least(best)
+            while tile < stop:
                 over = (ends <= tile) & (is_prompt == 0)
                 m = tl.sum(over.to(tl.int32), axis=0)
                 at, size = _text(text_at, text_len, members + slot * MEMBERS, m, own, prompt, is_prompt)
                 first = tl.max(tl.where(over, ends, 0), axis=0)
-                place = size - 2 - ((tile - first) * BLOCK + tl.arange(0, BLOCK))
-                rank = _ranks(arena, own, n, lowest, written, at, place, place >= is_prompt - 1, BLOCK)
-                key = (rank.to(tl.int64) << 40) | ((place + 1).to(tl.int64) << 16) | m
-                best = _with_best(best, tl.where(rank > 0, key, -1))
-                tile += splits
+                last = size - 2 - (tile - first) * BLOCK
+                end = tl.minimum(stop, first + (size + BLOCK - 1) // BLOCK)
+                while tile < end:
+                    best, least = _with_tile(best, least, arena, context, earlier, before, written, at, last, m, BLOCK)
+                    last -= BLOCK
+                    tile += 1
             tl.store(seen + ((request * 2 + is_prompt) * splits + split) * PLACES + tl.arange(0, PLACES), best)
-            tile -= tiles
 
 
 @triton.jit
@@ -286,13 +303,20 @@ def merge_live(
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
         prompt = tl.load(begin + slot).to(tl.int32)
-        best = tl.full([PLACES], -1, tl.int64)
+        best = -1 - tl.arange(0, PLACES).to(tl.int64)
+        least = _least(best)
         for first in range(0, splits * PLACES, BLOCK):
             one = first + tl.arange(0, BLOCK)
-            key = seen + (request * 2 + is_prompt) * splits * PLACES + one
-            best = _with_best(best, tl.load(key, mask=one < splits * PLACES, other=-1))
+            keys = seen + (request * 2 + is_prompt) * splits * PLACES + one
+            key = tl.load(keys, mask=one < splits * PLACES, other=-1)
+            top = ~_least(~key)
+            while top > tl.maximum(least, -1):
+                best = tl.where(best == least, top, best)
+                least = _least(best)
+                key = tl.where(key == top, -1, key)
+                top = ~_least(~key)
         rank = (best >> 40).to(tl.int32)
-        place = ((best >> 16) & 0xFFFFFF).to(tl.int32) - 1
+        place = ((best >> 16) & 0xFFFFFF).to(tl.int32)
         m = tl.where(best >= 0, best & 0xFFFF, 0)
         at, size = _text(text_at, text_len, members + slot * MEMBERS, m, own, prompt, is_prompt)
         lowest = tl.where(is_prompt > 0, -prompt, 0)
