@@ -99,6 +99,12 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)
 """)
+_V2_DRAWS = _symbols("""
+    vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_watermarker
+    vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p
+    vllm.v1.worker.gpu.sample.sampler: Sampler.sampling_states
+    vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits_cache, logits_cache_col)
+""")
 _V2_PASSES = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model(target_model)
         DraftModelSpeculator.load_draft_model(target_model, target_attn_layer_names)
@@ -141,9 +147,9 @@ _RAY = _symbols("ray._private.state: jobs")
 
 V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
-V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2)
+V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS)
 """What is relied on where neural drafters run there; without it these engines run V1."""
-V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_PASSES)
+V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 """What is relied on where the policy copy drafts there; without it these engines run V1."""
 
 HOSTS: dict[str, Host] = {

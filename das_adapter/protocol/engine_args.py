@@ -29,6 +29,8 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
 _MOST_LIKELY = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
 """Options of vLLM's drafters with which they draft their most likely tokens, in some version."""
+_DRAWN = {"draft_sample_method": "probabilistic"}
+"""With it vLLM's drafters draw their tokens, and its rejection sampler knows with which probabilities."""
 DATA_PARALLEL = (
     "on V2, vLLM drafts equally many tokens in every step with data_parallel_size > 1: its ranks of experts step "
     "together, and those that draft more would wait for the others"
@@ -92,8 +94,6 @@ def v1_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     if config.drafter == "none":
         return None
     own = _neural(config) if config.neural else {"method": "custom_class", "model": DRAFTER}
-    if config.neural and not config.keyed and not any(own.get(name) for name in _MOST_LIKELY):
-        own = {"draft_sample_method": "probabilistic", **own}
     return {"num_speculative_tokens": config.num_draft_tokens, **own}
 
 
@@ -105,6 +105,7 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
         return None
     most = config.num_draft_tokens
     look_up = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    look_up |= _DRAWN if config.copies_policy and not config.keyed else {}
     speculative = {"num_speculative_tokens": most, **(_neural(config) if config.neural else look_up)}
     if not config.in_every_step:
         lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
@@ -118,7 +119,8 @@ def _neural(config: DasConfig) -> dict[str, Any]:
     # shares the policy's output layer, which may have more rows than its own.
     shares = config.method == "eagle3" or config.parallel
     load = {"draft_load_config": {"load_format": "auto"}} if shares else {}
-    return {"method": config.method, **load, **config.draft.options, **model}
+    drawn = {} if config.keyed or any(map(config.draft.options.get, _MOST_LIKELY)) else _DRAWN
+    return {"method": config.method, **drawn, **load, **config.draft.options, **model}
 
 
 def draft_lengths(config: DasConfig) -> tuple[int, ...]:

@@ -248,7 +248,7 @@ class Engine:
         import between_rounds as between
         import cpu_platform
 
-        noted = getattr(sys.modules.get("sabotage"), "NOTED", {})
+        noted = getattr(sys.modules.get("noting"), "NOTED", {})
         found = {
             "preemptions": self.preempted[0],
             "runner": type(self.runner).__module__,

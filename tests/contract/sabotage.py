@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import functools
 import random
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from between_rounds import drafter_without_weights
+from noting import NOTED, note_token
 from steady_clock import Clock, slow_policy, taking
 
 from das_adapter.core import account, plain_time
@@ -23,9 +23,6 @@ from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.worker import HostWorkerState
-
-NOTED = Counter[str]()
-"""What a sabotage has to tell."""
 
 
 def garbage_drafts() -> None:
@@ -107,9 +104,8 @@ def small_chunks() -> None:
 
 
 def noted_verification() -> None:
-    """Note of a model's draft tokens that vLLM's rejection sampler comes to, and of the history's: how many there are,
-    and of how many the token is certain where others of the step are not; how many are accepted, how often a token is
-    written that the policy writes less often than it is drafted, and how often either should be."""
+    """Note a model's draft tokens that vLLM's rejection sampler comes to, and the history's, and of how many the token
+    is certain where others of the step are not."""
     from vllm.v1.sample import rejection_sampler
 
     verify, tell, by_model = rejection_sampler.rejection_sample, ModelSource.tell_probabilities, list[bool]()
@@ -128,27 +124,14 @@ def noted_verification() -> None:
         for row, count in enumerate(counts):
             whose = "model" if by_model[row] else "history"
             for place, at in enumerate(range(begin, begin + count)):
-                NOTED[whose] += 1
                 NOTED[f"{whose}, beside others"] += told is not None
                 NOTED[f"{whose}, certain"] += told is not None and bool(q[at].equal(certain[at]))
-                NOTED[f"{whose}, most likely"] += float(p[at, q[at].argmax()])
-                token, rare = int(written[row, place]), p[at] < q[at]
-                kept = token == tokens[at]
-                note(f"{whose}, accepted", kept, float(p[at].minimum(q[at]).sum()))
-                note(f"{whose}, rare", rare[token], float(p[at][rare].sum()))
-                if not kept:
+                if not note_token(whose, int(tokens[at]), int(written[row, place]), p[at], q[at]):
                     break
             begin += count
         return written
 
     ModelSource.tell_probabilities, rejection_sampler.rejection_sample = told, verified
-
-
-def note(event: str, happened: Any, chance: float) -> None:
-    """Note how often something happens, how often it should, and the variance of that."""
-    NOTED[event] += bool(happened)
-    NOTED[f"{event}, expected"] += chance
-    NOTED[f"{event}, variance"] += chance * (1 - chance)
 
 
 def both(*sabotage: Callable[[], None]) -> None:

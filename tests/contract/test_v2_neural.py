@@ -28,6 +28,7 @@ from requested import (
     tokens,
     two_rounds,
 )
+from test_distribution import NOTED, assert_exact
 from test_neural import assert_same_distribution, policy, trained_drafter
 from test_neural import block as neural_block
 from test_v2_losslessness import ROUNDS
@@ -160,11 +161,37 @@ def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, 
     assert not any(r["stats"]["error"] for r in result)
 
 
+LIMITED = [{"temperature": 1.5}, {"temperature": 1.5, "top_k": 6}, {"temperature": 1.5, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("method", ["self", *nightly(*METHODS, "mtp", *PARALLEL)])
+def test_vllms_own_sampling_verifies_by_a_models_probabilities(v2_engine: Any, drafters: Path, method: str) -> None:
+    """Drafts of any length are accepted as often as the sum of min(p, q) says, and what is written follows p."""
+    das = block(method, drafters, speculate="always", verify={"noise": "stock"})
+    rounds = [Round(requests(shortened(LIMITED, 30)), copies=4, brief=True)]
+    result = v2_engine(das=das, engine=policy(method, drafters), rounds=rounds, sabotage=NOTED)[0]
+    assert result["runner"] == V2_RUNNER
+    assert result["noted"]["model"] > 200
+    assert_exact(result["noted"], "model")
+    assert method != "self" or result["noted"]["model, accepted"] > 1.02 * result["noted"]["model, most likely"]
+    assert not result["stats"]["error"]
+
+
+@pytest.mark.long
+def test_vllms_own_sampling_knows_which_drafts_a_failed_model_has_not_drawn(v2_engine: Any, drafters: Path) -> None:
+    das = block("draft_model", drafters, verify={"noise": "stock"}, **ALWAYS)
+    rounds = [Round(requests(shortened(LIMITED, 6)), copies=8, brief=True)]
+    how = {"engine": {"max_num_seqs": 96}, "sabotage": "failing drafter, noted verification"}
+    noted = v2_engine(das=das, rounds=rounds, **how)[0]["noted"]
+    assert noted["model"] > 60
+    for event in ("model, accepted", "model, rare"):
+        assert abs(noted[event] - noted[f"{event}, expected"]) < 3
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*METHODS, "mtp", "self"])
 def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Path, method: str) -> None:
-    """As `test_neural.py` on V1; no request has a seed. The most likely tokens are drafted: the interpreter cannot run
-    vLLM's kernel that verifies by the drafter's probabilities."""
+    """As `test_neural.py` on V1; no request has a seed."""
     prompt = requests(PLAIN, 3)[0].prompt
     asked = [Request(prompt, {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True, "logprobs": None})]
     rounds = [Round(asked, copies=800, brief=True)]

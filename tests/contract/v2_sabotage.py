@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from between_rounds import drafter_without_weights
+from noting import note_token
 from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
@@ -59,6 +60,27 @@ def failing_drafter() -> None:
         return propose(self, run if next(steps) % 8 else broken, *args)
 
     Speculation.propose = by_model  # type: ignore[method-assign]
+
+
+def noted(act: Callable[[], None]) -> None:
+    """Do something else, and note a model's draft tokens that vLLM's rejection sampler comes to."""
+    act()
+    verify = rejection_sampler.rejection_sample
+
+    def verified(logits: Any, told: Any, fed: Any, begins: Any, pos: Any, slots: Any, *others: Any, **more: Any) -> Any:
+        p, temperature = logits.softmax(dim=-1), others[2]
+        sampled, counts = verify(logits, told, fed, begins, pos, slots, *others, **more)
+        for row, slot in enumerate(slots.tolist()):
+            first, end = begins[row : row + 2].tolist()
+            for step, at in enumerate(range(first, end - 1)):
+                drafted = int(fed[at + 1])
+                certain = torch.zeros_like(p[at]).index_fill_(0, fed[at + 1 : at + 2].long(), 1.0)
+                q = certain if told is None else (told[slot, step].float() / temperature[slot]).softmax(dim=-1)
+                if not note_token("model", drafted, int(sampled[row, step]), p[at], q):
+                    break
+        return sampled, counts
+
+    rejection_sampler.rejection_sample = verified
 
 
 def count_unequal() -> None:
@@ -189,10 +211,12 @@ def replayed_passes() -> None:
 
 SABOTAGE = {
     "any draft length": functools.partial(any_length, False),
+    "any draft length, noted verification": functools.partial(noted, functools.partial(any_length, False)),
     "any draft length, reading along": functools.partial(any_length, True),
     "drafter without weights": drafter_without_weights,
     "drafter without weights at one place": functools.partial(weights_at_one_place, True),
     "failing drafter": failing_drafter,
+    "failing drafter, noted verification": functools.partial(noted, failing_drafter),
     "failing search": failing_search,
     "garbage drafts": garbage_drafts,
     "replayed passes": replayed_passes,

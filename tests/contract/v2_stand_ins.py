@@ -62,7 +62,9 @@ def install(compared: bool) -> None:
     import vllm.v1.worker.cpu.model_runner  # noqa: F401  # first, it replaces parts of torch
     from vllm.v1.worker.gpu import block_table, input_batch, structured_outputs
     from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties, sampler
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+
+    from das_adapter.engine.v2 import limits
 
     for owners, compute, written in (
         ((gumbel, sampler), gumbel_sample, lambda *_: []),
@@ -87,11 +89,13 @@ def install(compared: bool) -> None:
         (input_batch, "_get_num_sampled_and_rejected_kernel", count),
         (input_batch, "_post_update_kernel", append),
         (rejection_sampler, "_flatten_sampled_kernel", flatten),
+        (limits, "leave_out", leave_out),
     ):
         setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
     structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
-    if hasattr(gumbel, "tldevice"):  # vLLM 0.29, 0.30
-        gumbel.tldevice = SimpleNamespace(log1p=log1p)
+    for module in (gumbel, rejection_sampler_utils):
+        if hasattr(module, "tldevice"):  # the noise of vLLM 0.29 and 0.30 has it, and what is drawn after a rejection
+            module.tldevice = SimpleNamespace(log1p=log1p)
 
 
 def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,6 +263,17 @@ def flatten(flat: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: T
         flat[first : first + got] = sampled[row, :got]
 
 
+def leave_out(logits: Tensor, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, **_: int) -> None:
+    """`leave_out` of `das_adapter.engine.v2.limits`."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    heat, k, p = (of[slots.clamp(min=0)] for of in (temperature, top_k, top_p))
+    some = (slots >= 0) & (heat > 0) & ((k < logits.shape[1]) | (p < 1))
+    if some.any():
+        within = apply_top_k_top_p_pytorch(logits[some].float() / heat[some, None], k[some], p[some])
+        logits[some] = logits[some].masked_fill(within == -torch.inf, -torch.inf)
+
+
 def gumbel_sample(
     logits: Tensor,
     slots: Tensor,
@@ -267,16 +282,20 @@ def gumbel_sample(
     pos: Tensor,
     apply_temperature: bool,
     is_drafting: bool = False,
+    logits_cache: Tensor | None = None,
+    logits_cache_col: Tensor | None = None,
     use_fp64: bool = False,
-    **others: Any,
 ) -> Tensor:
     """Draw one token a row, as vLLM's `gumbel_sample` does."""
-    assert not (is_drafting or use_fp64 or others)
+    assert not use_fp64
+    if logits_cache is not None and logits_cache_col is not None:
+        known, column = slots >= 0, logits_cache_col.long().expand(len(slots))
+        logits_cache[slots[known], column[known]] = logits[known]
     rows, at = logits.float().numpy(), slots.numpy()
     own = temperature.numpy()[at]
     if apply_temperature:
         rows = rows / np.where(own == 0, F(1), own)[:, None]
-    drawn = rows + keyed_noise()(seed.numpy()[at], pos.numpy(), rows.shape[1])
+    drawn = rows + keyed_noise()(seed.numpy()[at], pos.numpy() + (is_drafting << 30), rows.shape[1])
     greedy = own == 0
     return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
 

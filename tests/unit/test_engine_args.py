@@ -72,12 +72,23 @@ def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choo
         ("keyed", {}, None),
     ],
 )
-def test_drafters_on_v1_keep_their_probabilities_under_vllms_own_noise(
+def test_drafters_keep_their_probabilities_under_vllms_own_noise(
     noise: str, options: dict[str, object], method: str | None
 ) -> None:
     config = parse({**EAGLE, "draft": {"model": "m", "options": options}, "verify": {"noise": noise}})
     assert config is not None
     assert (args.v1_speculative_config(config) or {}).get("draft_sample_method") == method
+    assert (args.v2_speculative_config(config) or {}).get("draft_sample_method") == method
+
+
+@pytest.mark.parametrize(
+    ("drafter", "noise", "method"),
+    [("self", "stock", "probabilistic"), ("self", "keyed", None), ("history", "stock", None)],
+)
+def test_of_what_stands_in_for_look_up_the_copy_alone_draws(drafter: str, noise: str, method: str | None) -> None:
+    config = parse({"drafter": drafter, "verify": {"noise": noise}})
+    assert config is not None
+    assert (args.v2_speculative_config(config) or {}).get("draft_sample_method") == method
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from compiled_kernels import compiled, forms  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
-from das_adapter.engine.v2 import search, votes  # noqa: E402
+from das_adapter.engine.v2 import limits, search, votes  # noqa: E402
 from das_adapter.engine.v2.device_index import SCAN, DeviceIndex  # noqa: E402
 
 
@@ -73,6 +73,22 @@ def test_drafting_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(found) == 6
     assert all(kernel.asm["cubin"] and kernel.metadata.shared < 48 * 1024 for kernel in found)
     assert not any("acq_rel" in kernel.asm["ptx"] for kernel in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_leaving_out_what_is_beyond_top_k_and_top_p_compiles_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    runner = SimpleNamespace(max_num_reqs=4, vocab_size=152_064, device=torch.device("meta"))
+    of = limits.Limits(runner)
+    with pytest.MonkeyPatch.context() as patch:
+        noted = forms(patch, limits)
+        of.apply(torch.zeros(2, 152_064, dtype=dtype), torch.arange(2), torch.ones(4))
+    (kernel,) = compiled(noted, 90, limits)
+    assert kernel.asm["cubin"]
+    assert ".f64" not in kernel.asm["ptx"]
+    assert kernel.metadata.shared < 48 * 1024
 
 
 def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE, MTP, a draft model, DFlash,
-DSpark) and the policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, and
-timed.
+DSpark) and the policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, or with
+noise of their own where vLLM's rejection sampler knows their probabilities, and timed.
 
 A step that has no use for drafts costs nothing, as long as what is missed then can be read later (`reading.py`); the
 copy misses nothing.
@@ -9,6 +9,7 @@ copy misses nothing.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,11 +20,14 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.controller import EngineController
+from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
+
+logger = logging.getLogger("das_adapter")
 
 
 class Call(NamedTuple):
@@ -57,10 +61,11 @@ class Speculation:
         texts: torch.Tensor,
         engine: EngineController | None,
         source: HistorySpeculator | None,
+        limits: Limits,
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
         slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history."""
-        self.speculator = speculator
+        self.speculator, self._limits = speculator, limits
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
@@ -70,10 +75,12 @@ class Speculation:
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
             speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
-        if config.keyed:
-            draw_as_the_policy.apply(speculator, owner=speculator)
+        if config.keyed or (tells_probabilities(speculator) and speculator.draft_watermarker is None):
+            draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
-                draw_in_turn.apply(speculator, owner=speculator)
+                draw_in_turn.apply(self, owner=speculator)
+        if config.keyed:
+            speculator.draft_logits = None
 
     def take(self) -> list[Call]:
         """Return the calls that have ended since the last time; does not wait for the device."""
@@ -101,10 +108,11 @@ class Speculation:
         batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         alone = get_tp_group().world_size == 1
-        if engine is not None and engine.failed and alone:
-            return drafts.zero_()
-        if not wanted and not self._follows:
+        failed = engine is not None and engine.failed and alone
+        if not wanted and (failed or not self._follows):
             return drafts
+        if failed:
+            return self._certain(batch)
         try:
             if self._missed is not None and wanted == 0 and self._missed.may_miss(batch):
                 self._missed.miss(inputs)
@@ -114,6 +122,7 @@ class Speculation:
             begin = self._now()
             if self.speculator.num_extra_query_per_req:  # a draft model makes all its passes whatever it is asked for
                 self.speculator.num_speculative_steps = passes
+            self._limits.take()
             run(read, num_speculative_tokens=wanted, **behind)
             if engine is not None:
                 usual = not behind and not batch.has_prefill
@@ -122,10 +131,41 @@ class Speculation:
             if engine is None or not alone:  # the other ranks wait for this one
                 raise
             engine.fail(error)
-            drafts.zero_()
+            self._certain(batch)
         finally:
             self.speculator.num_speculative_steps = self._most
         return drafts
+
+    def _certain(self, batch: Any) -> torch.Tensor:
+        """Return drafts that nobody has drawn, of a token that the policy can read, and tell vLLM's rejection sampler
+        so."""
+        logits = self.speculator.draft_logits
+        if logits is not None:
+            logits[batch.idx_mapping] = -torch.inf
+            logits[batch.idx_mapping, :, 0] = 0.0
+        drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
+        return drafts.zero_()
+
+    def draw(self, logits: torch.Tensor, slots: Any, positions: Any, step: torch.Tensor) -> Any:
+        """Draw a token a row with the noise of the policy, or with vLLM's for drafts where its rejection sampler is
+        told the logits, which are changed; `positions`: of the token before it; `step`: its place in the draft, of each
+        row or of all."""
+        from vllm.v1.worker.gpu.sample import gumbel
+
+        speculator, told = self.speculator, self.speculator.draft_logits
+        logits = logits if told is None else logits.to(told.dtype)
+        self._limits.apply(logits, slots, speculator.temperature)
+        return gumbel.gumbel_sample(
+            logits,
+            slots,
+            speculator.temperature,
+            speculator.seeds,
+            positions,
+            apply_temperature=True,
+            is_drafting=told is not None,
+            use_fp64=speculator.use_fp64_gumbel,
+            **({} if told is None else {"logits_cache": told, "logits_cache_col": step}),
+        )
 
     def _now(self) -> Any:
         if self.speculator.device.type != "cuda":
@@ -133,6 +173,17 @@ class Speculation:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+def tells_probabilities(speculator: Any) -> bool:
+    """Whether vLLM's rejection sampler is told the probabilities of a speculator's drafts, and say which they are."""
+    logits, size = speculator.draft_logits, speculator.vllm_config.model_config.get_vocab_size()
+    if logits is not None and logits.shape[-1] < size:
+        logger.info("das: the drafter's vocabulary is smaller than the policy's, %d of %d", logits.shape[-1], size)
+        logits = speculator.draft_logits = None  # with it vLLM would not write the tokens beyond
+    how = "the model's most likely ones" if logits is None else "drawn, and verified by their probabilities"
+    logger.info("das: draft tokens are %s", how)
+    return logits is not None
 
 
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
@@ -172,17 +223,19 @@ def capture_beside(stock: Any, captured: Callable[[], None]) -> Any:
 @patch(
     f"{_SPECULATOR}:DraftModelSpeculator.sample_draft",
     since="0.32",
-    needs="hidden_states, sample_src_positions, idx_mapping, temperature, seeds",
+    needs="hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step",
 )
-def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
-    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn (V2
-    runner). Remove this patch when vLLM's V2 drafters draw with the policy's noise."""
+def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
+    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn, or
+    draw outside a request's top-k and top-p (V2 runner). Remove this patch when vLLM's V2 drafters draw within these,
+    with the policy's noise."""
 
     @functools.wraps(stock)
     def sample_draft(
-        hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, *_: Any, spec_step_idx: int = 0
+        hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, step: Any, *_: Any, **more: Any
     ) -> Any:
-        return _draw(speculator, speculator.compute_draft_logits(hidden, spec_step_idx), slots, positions)
+        logits = speculation.speculator.compute_draft_logits(hidden, more.get("spec_step_idx", 0))
+        return speculation.draw(logits, slots, positions, step)
 
     return sample_draft
 
@@ -190,34 +243,19 @@ def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
 @patch(
     "vllm.v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator._sample_logits",
     since="0.32",
-    needs="logits, idx_map, sample_pos",
+    needs="logits, idx_map, sample_pos, step",
 )
-def draw_in_turn(stock: Any, speculator: Any) -> Any:
+def draw_in_turn(stock: Any, speculation: Speculation) -> Any:
     """As `draw_as_the_policy`, for DSpark, which draws the tokens of a draft one after another. Remove this patch when
     `draw_as_the_policy` is removed."""
+    speculator = speculation.speculator
 
     @functools.wraps(stock)
-    def sample_logits(logits: torch.Tensor, slots: Any, positions: Any, *_: Any) -> Any:
+    def sample_logits(logits: torch.Tensor, slots: Any, positions: Any, step: int) -> Any:
         ahead = speculator.model.draft_id_to_target_id
         if ahead is not None:  # of a smaller vocabulary: where its tokens stand in the policy's
             every = logits.new_full((len(logits), speculator.vocab_size), -torch.inf)
             logits = every.index_copy_(1, ahead + torch.arange(len(ahead), device=ahead.device), logits)
-        return _draw(speculator, logits, slots, positions - 1)
+        return speculation.draw(logits, slots, positions - 1, speculator._step_cols[step])
 
     return sample_logits
-
-
-def _draw(speculator: Any, logits: Any, slots: Any, positions: Any) -> Any:
-    """Draw a token a row with the noise of the policy; `positions`: of the token before it."""
-    from vllm.v1.worker.gpu.sample import gumbel
-
-    return gumbel.gumbel_sample(
-        logits,
-        slots,
-        speculator.temperature,
-        speculator.seeds,
-        positions,
-        apply_temperature=True,
-        is_drafting=False,
-        use_fp64=speculator.use_fp64_gumbel,
-    )

@@ -14,6 +14,7 @@ from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
@@ -41,7 +42,9 @@ class DeviceWorkerState(WorkerState):
         self.engine = None if self.lengths is None else self.lengths.engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
-        if config.uses_history:  # now: what is made while vLLM loads the weights lies in a pool that sleep discards
+        # Now: what is made while vLLM loads the weights lies in a pool that sleep discards.
+        self._limits = Limits(runner)
+        if config.uses_history:
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
             beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.by_model else None
@@ -201,7 +204,8 @@ class DeviceWorkerState(WorkerState):
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
         if self.config.by_model:
             texts = self.runner.req_states.all_token_ids.gpu
-            self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
+            ours = self.engine, self.source, self._limits
+            self.speculation = Speculation(self.runner.speculator, self.config, texts, *ours)
 
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
