@@ -162,19 +162,20 @@ def test_a_command_that_fails_stops_the_drafter() -> None:
     assert chooses.engine.controller.account.state is State.FAILED
 
 
-def test_nobody_counts_while_the_counts_are_taken() -> None:
+def test_nobody_counts_while_the_counts_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     chooses: Any = Engine().lengths
     state, locked = WorkerState(None, chooses.engine.config, chooses), []
     state.model_runner = 2
-    stock, counts = chooses.engine.counters.take, Thread(target=chooses.catch_up)
+    counters, counts = type(chooses.engine.counters), Thread(target=chooses.catch_up)
+    stock = counters.take
 
-    def take() -> Any:
+    def take(self: Any) -> Any:
         counts.start()
         counts.join(0.2)
         locked.append(counts.is_alive())
-        return stock()
+        return stock(self)
 
-    chooses.engine.counters.take = take
+    monkeypatch.setattr(counters, "take", take)
     assert state.call("stats", {})["tokens"] == 0 and locked == [True]
 
 

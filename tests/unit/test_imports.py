@@ -22,7 +22,7 @@ def graph() -> grimp.ImportGraph:
         ("compat", set()),
         ("patching", {"wrapt"}),
         ("core", {"numpy"}),
-        ("protocol", {"numpy", "pydantic"}),
+        ("protocol", {"numpy", "pydantic", "pydantic_core"}),
         ("service", {"numpy", "ray"}),
     ],
 )

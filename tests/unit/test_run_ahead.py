@@ -34,9 +34,9 @@ class Server:
 
     @property
     def write_ahead(self) -> Any:
-        return SimpleNamespace(remote=self._write)
+        return SimpleNamespace(remote=self.answer)
 
-    async def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], bool]:
+    async def answer(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], bool]:
         self.asked.append((prompt, params))
         return self.answers.pop(0) if self.answers else ([9], True)
 
@@ -79,7 +79,7 @@ class Worker:
         self.images, self.silent = images, False
         self.turns: list[int] = []
 
-    async def _stock(self, params: Any, trajectory: Any, *, agent_name: str, trace: bool, **_: Any) -> None:
+    async def ask_twice(self, params: Any, trajectory: Any, *, agent_name: str, trace: bool, **_: Any) -> None:
         if self.silent:
             return await self._agent_loop_postprocess()
         for _ in range(2):
@@ -93,7 +93,7 @@ class Worker:
     async def _agent_loop_postprocess(self, *_: Any) -> None:
         raise AssertionError("it would be trained on")
 
-    _run_agent_loop = identity.follow_samples.replacement(_stock)
+    _run_agent_loop = identity.follow_samples.replacement(ask_twice)
     das_write_ahead = ahead.add_writing(None)
 
 
@@ -158,7 +158,7 @@ def test_an_interrupted_response_is_gone_on_with_and_the_agent_loop_asks_once() 
 
 def test_an_agent_loop_that_asks_in_tasks_of_its_own_is_ended_too() -> None:
     pytest.importorskip("verl")
-    worker, one = Worker(), Worker._stock
+    worker, one = Worker(), Worker.ask_twice
 
     async def in_tasks(*given: Any, **fields: Any) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -220,14 +220,14 @@ def test_a_later_step_is_written_when_the_one_before_it_is() -> None:
 def test_no_more_is_written_at_once_than_a_step_has_samples() -> None:
     pytest.importorskip("verl")
     server, go_on = Server(), asyncio.Event()
-    worker, write_one = Worker(server), server._write
+    worker, answer = Worker(server), server.answer
 
     async def slow(*request: Any) -> tuple[list[int], bool]:
         await go_on.wait()
-        return await write_one(*request)
+        return await answer(*request)
 
     async def check() -> None:
-        server._write = slow  # type: ignore[method-assign]
+        server.answer = slow  # type: ignore[method-assign]
         await add(worker, 2, 3)
         for _ in range(50):
             await asyncio.sleep(0)
