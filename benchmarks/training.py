@@ -2,9 +2,9 @@
 
     python benchmarks/training.py --out FILE.json
 
-`off` and `history` draw keyed noise, so that their tokens and rewards are equal in each step. `history:stock` drafts
-under vLLM's own noise, and `off:seed1` draws other keyed noise: how far such a run is from `off` is the noise of the
-curve.
+`off` and `history` draw keyed noise, so that their tokens and rewards are equal in each step. The other arms have the
+history, and train the first of these steps: with other seeds of the keyed noise, which shows the noise of the curve,
+and with vLLM's own noise.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from provenance import provenance, save
 sys.path.append(str(ROOT / "examples" / "tiny_math"))
 from prepare_data import make_rows
 
-ARMS = {
-    **pipelines.ARMS,
-    "history:stock": [f"{DAS}.drafter=history", f"+{DAS}.verify.noise=stock"],
-    "off:seed1": [f"{DAS}.drafter=none", f"+{DAS}.verify={{noise: keyed, seed: 1}}"],
+SEEDS = (1, 2, 3)
+SEEDED = {
+    "keyed": {seed: [f"+{DAS}.verify={{noise: keyed, seed: {seed}}}"] for seed in SEEDS},
+    "stock": {seed: [f"+{DAS}.verify.noise=stock", f"actor_rollout_ref.rollout.seed={seed}"] for seed in SEEDS},
 }
+"""Settings of each kind of noise by its seeds, beside those of `history`."""
 COLUMNS = {
     "reward": "critic/score/mean",
     "token_hash": "das/token_hash",
@@ -43,8 +44,8 @@ EASY = 10
 """Most steps of a problem, so that 200 training steps take minutes."""
 
 
-def train(arm: str, steps: int, problems: int, batch: int) -> dict[str, Any]:
-    """Run an arm; return its figures, a list per step each."""
+def train(settings: list[str], steps: int, problems: int, batch: int) -> dict[str, Any]:
+    """Run an arm with its settings; return its figures, a list per step each."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "train.parquet"
         rows = [row for row in make_rows("train", 4 * problems, 0) if row["extra_info"]["difficulty"] <= EASY]
@@ -62,24 +63,23 @@ def train(arm: str, steps: int, problems: int, batch: int) -> dict[str, Any]:
             "data.max_response_length=128",
             f"trainer.total_training_steps={steps}",
             f"trainer.total_epochs={steps}",
-            *ARMS[arm],
+            "actor_rollout_ref.actor.optim.lr=2.0e-5",
+            *settings,
         )
     figures = {name: [row.get(key) for row in found] for name, key in COLUMNS.items()}
     return figures | {"seconds": round(time.perf_counter() - begin)}
 
 
-def compare(arms: dict[str, dict[str, Any]], epoch: int) -> dict[str, dict[str, Any]]:
-    """Compare each arm with `off`: steps with the same reward and tokens, and how far epochs' mean rewards are apart;
-    `epoch`: its steps."""
-    off = arms["off"]
+def compare(off: dict[str, Any], figures: dict[str, Any], epoch: int) -> dict[str, Any]:
+    """Compare an arm with `off`, over the arm's steps: those with the same reward and tokens, the mean reward, and how
+    far epochs' mean rewards are apart, root mean square; `epoch`: its steps."""
+    off = {name: off[name][: len(figures["reward"])] for name in ("reward", "token_hash")}
     return {
-        arm: {
-            "steps_with_same_reward": sum(map(eq, figures["reward"], off["reward"])),
-            "steps_with_same_tokens": sum(map(eq, figures["token_hash"], off["token_hash"])),
-            "reward_by_quarter": [float(part.mean()) for part in np.array_split(figures["reward"], 4)],
-            "epochs_apart_rms": float(np.sqrt(np.mean((by_epoch(figures, epoch) - by_epoch(off, epoch)) ** 2))),
-        }
-        for arm, figures in arms.items()
+        "steps_with_same_reward": sum(map(eq, figures["reward"], off["reward"])),
+        "steps_with_same_tokens": sum(map(eq, figures["token_hash"], off["token_hash"])),
+        "reward": float(np.mean(figures["reward"])),
+        "reward_by_quarter": [float(part.mean()) for part in np.array_split(figures["reward"], 4)],
+        "epochs_apart_rms": float(np.sqrt(np.mean((by_epoch(figures, epoch) - by_epoch(off, epoch)) ** 2))),
     }
 
 
@@ -90,20 +90,30 @@ def by_epoch(figures: dict[str, Any], epoch: int) -> np.ndarray:
 
 @click.command()
 @click.option("--steps", "count", default=200, show_default=True, help="Training steps of a run: whole epochs.")
+@click.option("--seeded", default=60, show_default=True, help="Those of the arms with other noise.")
 @click.option("--problems", default=20, show_default=True, help="Problems in the data.")
 @click.option("--batch", default=1, show_default=True, help="Problems of a step, four samples of each.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(count: int, problems: int, batch: int, out: Path) -> None:
+def main(count: int, seeded: int, problems: int, batch: int, out: Path) -> None:
     """Train the arms; what is known is written after each."""
-    settings = {"steps": count, "problems": problems, "batch": batch}
-    if count * batch % problems:
-        raise click.UsageError(f"--steps {count}: not whole epochs of {problems // batch} steps")
+    if any(steps * batch % problems for steps in (count, seeded)):
+        raise click.UsageError(f"--steps {count} --seeded {seeded}: not whole epochs of {problems // batch} steps")
+    shape = {"steps": count, "seeded": seeded, "problems": problems, "batch": batch}
     arms: dict[str, dict[str, Any]] = {}
-    for arm in ARMS:
-        arms[arm] = train(arm, **settings)
-        comparison = compare(arms, problems // batch)
-        save(out, {"provenance": provenance(), "settings": settings, "arms": arms, "comparison": comparison})
-        click.echo(f"{arm}: {arms[arm]['seconds']} s; {comparison[arm]}")
+    seeds: dict[str, dict[int, Any]] = {kind: {} for kind in SEEDED}
+
+    def run(found: dict[Any, Any], name: Any, steps: int, settings: list[str]) -> None:
+        figures = train(settings, steps, problems, batch)
+        off = arms["off"]["figures"] if "off" in arms else figures
+        found[name] = {**compare(off, figures, problems // batch), "figures": figures}
+        save(out, {"provenance": provenance(), "settings": shape, "arms": arms, "seeds": seeds})
+        click.echo(f"{name}: reward {found[name]['reward']:.3f}, {found[name]['epochs_apart_rms']:.3f} from off")
+
+    for arm, settings in pipelines.ARMS.items():
+        run(arms, arm, count, settings)
+    for kind, by_seed in SEEDED.items():
+        for seed, settings in by_seed.items():
+            run(seeds[kind], seed, seeded, [*pipelines.ARMS["history"], *settings])
 
 
 if __name__ == "__main__":
