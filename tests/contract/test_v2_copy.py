@@ -57,7 +57,7 @@ def test_the_copy_drafts_within_a_requests_top_k_and_top_p(v2_engine: Any) -> No
     rounds = synced([Round(requests(shortened(limited, 40), 6))])
     result = v2_engine(das={**SELF, **ALWAYS}, rounds=rounds)
     assert tokens(result) == tokens(v2_engine(das=None, rounds=stock(rounds)))
-    assert min(rates(result)) > 0.85
+    assert min(rates(result)) > 0.8
 
 
 @pytest.mark.long
