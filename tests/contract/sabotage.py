@@ -155,6 +155,8 @@ def any_length(kept_bytes: int) -> None:
             room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
             wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
             self.model_tokens[row] = max(0, min(room, wanted))
+            if new:
+                self._by_model[self.engine.live[req_id].slot] = self.model_tokens[row]
         return drafts
 
     Proposer.begin_drafts = propose
