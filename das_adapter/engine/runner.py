@@ -96,6 +96,8 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         f"tensor_parallel_size={ranks} under {backend!r}": ranks > 1
         and backend == "external_launcher"
         and not vllms_own,
+        # Its sampler draws the tokens by the watermark's key; keyed noise would leave it out without a word.
+        "watermark_config": config.keyed and getattr(vllm_config, "watermark_config", None) is not None,
     }
     if config.copies_policy:
         refused |= {

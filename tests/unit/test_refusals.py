@@ -63,6 +63,16 @@ def test_what_a_drafter_cannot_do_is_named(
         refuse(config, engine(model, **parallel))
 
 
+def test_keyed_noise_is_refused_beside_a_watermark() -> None:
+    marked = engine({})
+    marked.watermark_config = object()
+    keyed, stock = (parse({"verify": {"noise": noise}}) for noise in ("keyed", "stock"))
+    assert keyed is not None and stock is not None
+    with pytest.raises(ConfigError, match="does not work with watermark_config"):
+        refuse(keyed, marked)
+    refuse(stock, marked)
+
+
 def test_what_it_can_do_is_allowed() -> None:
     config = parse({"max_draft_tokens": 4})
     assert config is not None
