@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ def begin_history(stock: Any) -> Any:
     """Without it a run that resumes, or that is given another run's history, starts without history. Remove this patch
     when NeMo-RL tells plug-ins that a run begins."""
 
-    @functools.wraps(stock)
     def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         begin(master_config, tokenizer)
         return stock(master_config, tokenizer, *args, **kwargs)
@@ -39,7 +37,6 @@ def save_history(stock: Any) -> Any:
     """Without it checkpoints have no history. NeMo-RL renames the directory when the checkpoint is complete. Remove
     this patch when NeMo-RL tells plug-ins that it saves a checkpoint."""
 
-    @functools.wraps(stock)
     def init_tmp_checkpoint(self: Any, step: int, training_info: Any, run_config: Any = None, *args: Any) -> Any:
         folder = stock(self, step, training_info, run_config, *args)
         if facts := _generation(run_config).get(settings.FACTS):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ def choose_workers(stock: Any) -> Any:
     """Without it generations with an active block get the stock workers. Remove this patch when the oldest supported
     NeMo-RL has the key of NVIDIA-NeMo/RL#3809."""
 
-    @functools.wraps(stock)
     def resolve(default_cls: str, config: Any) -> str:
         chosen: str = stock(default_cls, config)
         return WORKERS.get(chosen, chosen) if of_generation(config) is not None else chosen
@@ -59,7 +57,6 @@ def mark_validation(stock: Any) -> Any:
     validation."""
     from das_adapter.nemo_rl.generation import live
 
-    @functools.wraps(stock)
     def validate(*args: Any, **kwargs: Any) -> Any:
         generations = list(live)
         for generation in generations:

@@ -5,7 +5,6 @@ Wrappers are plain functions: Ray ships the methods of an actor class by pickle,
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import shutil
@@ -31,7 +30,6 @@ def load_history(stock: Any) -> Any:
     start, before the first weight sync. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
     if inspect.iscoroutinefunction(stock):
 
-        @functools.wraps(stock)
         async def load_async(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = await stock(self, *args, **kwargs)
             _begin(self)
@@ -39,7 +37,6 @@ def load_history(stock: Any) -> Any:
 
         return load_async
 
-    @functools.wraps(stock)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         _begin(self)
@@ -58,7 +55,6 @@ def load_history(stock: Any) -> Any:
 def save_history(stock: Any) -> Any:
     """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
 
-    @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         try:

@@ -5,7 +5,6 @@ Nothing of veRL is imported here: each patch waits until veRL itself imports the
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -27,7 +26,6 @@ def check_at_start(stock: Any) -> Any:
     """Without it a wrong `das:` block is found when engines start, or never; `fully_async_main` starts without
     `validate_config`. Remove this patch when veRL lets plug-ins check the config of every pipeline."""
 
-    @functools.wraps(stock)
     def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
         settings.check(config)
         return stock(config, *args, **kwargs)
@@ -48,7 +46,6 @@ def route_requests(stock: Any) -> Any:
     balancer."""
     from das_adapter.verl.router import balancer
 
-    @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         das = settings.of_rollout(self.rollout_config)
         if das is not None and das.routing != "host" and self._load_balancer_cls is None:

@@ -134,7 +134,6 @@ def follow_samples(stock: Any) -> Any:
     """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample.
     Remove this patch when veRL passes a sample's identity with its requests."""
 
-    @functools.wraps(stock)
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
         index = str(trajectory.get("sample_index"))
         sample = Sample(
@@ -167,7 +166,6 @@ def label_requests(stock: Any) -> Any:
     """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
     identity with its requests."""
 
-    @functools.wraps(stock)
     async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "_das"):
             self._das = settings.of_run(self.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Any
 
@@ -24,7 +23,6 @@ def log_figures(stock: Any) -> Any:
     """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
     metrics to a step."""
 
-    @functools.wraps(stock)
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
         of_training = any(key.startswith(("actor/", "critic/")) for key in data)  # not of a validation or a sync
         if _followed.is_set() and of_training:

@@ -8,7 +8,6 @@ copy misses nothing.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import deque
@@ -199,7 +198,6 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
     the engine (V2 runner). Remove this patch when vLLM lets a step ask for no drafts and survives a drafter's
     failure."""
 
-    @functools.wraps(stock)
     def propose(*args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if dummy_run:
             return stock(*args, dummy_run=True, **kwargs)
@@ -230,7 +228,6 @@ def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
     draw outside a request's top-k and top-p (V2 runner). Remove this patch when vLLM's V2 drafters draw within these,
     with the policy's noise."""
 
-    @functools.wraps(stock)
     def sample_draft(
         hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, step: Any, *_: Any, **more: Any
     ) -> Any:
@@ -250,7 +247,6 @@ def draw_in_turn(stock: Any, speculation: Speculation) -> Any:
     `draw_as_the_policy` is removed."""
     speculator = speculation.speculator
 
-    @functools.wraps(stock)
     def sample_logits(logits: torch.Tensor, slots: Any, positions: Any, step: int) -> Any:
         ahead = speculator.model.draft_id_to_target_id
         if ahead is not None:  # of a smaller vocabulary: where its tokens stand in the policy's
