@@ -22,6 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
 V2_TESTS = ("tests/contract/test_v2_losslessness.py", "tests/contract/test_v2_kernels.py")
+V2_NIGHTLY = [
+    f"tests/contract/test_v2_neural.py::test_{name}"
+    for name in (
+        "many_requests_with_siblings_preemptions_and_weight_syncs[history]",
+        "two_ranks_run_the_drafter_together[history-False]",
+    )
+]
 """Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`."""
 NEEDS_V1 = """
 from das_adapter.config import DasConfig
@@ -90,7 +97,8 @@ def tested(name: str, directory: Path, torch: Path | None) -> str:
             python(env, "-m", "das_adapter.cli", "cpu-setup")
             found = f"torch {loaded.stdout.strip()}: {passed(env, '-k', 'not newest', *TESTS)}"
             if python(env, "-c", NEEDS_V1).stdout.strip() == "None":
-                found += f"; V2: {passed(os.environ | {'DAS_TEST_NEWEST': str(directory.absolute())}, *V2_TESTS)}"
+                on_v2 = {**os.environ, "DAS_TEST_NEWEST": str(directory.absolute())}
+                found += f"; V2: {passed(on_v2, *V2_TESTS)}, nightly: {passed(on_v2, '-m', 'long', *V2_NIGHTLY)}"
             return found
     return "another torch"
 

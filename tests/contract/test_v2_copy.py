@@ -31,9 +31,9 @@ FRESH = [replace(part, fresh_copy=True) for part in CHANGED]
 
 
 def rates(result: list[dict[str, Any]]) -> list[float]:
-    """Return the share of the policy copy's draft tokens that was accepted, of each round."""
+    """Return the share of the policy copy's draft tokens that was accepted, of each round in which it drafted."""
     counts = [found["stats"]["self_counts"] for found in result]
-    return [accepted / drafted for drafted, accepted in counts]
+    return [accepted / drafted for drafted, accepted in counts if drafted]
 
 
 @pytest.mark.parametrize("das", [SELF, *nightly(BOTH)], ids=drafter)
@@ -42,9 +42,9 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
     reference = v2_engine(das=None, rounds=stock(CHANGED))
     result = v2_engine(das=das, rounds=FRESH, sabotage="any draft length")
     drafted_on_v2(result, reference)
-    for found in result:
-        assert found["stats"]["self_counts"][0] > 10  # beside the history as many as the look-ups come late
-        assert found["lookahead"] == 5
+    drafted = [found["stats"]["self_counts"][0] for found in result]
+    assert drafted[0] > 50 and (das is BOTH or min(drafted) > 10)  # the history may be faster than the copy, later
+    assert {found["lookahead"] for found in result} == {5}
     assert min(rates(result)) > 0.8  # before and after; what is drafted beyond a request's end is not accepted
     assert result[3]["fresh_copy"]  # bit for bit
     assert result[3]["stats"]["requantise_s"] > 0

@@ -144,22 +144,6 @@ def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
     assert result[1]["tokens"] != reference[1]["tokens"]
 
 
-@pytest.mark.long
-def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any) -> None:
-    """240 requests in groups of six; the cache holds too few, so that some are preempted and go on later."""
-    rounds = []
-    for version in range(1, 6):
-        asked = requests([{"temperature": 1.0, "max_tokens": 40}], 48)
-        asked = [r.labelled(das_seed=10_000 * version + i, das_problem=i // 6) for i, r in enumerate(asked)]
-        rounds.append(Round(asked, refresh=version, brief=True))
-    engine = {"block_size": 32, "num_gpu_blocks_override": 24}
-    reference = v2_engine(das=None, engine=engine, rounds=stock(rounds))
-    result = v2_engine(das=HISTORY, engine=engine, rounds=rounds)
-    assert tokens(result) == tokens(reference)
-    assert result[-1]["preemptions"] > 0 < reference[-1]["preemptions"]
-    assert result[-1]["stats"]["accepted_tokens"] > 300
-
-
 STOPS = [
     {"stop": ["7"]},
     {"stop_token_ids": [30, 31], "ignore_eos": True},

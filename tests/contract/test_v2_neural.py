@@ -96,6 +96,40 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
         assert a["stats"]["steps"] == pytest.approx(b["stats"]["steps"], rel=0.05)
 
 
+MANY = [
+    Round(
+        [
+            r.labelled(das_seed=10_000 * version + i, das_problem=i // 6)
+            for i, r in enumerate(requests([{"temperature": 1.0, "max_tokens": 40}], 48))
+        ],
+        refresh=version,
+        brief=True,
+    )
+    for version in range(1, 6)
+]
+"""240 requests in groups of six, 48 behind each weight sync."""
+FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 24}
+"""The cache holds too few of these requests, so that some are preempted and go on later."""
+
+
+@pytest.fixture(scope="module")
+def written(v2_engine: Any) -> list[dict[str, Any]]:
+    """What stock vLLM answers to many requests."""
+    return v2_engine(das=None, engine=FEW_BLOCKS, rounds=stock(MANY))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *COPY])
+def test_many_requests_with_siblings_preemptions_and_weight_syncs(
+    v2_engine: Any, drafters: Path, written: list[dict[str, Any]], method: str
+) -> None:
+    das = block(method, drafters, **ALWAYS, history={"device_bytes": "2MiB"})
+    result = v2_engine(das=das, engine=FEW_BLOCKS, rounds=MANY)
+    assert tokens(result) == tokens(written)
+    assert result[-1]["preemptions"] > 0 < written[-1]["preemptions"]
+    assert result[-1]["stats"]["accepted_tokens"] > 300
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *COPY, *PARALLEL])
 def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
