@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
@@ -28,8 +28,14 @@ class Finding:
 
 
 def changes() -> list[dict[str, Any]]:
-    """List the attributes that are replaced in or added to the installed packages (see `patching.Change`)."""
-    return [asdict(change) for change in patching.changes() if importlib.util.find_spec(change.target.split(".")[0])]
+    """List the attributes that are replaced in or added to the installed packages: by which patch, what it needs, what
+    fails without it, and when it can go."""
+    return [
+        {"patch": p.replacement.__name__, "target": target, "needs": p.needs, "since": p.since, **p.reasons}
+        for p in patching.patches()
+        for target in p.targets
+        if importlib.util.find_spec(target.split(".")[0])
+    ]
 
 
 def examine() -> Iterator[Finding]:
