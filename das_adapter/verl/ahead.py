@@ -12,7 +12,7 @@ import copy
 import logging
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,9 @@ import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.backoff import Backoff
+from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.service.look_ahead import LookAhead
-from das_adapter.verl import tracking
 
 logger = logging.getLogger("das_adapter")
 
@@ -70,6 +70,8 @@ class Ahead:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train_dataloader = self._batches = LookAhead(trainer.train_dataloader)
+        self.repeated: float | None = None
+        """Share of what was written ahead that was repeated, as logged last; None: none was, or it is judged."""
         self._pays = Backoff(_REST, _LONGEST)
         self._shown = 0
         """The last step whose batch they were shown."""
@@ -99,7 +101,7 @@ class Ahead:
 
     def worth(self) -> bool:
         """Whether what was written ahead in the last steps was repeated; what of it is left at rest is not judged."""
-        step, repeated = self._trainer.global_steps, tracking.logged.pop("das/run_ahead_repeated", None)
+        step, repeated, self.repeated = self._trainer.global_steps, self.repeated, None
         if repeated is not None and self._pays.due(step):
             if repeated < LEAST:
                 self._pays.done(step)
@@ -195,7 +197,7 @@ class Writing:
             self.task = asyncio.create_task(self._run())
 
     def stop(self, step: int) -> None:
-        """Begin nothing more for a step and those before it."""
+        """Begin nothing more for a step that begins, and those before it."""
         for over in [number for number in self._waiting if number <= step]:
             self._waiting.pop(over).clear()
 
@@ -236,8 +238,10 @@ async def _drop(*_: Any, **__: Any) -> None:
     """Take the output of an agent loop that has asked for nothing."""
 
 
-def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
-    """Return the method `AgentLoopWorker.das_write_ahead(self, batch)`, which begins to write ahead for a batch."""
+@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead", since="0.9.1", adds=True)
+def write_ahead(stock: None) -> Any:
+    """Without it the trainer cannot show agent loop workers the next batch. Remove this patch when veRL lets plug-ins
+    add methods to its agent loop workers."""
 
     async def das_write_ahead(self: Any, batch: Any) -> None:
         try:
@@ -248,13 +252,6 @@ def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
             logger.exception("das: a step is not written ahead")
 
     return das_write_ahead
-
-
-def stop(worker: Any, step: int) -> None:
-    """Write nothing more ahead for a step that begins in a worker."""
-    writing: Writing | None = getattr(worker, "das_writing", None)
-    if writing is not None:
-        writing.stop(step)
 
 
 async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:
