@@ -112,15 +112,10 @@ class Session:
         if label.problem is None:
             return
         try:
-            if label.seed is not None:
-                self._clock.drew(label.seed, label.problem, label.start or 0)
-            if not label.record:
-                return
             text = np.asarray(tokens, dtype=np.int32).tobytes()
-            self._clock.finished(begin, end, label.seed or 0, text)
-            if label.ahead is not None:
-                self._clock.repeated(label.ahead, text)
-            self._gathered.add(Trajectory(label.problem, text, version))
+            self._clock.finished(label, begin, end, text)
+            if label.record:
+                self._gathered.add(Trajectory(label.problem, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 

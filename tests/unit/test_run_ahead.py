@@ -303,8 +303,8 @@ def test_the_chance_of_what_was_written_ahead_is_learned() -> None:
 def test_figures_say_how_much_was_repeated() -> None:
     clocks = [RolloutClock() for _ in range(3)]
     texts = {name: np.array(ids, dtype=np.int32).tobytes() for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()}
-    clocks[0].repeated(texts["a"], texts["a"])
-    clocks[1].repeated(texts["a"], texts["b"])
+    for clock, text in zip(clocks, ("a", "b"), strict=False):
+        clock.finished(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
     found = figures([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
