@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,13 +106,12 @@ class RolloutClock:
         return taken
 
 
-_LARGEST = (
-    *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
-    *("history_tokens", "history_bytes", "live_bytes", "of_stock"),
-)
-"""Figures that are not added up: the largest of all engines is logged."""
-_ADDED = ("time_saved_s", "engines_behind", "drafter_passes")
-"""Figures that are added up over the engines."""
+_OF_ENGINES: dict[str, Callable[[Iterable[float]], float]] = {
+    **dict.fromkeys(("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"), max),
+    **dict.fromkeys(("history_tokens", "history_bytes", "live_bytes", "of_stock"), max),
+    **dict.fromkeys(("time_saved_s", "engines_behind", "drafter_passes"), sum),
+}
+"""Figures that engines have already, and what is logged of all."""
 
 
 def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
@@ -163,8 +162,7 @@ def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) ->
         metrics["das/engines_resting"] = float(len(each("reason")))
     if clocks := [part for part in parts if "ends" in part]:
         metrics |= _of_rollout(clocks)
-    metrics |= {f"das/{name}": float(sum(found)) for name in _ADDED if (found := each(name))}
-    return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
+    return metrics | {f"das/{name}": float(of(found)) for name, of in _OF_ENGINES.items() if (found := each(name))}
 
 
 def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -57,17 +57,14 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
     for root in places():
         if is_private(root / name):
             return root / name
-    try:
-        fits = room(SHARED_MEMORY, beside) >= size
-    except OSError:  # there is none
-        fits = False
-    root = places()[not fits]
-    if not fits:
-        logger.warning(
-            "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
-            "the history lies in %s",
-            *(SHARED_MEMORY, size, beside, root),
-        )
+    with contextlib.suppress(OSError):  # there is none
+        if room(SHARED_MEMORY, beside) >= size:
+            return SHARED_MEMORY / name
+    logger.warning(
+        "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
+        "the history lies in %s",
+        *(SHARED_MEMORY, size, beside, root),
+    )
     return root / name
 
 

@@ -18,8 +18,6 @@ from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
 
-MAX_BARS = 2000
-"""Maximum number of requests drawn, the last to end."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MOST = 0.5
 """A share that is most of something."""
@@ -74,19 +72,8 @@ def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
         "saved": steps,
         "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
         "history": [step for step in steps if step["history_tokens"] is not None],
-        "timeline": _timeline(rollouts),
+        "timeline": series.timeline(rollouts),
     }
-
-
-def _timeline(rollouts: list[Rollout]) -> dict[str, Any]:
-    """Return the numbers of the last rollout in which a request ended; empty: none has, the run began just now."""
-    versions = [r.version for r in rollouts if r.requests]
-    if not versions:
-        return {}
-    last = max(versions)
-    timeline = series.timeline([r for r in rollouts if r.version == last])
-    of = f"before weight version {last}" if last >= 0 else "at the end of the log"
-    return {"of": of, "first": max(0, len(timeline["requests"]) - MAX_BARS), **timeline}
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:

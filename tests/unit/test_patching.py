@@ -93,7 +93,7 @@ def test_every_patch_says_what_fails_without_it_since_when_and_until_when() -> N
         assert patch.reasons["why"].startswith(("Without it", "As `")) and patch.reasons["until"] and patch.since, patch
 
 
-def test_the_list_of_patches_is_that_of_those_that_are_applied() -> None:
+def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
     from das_adapter.engine import plugin
     from das_adapter.nemo_rl import install
     from das_adapter.verl import hooks
