@@ -45,10 +45,8 @@ def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
     """Make an `Rpc`, for other threads than the loop's, of vLLM's `AsyncLLM`."""
 
     def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        async def answer() -> list[list[Any]]:
-            return await asyncio.wait_for(call_workers(engine, command, payload), timeout)
-
-        return asyncio.run_coroutine_threadsafe(answer(), loop).result(timeout + 1.0)
+        answer = asyncio.wait_for(call_workers(engine, command, payload), timeout)
+        return asyncio.run_coroutine_threadsafe(answer, loop).result(timeout + 1.0)
 
     return rpc
 
