@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,13 @@ class Host:
         """All symbols: those that no patch names, and the targets of the patches that `oldest` needs. Patches for a CPU
         are checked when they are applied. Where a patch adds its attribute, the class must be there."""
         found, package = list(self.relied_on), self.distributions[0].replace("-", "_")
-        for change in patching.changes():
-            module, _, name = change.target.partition(":")
-            counts = module.startswith(f"{package}.") and not change.source.startswith("cpu.")
-            if counts and numbers(change.since) <= numbers(self.oldest):
-                name = name.rpartition(".")[0] if change.adds else name
-                needs = tuple(re.findall(r"\w+", change.needs))
-                found.append(Symbol(module, name, needs, change.optional))
+        for patch in patching.patches():
+            needs = tuple(re.findall(r"\w+", patch.needs))
+            counts = numbers(patch.since) <= numbers(self.oldest) and ".cpu." not in patch.replacement.__module__
+            for module, _, name in (target.partition(":") for target in patch.targets if counts):
+                if module.startswith(f"{package}."):
+                    name = name.rpartition(".")[0] if patch.adds else name
+                    found.append(Symbol(module, name, needs, patch.optional))
         return tuple(found)
 
 
@@ -185,8 +186,16 @@ def missing(host: str | Host) -> list[Symbol]:
     """List the required symbols that the installed package lacks, or has with other parameters; read from its source
     files, nothing is imported."""
     symbols = (HOSTS[host] if isinstance(host, str) else host).symbols
-    modules = {module: _parsed(module) for module in {symbol.module for symbol in symbols}}
-    return [symbol for symbol in symbols if not _defined(modules[symbol.module], symbol)]
+    modules = {module: dict(reversed([*_defined(_parsed(module))])) for module in {symbol.module for symbol in symbols}}
+
+    def lacks(symbol: Symbol) -> bool:
+        found = modules[symbol.module]
+        if symbol.name not in found:
+            return not symbol.optional or symbol.name.partition(".")[0] in found
+        parameters = found[symbol.name]
+        return parameters is not None and not parameters.issuperset(symbol.parameters)
+
+    return list(filter(lacks, symbols))
 
 
 def require(host: str) -> None:
@@ -209,35 +218,23 @@ def for_cpu(host: str) -> Any:
     return importlib.metadata.entry_points(group="das_adapter.cpu")[host].load()
 
 
-def _defined(scope: ast.AST, symbol: Symbol) -> bool:
-    """Return whether a module defines a symbol, with its parameters where it is a function."""
-    for depth, name in enumerate(symbol.name.split(".")):
-        found = _definition(scope, name, in_class=depth > 0)
-        if found is None:
-            return symbol.optional and not depth
-        scope = found
-    if not isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return True
-    return {node.arg for node in ast.walk(scope.args) if isinstance(node, ast.arg)}.issuperset(symbol.parameters)
-
-
-def _definition(scope: ast.AST, name: str, in_class: bool) -> ast.AST | None:
-    """Return the statement that defines a name in a module or class, or, in a class, assigns it on `self`."""
-    inside = list(ast.iter_child_nodes(scope))
-    for node in inside:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names: tuple[str | None, ...] = (node.name,)
+def _defined(scope: ast.AST, above: str = "") -> Iterator[tuple[str, set[str] | None]]:
+    """Yield what a module or class defines, by dotted path, with the parameters of a function; None: it is none. What
+    a method assigns on an object counts as the class's."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield above + node.name, {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+            yield from ((above + attribute.attr, None) for attribute in stored if above)
+        elif isinstance(node, ast.ClassDef):
+            yield above + node.name, None
+            yield from _defined(node, f"{above}{node.name}.")
         elif isinstance(node, ast.alias):
-            names = (node.asname or node.name,)
-        elif isinstance(node, ast.Name):
-            names = (node.id,) if isinstance(node.ctx, ast.Store) else ()
+            yield above + (node.asname or node.name), None
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield above + node.id, None
         else:
-            names = ()
-            inside += ast.iter_child_nodes(node)  # of `if`, `try` and assignments: the loop goes on with them
-        if name in names:
-            return node
-    stored = (n for n in ast.walk(scope) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    return next((n for n in stored if n.attr == name), None) if in_class else None
+            yield from _defined(node, above)  # of `if`, `try` and assignments
 
 
 def _parsed(module: str) -> ast.Module:

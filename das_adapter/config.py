@@ -292,7 +292,7 @@ def read(source: str) -> Any:
     inline = source.lstrip().startswith("{")
     try:
         found = yaml.safe_load(source if inline else Path(source).expanduser().read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         allowed = "allowed: a das: block as JSON, or the path of a YAML file"
         raise ConfigError(f"found {source!r}, {allowed}: {error}") from None
     if not isinstance(found, Mapping):

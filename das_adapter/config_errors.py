@@ -53,6 +53,12 @@ def wrong(key: str, found: Any, allowed: str) -> ConfigError:
     return ConfigError(f"das.{key}: found {found!r}, {allowed}")
 
 
+def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
+    """Refuse a value of a key of the host's own config with which a block, named by its key, can't run."""
+    if found not in allowed:
+        raise ConfigError(f"{block}: found {key}={found!r} beside it, allowed: {' or '.join(map(repr, allowed))}")
+
+
 def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]) -> None:
     """Refuse a key that was set and has no effect; `needs`: see `config.NEEDS`."""
     for key, value in _set_keys(config):

@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from das_adapter.errors import DasError, UnsupportedHost
 logger = logging.getLogger("das_adapter")
 
 _MARK = "__das_patch__"
-_REMOVE = "Remove this patch when "
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,18 @@ class Patch:
     """Called with what stands there, None where nothing does, and what `apply` was given."""
     adds: bool = False
     """Whether nothing stands there in the package itself."""
+    since: str = ""
+    """First version of the package that needs the patch."""
+    needs: str = ""
+    """Parameters of the targets that the patch relies on, separated by commas."""
+    optional: bool = False
+    """Whether the package may lack a target's class or function, so that the patch does nothing."""
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """What its docstring says: what fails without the patch (`why`), and when it can be removed (`until`)."""
+        why, _, until = " ".join((self.replacement.__doc__ or "").split()).partition("Remove this patch when ")
+        return {"why": why.strip(), "until": until.rstrip(".")}
 
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
@@ -100,60 +111,32 @@ def _try(act: Callable[[], object]) -> None:
         logger.debug("das: %s", error)
 
 
-def patch(
-    *targets: str, since: str, needs: str = "", adds: bool = False, optional: bool = False
-) -> Callable[[Callable[..., Any]], Patch]:
-    """Make a function the patch of its targets; see `Change` for the arguments that `changes` reads."""
-    return lambda replacement: Patch(targets, replacement, adds)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One attribute of another package that a patch replaces or adds, as written in the patch's source."""
-
-    patch: str
-    source: str
-    """Module of the patch, below `das_adapter`."""
-    target: str
-    why: str
-    """What fails without the patch."""
-    until: str
-    """When the patch can be removed."""
-    since: str
-    """First version of the package that needs the patch."""
-    needs: str = ""
-    """Parameters of the target that the patch relies on, separated by commas."""
-    adds: bool = False
-    optional: bool = False
-    """Whether the package may lack the target's class or function, so that the patch does nothing."""
+def patch(*targets: str, **described: Any) -> Callable[[Callable[..., Any]], Patch]:
+    """Make a function the patch of its targets, which may name constants of its module; `described`: further fields."""
+    return lambda replacement: Patch(targets, replacement, **described)
 
 
 @functools.cache
-def changes() -> tuple[Change, ...]:
-    """List what das-adapter changes in other packages, read from the sources of its patches; nothing is imported."""
+def patches() -> tuple[Patch, ...]:
+    """List what das-adapter changes in other packages. Of the modules with patches only these and what their targets
+    name are executed: nothing is imported."""
     root = Path(__file__).parent
-    found: list[Change] = []
+    found: list[Patch] = []
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\n@patch(" in text:
-            found += _written(ast.parse(text), ".".join(path.relative_to(root).with_suffix("").parts))
+            kept = [node for node in ast.parse(text).body if _constant(node) or _patch(node)]
+            module = ".".join((__package__, *path.relative_to(root).with_suffix("").parts))
+            names: dict[str, Any] = {"__name__": module, "patch": patch}
+            exec(compile(ast.Module(kept, []), str(path), "exec"), names)
+            found += [value for value in names.values() if isinstance(value, Patch)]
     return tuple(found)
 
 
-def _written(module: ast.Module, source: str) -> Iterator[Change]:
-    """Read the patches of a module's source, whose targets may name the module's constants."""
-    names: dict[str, Any] = {
-        node.targets[0].id: node.value.value
-        for node in module.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
-    }
-    names["patch"] = lambda *targets, **described: (targets, described)
-    for node in (node for node in module.body if isinstance(node, ast.FunctionDef)):
-        for call in node.decorator_list:
-            if ast.unparse(call).startswith("patch("):
-                targets, described = eval(compile(ast.Expression(call), source, "eval"), names)
-                why, _, until = " ".join((ast.get_docstring(node) or "").split()).partition(_REMOVE)
-                for target in targets:
-                    yield Change(node.name, source, target, why.strip(), until.rstrip("."), **described)
+def _constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+
+
+def _patch(node: ast.stmt) -> bool:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else ()
+    return any(ast.unparse(decorator).startswith("patch(") for decorator in decorators)

@@ -23,14 +23,13 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     from das_adapter.protocol import decision_log
     from das_adapter.tools import report as page
     from das_adapter.tools import run_series
-    from das_adapter.tools.advice import sentences
 
     rollouts = decision_log.read(run_dir)
     if as_json:
         print_json(run_series.by_training_step(rollouts))
         return
     written = page.write(rollouts, out or run_dir / "report")
-    click.echo("\n".join((*(f"{head}: {text}" for head, text in sentences(rollouts)), str(written))))
+    click.echo("\n".join((*(f"{head}: {text}" for head, text in page.sentences(rollouts)), str(written))))
 
 
 @click.command()

@@ -145,7 +145,6 @@ class StepTimes:
         self.surprise = 0.0
         """Relative error of the last few predictions: large outside the fitted range."""
         self._kinds = kinds
-        self._empty = StepModel(0.0, 0.0, sizes=sizes)
         self._fitted_at = 0
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
         self._error = 0.0
@@ -162,7 +161,7 @@ class StepTimes:
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
         mean = context / max(requests, 1)
-        tokens = int(self._empty.size(tokens))
+        tokens = int(self._prior.size(tokens))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
         cell = self._cells.get(key)
         if cell is None:
@@ -201,10 +200,10 @@ class StepTimes:
         if few and cells:
             self.model = self._prior.scaled(float(np.median(seconds / self._prior.seconds(n, b, drafted, s))))
         elif len(cells) == 1:
-            self.model = StepModel(base=float(seconds[0]), token=0.0, sizes=self._empty.sizes)
+            self.model = StepModel(base=float(seconds[0]), token=0.0, sizes=self._prior.sizes)
         elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
-            self.model = fit(n, b, drafted, seconds, s, weights, self._empty.sizes)
+            self.model = fit(n, b, drafted, seconds, s, weights, self._prior.sizes)
         return self.model
 
 

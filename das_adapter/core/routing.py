@@ -25,33 +25,17 @@ REQUESTS, TOKENS = 64.0, 1024.0
 """What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
 
 
-@dataclass(frozen=True)
-class Worth:
-    """Tokens that a request gets from a forward pass, by the siblings it can draft from: they grow with the logarithm
-    of the siblings' text. The defaults lie between those of recorded rollouts of code, games and mathematics."""
-
-    alone: float = 1.8
-    """Tokens without siblings."""
-    doubling: float = 0.5
-    """Tokens that twice the text adds."""
-    growing: float = 0.2
-    """What a sibling that is being written counts for, in finished ones."""
-    history: float = 8.0
-    """What a problem's history counts for, in finished siblings."""
-
-    def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
-        """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
-        text = 1.0 + self.growing * growing + finished + self.history * known
-        return self.alone + self.doubling * math.log2(text)
+ALONE, DOUBLING = 1.8, 0.5
+"""Tokens that a request gets from a forward pass alone, and what twice its siblings' text adds: between those
+of recorded rollouts of code, games and mathematics."""
+GROWING, HISTORY = 0.2, 8.0
+"""What a sibling that is being written counts for, and what a problem's history, in finished siblings."""
 
 
-NO_SIBLINGS = Worth(doubling=0.0)
-"""For a drafter that does not draft from siblings."""
-
-
-def worth_of(das: DasConfig) -> Worth:
-    """Return what siblings are worth with the block's drafter."""
-    return Worth() if das.uses_history and das.history.scope != "request" else NO_SIBLINGS
+def rounds(problem: int, expected: Expected, siblings: bool, growing: float, finished: float = 0.0) -> float:
+    """Predict the decode steps of a response beside so many siblings; `siblings`: whether it drafts from them."""
+    text = 1.0 + GROWING * growing + finished + HISTORY * (problem in expected)
+    return expected[problem] / (ALONE + DOUBLING * math.log2(text) * siblings)
 
 
 @dataclass
@@ -76,13 +60,15 @@ class Replicas(Generic[Name]):
     def __init__(
         self,
         names: Iterable[Name] = (),
-        worth: Worth = Worth(),
+        siblings: bool = True,
         group: int = 1,
         slots: float = math.inf,
     ) -> None:
-        """`group`: samples of a problem that come at once, more where `pick` was not told how many and more of one were
-        in flight; `slots`: requests that a replica runs at once."""
-        self._worth, self._group, self._slots = worth, group, slots
+        """`siblings`: whether requests draft from theirs; `group`: samples of a problem that come at once, more where
+        `pick` was not told how many and more of one were in flight; `slots`: requests that a replica runs at once."""
+        self.expected = Expected()
+        """Lengths of the responses that are asked for from now on."""
+        self._siblings, self._group, self._slots = siblings, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
         """What `load` returns, by replica."""
@@ -107,22 +93,22 @@ class Replicas(Generic[Name]):
         self._loads.pop(replica, None)
         self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
 
-    def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
-        """Choose a replica for a request, and count it there; `length`: predicted tokens of the response; `known`:
-        whether the problem has history; `group`: its samples that come at once, if not as many as usual."""
+    def pick(self, problem: int, group: int | None = None) -> Name:
+        """Choose a replica for a request, and count it there; `group`: samples of its problem that come at once, if not
+        as many as usual."""
         if not self._places.get(problem):
             coming = max(1, (group or self._group) - self._running[problem])
-            self._places[problem] = self._place(problem, length, known, coming)
+            self._places[problem] = self._place(problem, coming)
         self._running[problem] += 1
         if group is None:  # a validation may have more samples of a problem
             self._group = max(self._group, self._running[problem])
         return self._places[problem].pop(0)
 
-    def stay(self, replica: Name, problem: int, length: float, known: bool = False) -> None:
-        """Count a request that has its replica already: the next turn of a trajectory. Arguments as in `pick`."""
+    def stay(self, replica: Name, problem: int) -> None:
+        """Count a request that has its replica already: the next turn of a trajectory."""
         if replica in self._parts:
             self._running[problem] += 1
-            self._join(replica, problem, length, known)
+            self._join(replica, problem)
 
     def done(self, replica: Name, problem: int) -> None:
         """Take off a request that ended."""
@@ -135,29 +121,29 @@ class Replicas(Generic[Name]):
         if not self._running:
             self._expected, self._peak = self._peak, 0.0
 
-    def work(self, length: float, others: float, known: bool) -> float:
+    def work(self, problem: int, others: int) -> float:
         """Return what a request adds to the time of all decode steps, in steps, beside `others` of its problem."""
-        rounds = length / self._worth.tokens(others, known=known)
-        return max(rounds / self._slots, rounds / REQUESTS + length / TOKENS)
+        steps = rounds(problem, self.expected, self._siblings, others)
+        return max(steps / self._slots, steps / REQUESTS + self.expected[problem] / TOKENS)
 
     def load(self, replica: Name) -> tuple[float, float]:
         """Compute the rounds of a replica's longest part, and the work of all its requests."""
         parts = self._parts[replica].values()
-        rounds = max((part.rounds for part in parts), default=0.0)
-        return rounds, sum(part.samples * part.work for part in parts)
+        longest = max((part.rounds for part in parts), default=0.0)
+        return longest, sum(part.samples * part.work for part in parts)
 
-    def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
+    def _place(self, problem: int, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
         names, (longest, work) = list(self._loads), np.array(list(self._loads.values())).T
-        whole = samples * self.work(length, samples - 1, known)
+        whole = samples * self.work(problem, samples - 1)
         self._peak = max(self._peak, whole + float(work.sum()))
         share = max(self._expected, self._peak) / len(names)
         first, places, each = math.inf, list[Name](), 0
         for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
                 continue
-            more = each * self.work(length, each - 1, known)
-            longest_after, work_after = np.maximum(longest, self._rounds(length, each, known)), work + more
+            more = each * self.work(problem, each - 1)
+            longest_after, work_after = np.maximum(longest, self._rounds(problem, each)), work + more
             chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
             ends = longest + np.maximum(0.0, work - share)
             ends[chosen] = longest_after[chosen] + np.maximum(0.0, work_after[chosen] - share)
@@ -166,18 +152,19 @@ class Replicas(Generic[Name]):
                 break
             first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]
         for replica, count in Counter(places).items():
-            self._join(replica, problem, length, known, count)
+            self._join(replica, problem, count)
         return places
 
-    def _join(self, replica: Name, problem: int, length: float, known: bool, samples: int = 1) -> None:
+    def _join(self, replica: Name, problem: int, samples: int = 1) -> None:
         part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
         part.samples += samples
-        part.rounds = self._rounds(length, part.samples, known)
-        part.work = self.work(length, part.samples - 1, known)
+        part.rounds = self._rounds(problem, part.samples)
+        part.work = self.work(problem, part.samples - 1)
         self._loads[replica] = self.load(replica)
 
-    def _rounds(self, length: float, samples: int, known: bool) -> float:
-        return length / self._worth.tokens(samples - 1, known=known) * max(1, math.ceil(samples / self._slots))
+    def _rounds(self, problem: int, samples: int) -> float:
+        waves = max(1, math.ceil(samples / self._slots))
+        return rounds(problem, self.expected, self._siblings, samples - 1) * waves
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
@@ -191,7 +178,7 @@ def plan(
     problems: Sequence[int],
     expected: Expected,
     workers: int,
-    worth: Worth = Worth(),
+    siblings: bool = True,
     slots: float = math.inf,
 ) -> list[list[int]]:
     """Distribute a batch over data-parallel workers, the groups with most to write first. On a worker that has more
@@ -200,7 +187,7 @@ def plan(
     Args:
         problems: the problem of each row.
         expected: response lengths.
-        worth, slots: see `Replicas`.
+        siblings, slots: see `Replicas`.
 
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
@@ -209,15 +196,16 @@ def plan(
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
-    replicas = Replicas(range(workers), worth, slots=slots)
-    replicas.expect(sum(len(rows) * replicas.work(expected[p], len(rows) - 1, p in expected) for p, rows in groups))
+    replicas = Replicas(range(workers), siblings, slots=slots)
+    replicas.expected = expected
+    replicas.expect(sum(len(rows) * replicas.work(problem, len(rows) - 1) for problem, rows in groups))
     shares: list[list[int]] = [[] for _ in range(workers)]
     for problem, rows in groups:
         for row in rows:
-            shares[replicas.pick(problem, expected[problem], problem in expected, len(rows))].append(row)
+            shares[replicas.pick(problem, len(rows))].append(row)
     largest = max(map(len, rows_of.values()), default=1)
     for share in shares:
-        order = StartOrder(worth if len(share) > slots else NO_SIBLINGS, largest)
+        order = StartOrder(siblings and len(share) > slots, largest)
         order.refresh(expected, 0)
         priorities = {row: order.priority(problems[row]) for row in share}
         share.sort(key=priorities.__getitem__)
@@ -232,10 +220,10 @@ class StartOrder:
     go before.
     """
 
-    def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
-        """`worth`: of siblings, `NO_SIBLINGS`: nobody leads; `group`: samples of a problem that come at once, more
-        where more of one problem came."""
-        self._worth, self._group = worth, group
+    def __init__(self, siblings: bool = True, group: int = 1) -> None:
+        """`siblings`: whether requests draft from theirs, else nobody leads; `group`: samples of a problem that come at
+        once, more where more of one problem came."""
+        self._siblings, self._group = siblings, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
         """Requests by problem, since the weight sync."""
@@ -248,16 +236,15 @@ class StartOrder:
     def priority(self, problem: int, begun: bool = False) -> int:
         """Return the priority of the problem's next request, as vLLM counts it: the lowest starts first. A trajectory
         that has begun goes on as early as the group's first sample."""
-        known = problem in self._expected
-        length, others = self._expected[problem], self._group - 1
-        rounds = length / self._worth.tokens(others, known=known)
+        others, about = self._group - 1, (problem, self._expected, self._siblings)
+        steps = rounds(*about, others)
         if begun or not self._started[problem]:
-            rounds += others * (rounds - length / self._worth.tokens(others - 1, finished=1, known=known))
+            steps += others * (steps - rounds(*about, others - 1, finished=1))
         self._started[problem] += not begun
         self._group = max(self._group, self._started[problem])
-        return self._version * 2**32 - round(1000 * rounds)
+        return self._version * 2**32 - round(1000 * steps)
 
 
 def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
     """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
-    return StartOrder(worth_of(das), group) if das.routing == "longest_first" else None
+    return StartOrder(das.shares_history, group) if das.routing == "longest_first" else None

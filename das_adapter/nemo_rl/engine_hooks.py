@@ -38,14 +38,12 @@ labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=No
 
 
 class EngineHooks:
-    """The part that does not depend on whether the engine is synchronous."""
+    """The part that does not depend on whether the engine is synchronous. `start` comes before all requests."""
 
-    any_time = True
-    """Whether the engine may be called while it generates."""
     start: Any
     generate: Any
     collective_rpc: Any
-    _das_rpc: Any
+    _session: Session
 
     def __init__(
         self, llm: Any, das: DasConfig, source: str, resumed: int = 0, loop: asyncio.AbstractEventLoop | None = None
@@ -63,8 +61,7 @@ class EngineHooks:
         self.validating = False
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
-        self._session = Session(das, self._das_rpc, self.any_time)
-        self._order, self._loop = start_order(das), loop
+        self._das, self._order, self._loop = das, start_order(das), loop
         llm.generate, llm.collective_rpc = self.generate, self.collective_rpc
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
@@ -113,8 +110,6 @@ class SyncEngineHooks(EngineHooks):
     """Hooks on `vllm.LLM`. It can't be called while it generates: history that arrives from other nodes is mapped
     between two steps of its `llm_engine`."""
 
-    any_time = False
-
     def __init__(self, llm: Any, *args: Any, **kwargs: Any):
         super().__init__(llm, *args, **kwargs)
         self._step, llm.llm_engine.step = llm.llm_engine.step, self.step
@@ -145,10 +140,12 @@ class SyncEngineHooks(EngineHooks):
 
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        self._session.start()
 
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        return [self._rpc("das_rpc", timeout=timeout, args=(command, payload))]
+        def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+            return [self._rpc("das_rpc", timeout=timeout, args=(command, payload))]
+
+        self._session = Session(self._das, rpc, any_time=False)
+        self._session.start()
 
 
 class AsyncEngineHooks(EngineHooks):
@@ -185,9 +182,6 @@ class AsyncEngineHooks(EngineHooks):
 
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        self._loop = self._loop or asyncio.get_running_loop()
+        rpc = of_async_engine(self._llm, self._loop or asyncio.get_running_loop())
+        self._session = await asyncio.to_thread(Session, self._das, rpc)
         await asyncio.to_thread(self._session.start)
-
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        assert self._loop is not None, "start() has not been called"
-        return of_async_engine(self._llm, self._loop)(command, payload, timeout)

@@ -49,14 +49,13 @@ class DasVllmGeneration(VllmGeneration):
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
             self._told: set[str] = set()
-            self._expected = Expected()
             self._expected_until = 0.0
             self._longest_first = self.das.routing == "longest_first"
-            self._worth = routing.worth_of(self.das) if self._longest_first else routing.NO_SIBLINGS
+            self._siblings = self._longest_first and self.das.shares_history
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
-            self._replicas = routing.Replicas(range(self.dp_size), self._worth, slots=self._slots)
+            self._replicas = routing.Replicas(range(self.dp_size), self._siblings, slots=self._slots)
         live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -72,7 +71,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das.routing == "host":
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots)
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._siblings, self._slots)
         result = super().generate(Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
@@ -90,10 +89,9 @@ class DasVllmGeneration(VllmGeneration):
         if time.monotonic() > self._expected_until:
             self._expected_until = time.monotonic() + _LENGTHS_FOR_S
             await asyncio.to_thread(self._predict)
-        length, known = self._expected[label.problem], label.problem in self._expected
         group = None if self._longest_first and label.record else 1
         with _counting:
-            shard = self._replicas.pick(label.problem, length, known, group)
+            shard = self._replicas.pick(label.problem, group)
         _shard.set(shard)
         try:
             async for result in super().generate_async(data, greedy=greedy):
@@ -134,8 +132,8 @@ class DasVllmGeneration(VllmGeneration):
 
     def _predict(self) -> Expected:
         if self._longest_first:
-            self._expected = ledger.expected(timeout=10) or self._expected
-        return self._expected
+            self._replicas.expected = ledger.expected(timeout=10) or self._replicas.expected
+        return self._replicas.expected
 
     def _next_dp_shard_idx(self) -> int:
         chosen = _shard.get()

@@ -7,6 +7,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
+from das_adapter.config_errors import check_host
 from das_adapter.core.identity import media_hash
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments
@@ -44,17 +45,12 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     das = of_generation(generation)
     if das is None:
         return None
-    if generation.get("backend", "vllm") != "vllm":
-        raise ConfigError(f"{BLOCK}: found {GENERATION}.backend={generation['backend']!r}, allowed: 'vllm'")
+    check_host(BLOCK, f"{GENERATION}.backend", generation.get("backend", "vllm"), "vllm")
     refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
     if das.history.run_ahead != "off":
         raise ConfigError(f"{BLOCK}.history.run_ahead: found {das.history.run_ahead!r}, allowed under NeMo-RL: 'off'")
-    for key in ("quant_cfg", "worker_extension_cls_fqn"):
-        if generation.get(key) is not None:
-            raise ConfigError(
-                f"{BLOCK}: found {GENERATION}.{key}={generation[key]!r}, whose workers take the place of "
-                "das-adapter's; allowed: null"
-            )
+    for key in ("quant_cfg", "worker_extension_cls_fqn"):  # their workers would take the place of das-adapter's
+        check_host(BLOCK, f"{GENERATION}.{key}", generation.get(key), None)
     check_files(das)
     compat.require("nemo_rl")
     return das

@@ -153,17 +153,7 @@ def read(directory: Path) -> list[Rollout]:
 
 def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
     current = Rollout(name)
-    whole = {path: path.read_text().rpartition("\n")[0] for path in files}  # the last may be cut, or being written
-    for path, number, line in (
-        (p, n, line) for p, text in whole.items() for n, line in enumerate(text.splitlines(), 1)
-    ):
-        try:
-            kind, *values = json.loads(line)
-            if kind not in _KINDS:
-                raise ValueError(f"unknown kind {kind!r}")
-            record = _KINDS[kind](*values)
-        except (TypeError, ValueError) as error:
-            raise DasError(f"report: {path}, line {number}: {error}") from None
+    for record in itertools.chain.from_iterable(map(_records, files)):
         if isinstance(record, Step):
             current.steps.append(record)
         elif isinstance(record, Request):
@@ -175,3 +165,13 @@ def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
             yield current
             current = Rollout(name)
     yield current
+
+
+def _records(path: Path) -> Iterator[Record]:
+    whole = path.read_text().rpartition("\n")[0]  # the last line may be cut, or being written
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            kind, *values = json.loads(line)
+            yield _KINDS[kind](*values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DasError(f"report: {path}, line {number}: found {line:.80}, no record: {error!r}") from None

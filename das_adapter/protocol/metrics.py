@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.account import collapsed
+from das_adapter.protocol.label import Label
 
 logger = logging.getLogger("das_adapter")
 
@@ -77,29 +78,27 @@ class RolloutClock:
         self._draws = deque[int](maxlen=_LAST)
         self._ahead = np.zeros(3, dtype=np.int64)
 
-    def drew(self, seed: int, problem: int, start: int) -> None:
-        """Count the noise of one response: the label's seed and problem, and where its text begins. A response that
-        agrees with another in all three is a copy of it, which no two requests of a run may be."""
-        about = f"{seed}/{problem}/{start}".encode()
-        self._draws.append(int.from_bytes(hashlib.blake2b(about, digest_size=8).digest(), "little"))
-
-    def finished(self, begin: float, end: float, seed: int, tokens: bytes) -> None:
-        """Count one response, int32 token ids, to a request with this seed; times in seconds since the epoch."""
+    def finished(self, label: Label, begin: float, end: float, tokens: bytes) -> None:
+        """Count one response, int32 token ids; times in seconds since the epoch. Of one that is not recorded only the
+        noise counts: seed, problem, and where the text begins, in which no two requests of a run may agree."""
+        if label.seed is not None:
+            about = f"{label.seed}/{label.problem}/{label.start or 0}".encode()
+            self._draws.append(int.from_bytes(hashlib.blake2b(about, digest_size=8).digest(), "little"))
+        if not label.record:
+            return
         self._begin = min(self._begin, begin)
         self._ends.append(end)
-        digest = hashlib.blake2b(tokens, key=seed.to_bytes(8, "little"), digest_size=6).digest()
+        digest = hashlib.blake2b(tokens, key=(label.seed or 0).to_bytes(8, "little"), digest_size=6).digest()
         self._hash += int.from_bytes(digest, "little")
-
-    def repeated(self, ahead: bytes, tokens: bytes) -> None:
-        """Count what was written ahead of a response, and how much of it the response repeats, int32 token ids."""
-        written, text = np.frombuffer(ahead, np.int32), np.frombuffer(tokens, np.int32)
-        both = min(len(written), len(text))
-        other = np.flatnonzero(written[:both] != text[:both])
-        self._ahead += 1, len(written), other[0] if len(other) else both
+        if label.ahead is not None:
+            written, text = np.frombuffer(label.ahead, np.int32), np.frombuffer(tokens, np.int32)
+            both = min(len(written), len(text))
+            other = np.flatnonzero(written[:both] != text[:both])
+            self._ahead += 1, len(written), other[0] if len(other) else both
 
     def take(self) -> dict[str, Any]:
-        """Return begin, ends, draws, the counts of `repeated` (responses, tokens, tokens that were repeated) and the
-        hash, which does not depend on the order, and start again."""
+        """Return begin, ends, draws, counts of what was written ahead (responses, tokens, tokens that they repeat) and
+        the hash, which does not depend on the order, and start again."""
         hashed, ahead = self._hash % 2**48, self._ahead.tolist()
         taken = {"begin": self._begin, "ends": [*self._ends], "token_hash": hashed, "draws": [*self._draws]}
         taken |= {"ahead": ahead} if any(ahead) else {}
@@ -107,13 +106,12 @@ class RolloutClock:
         return taken
 
 
-_LARGEST = (
-    *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
-    *("history_tokens", "history_bytes", "live_bytes", "of_stock"),
-)
-"""Figures that are not added up: the largest of all engines is logged."""
-_ADDED = ("time_saved_s", "engines_behind", "drafter_passes")
-"""Figures that are added up over the engines."""
+_OF_ENGINES: dict[str, Callable[[Iterable[float]], float]] = {
+    **dict.fromkeys(("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"), max),
+    **dict.fromkeys(("history_tokens", "history_bytes", "live_bytes", "of_stock"), max),
+    **dict.fromkeys(("time_saved_s", "engines_behind", "drafter_passes"), sum),
+}
+"""Figures that engines have already, and what is logged of all."""
 
 
 def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
@@ -164,8 +162,7 @@ def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) ->
         metrics["das/engines_resting"] = float(len(each("reason")))
     if clocks := [part for part in parts if "ends" in part]:
         metrics |= _of_rollout(clocks)
-    metrics |= {f"das/{name}": float(sum(found)) for name in _ADDED if (found := each(name))}
-    return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
+    return metrics | {f"das/{name}": float(of(found)) for name, of in _OF_ENGINES.items() if (found := each(name))}
 
 
 def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from das_adapter.core.index.private import check_owner, is_private
 from das_adapter.protocol.messages import Trajectory, pack
@@ -57,17 +57,14 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
     for root in places():
         if is_private(root / name):
             return root / name
-    try:
-        fits = room(SHARED_MEMORY, beside) >= size
-    except OSError:  # there is none
-        fits = False
-    root = places()[not fits]
-    if not fits:
-        logger.warning(
-            "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
-            "the history lies in %s",
-            *(SHARED_MEMORY, size, beside, root),
-        )
+    with contextlib.suppress(OSError):  # there is none
+        if room(SHARED_MEMORY, beside) >= size:
+            return SHARED_MEMORY / name
+    logger.warning(
+        "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
+        "the history lies in %s",
+        *(SHARED_MEMORY, size, beside, root),
+    )
     return root / name
 
 
@@ -138,26 +135,28 @@ class Answer(NamedTuple):
 
 
 class Gathered:
-    """Trajectories on their way from an engine to a spool, gathered for `GATHER_S` and then left together. What
-    can't be left is kept, up to `KEPT` bytes, for the next time. Any thread may call."""
+    """What is gathered for a while and then left together, such as trajectories on their way from an engine to a spool.
+    Trajectories that can't be left are kept, up to `KEPT` bytes, for the next time. Any thread may call."""
 
-    def __init__(self, leave: Callable[[Sequence[Trajectory]], None]) -> None:
-        """`leave`: leaves some in the spool, or raises; one thread calls it at a time."""
-        self._leave = leave
+    def __init__(self, leave: Callable[[Sequence[Any]], None], seconds: float = GATHER_S) -> None:
+        """`leave`: leaves some, or, of trajectories, raises; one thread calls it at a time."""
+        self._leave, self._seconds = leave, seconds
         self._lock = threading.Lock()
         """Of what is gathered; never held while something is left, because an event loop may wait for it."""
         self._leaving = threading.Lock()
-        self._batch: list[Trajectory] = []
+        self._batch: list[Any] = []
         self._due = False
         """Whether a `flush` will follow."""
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Take a trajectory, without waiting for anything."""
+    def add(self, item: Any) -> None:
+        """Take something, without waiting for anything."""
         with self._lock:
-            self._batch.append(trajectory)
+            self._batch.append(item)
             due, self._due = self._due, True
         if not due:
-            later(GATHER_S, self.flush)
+            timer = threading.Timer(self._seconds, self.flush)
+            timer.daemon = True  # the process need not wait for it
+            timer.start()
 
     def flush(self) -> None:
         """Leave now what was gathered; if that fails, a line in the log says so."""
@@ -172,10 +171,3 @@ class Gathered:
                 if sum(len(trajectory.tokens) for trajectory in batch) < KEPT:
                     with self._lock:
                         self._batch = batch + self._batch
-
-
-def later(seconds: float, act: Callable[[], None]) -> None:
-    """Do something later, in a thread that does not keep the process alive."""
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()

@@ -253,21 +253,19 @@ class NodeHistory:
         """Take in what the run starts with; what can't be read now is tried again at the next weight sync."""
         try:
             for path in checkpoint.parts(Path(self._start)) if self._start else ():
-                if path not in self._loaded:
-                    self._absorb(path)
-                    self._loaded.add(path)
+                if path in self._loaded:
+                    continue
+                try:
+                    problems = problems_in(path)
+                    if self.writer.policy.config.scope != "global":
+                        problems = problems[homes(problems, self._nodes) == self._nodes.index(self._node)]
+                    self.writer.store.absorb(path, problems)
+                    self.writer.altered = True
+                except DasError as error:  # it is damaged
+                    self.writer.report(error)
+                self._loaded.add(path)
             self._start = None
         except OSError as error:
-            self.writer.report(error)
-
-    def _absorb(self, path: Path) -> None:
-        try:
-            problems = problems_in(path)
-            if self.writer.policy.config.scope != "global":
-                problems = problems[homes(problems, self._nodes) == self._nodes.index(self._node)]
-            self.writer.store.absorb(path, problems)
-            self.writer.altered = True
-        except DasError as error:  # it is damaged
             self.writer.report(error)
 
 

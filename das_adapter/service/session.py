@@ -7,9 +7,9 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 import uuid
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Trajectory, call_workers, responses
 from das_adapter.protocol.metrics import RolloutClock
-from das_adapter.protocol.spool import Gathered, later, put_batch, write
+from das_adapter.protocol.spool import Gathered, put_batch, write
 from das_adapter.service import node
 from das_adapter.service.ledger import actor, answers, ask, history_of, ledger
 
@@ -45,10 +45,8 @@ def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
     """Make an `Rpc`, for other threads than the loop's, of vLLM's `AsyncLLM`."""
 
     def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        async def answer() -> list[list[Any]]:
-            return await asyncio.wait_for(call_workers(engine, command, payload), timeout)
-
-        return asyncio.run_coroutine_threadsafe(answer(), loop).result(timeout + 1.0)
+        answer = asyncio.wait_for(call_workers(engine, command, payload), timeout)
+        return asyncio.run_coroutine_threadsafe(answer, loop).result(timeout + 1.0)
 
     return rpc
 
@@ -64,13 +62,12 @@ class Session:
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
-        self._lock = threading.Lock()
-        self._wanted: dict[str, list[int]] = {}
-        """By home: problems whose history is to be fetched."""
-        self._arrived: list[Path] = []
-        """Files with such history, for the engine to map."""
         self._asked: set[int] = set()
         """Problems that began since the last weight sync."""
+        self._guests = Gathered(self._fetch, _GUESTS_S)
+        """Those of them whose history is to be fetched."""
+        self._arrived = deque[Path]()
+        """Files with such history, for the engine to map."""
         self._directory = "/nowhere"
         """Of the node's history, once it is known."""
         self._cursor = 0
@@ -101,16 +98,9 @@ class Session:
         if len(self._nodes) < 2 or self._das.history.scope == "global":
             return
         try:
-            with self._lock:
-                new = [p for p in dict.fromkeys(problems) if p not in self._asked]
-                self._asked.update(new)
-                first = not self._wanted
-                for problem, home in zip(new, homes(new, self._nodes), strict=True):
-                    if self._nodes[home] != self._own:
-                        self._wanted.setdefault(self._nodes[home], []).append(problem)
-                first = first and bool(self._wanted)
-            if first:
-                later(_GUESTS_S, self._fetch)
+            for problem in {*problems} - self._asked:
+                self._asked.add(problem)
+                self._guests.add(problem)
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
 
@@ -120,15 +110,10 @@ class Session:
         if label.problem is None:
             return
         try:
-            if label.seed is not None:
-                self._clock.drew(label.seed, label.problem, label.start or 0)
-            if not label.record:
-                return
             text = np.asarray(tokens, dtype=np.int32).tobytes()
-            self._clock.finished(begin, end, label.seed or 0, text)
-            if label.ahead is not None:
-                self._clock.repeated(label.ahead, text)
-            self._gathered.add(Trajectory(label.problem, text, version))
+            self._clock.finished(label, begin, end, text)
+            if label.record:
+                self._gathered.add(Trajectory(label.problem, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
@@ -172,10 +157,9 @@ class Session:
 
     def visit(self) -> None:
         """Let the engine map what was fetched of other nodes' histories, if there is anything."""
-        if not self._arrived:
+        files = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        if not files:
             return
-        with self._lock:
-            files, self._arrived = self._arrived, []
         try:
             self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S)
         except Exception as error:
@@ -203,8 +187,7 @@ class Session:
                 self._cursor, self._nodes = synced.cursor, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
-        with self._lock:
-            self._asked.clear()
+        self._asked.clear()
         return Refresh(version, history, lengths, draft_length=length)
 
     def _find(self) -> None:
@@ -226,22 +209,22 @@ class Session:
             self._directory = ask(self._here.directory.remote(), PATIENCE_S)
             put_batch(self._directory, self._name, batch)
 
-    def _fetch(self) -> None:
-        """Fetch the history of problems that are at home on other nodes."""
+    def _fetch(self, problems: Sequence[int]) -> None:
+        """Fetch the history of those problems that are at home on other nodes."""
         try:
-            with self._lock:
-                wanted, self._wanted = self._wanted, {}
             if not ray.is_initialized():  # as in `_leave`
                 return
-            calls = []
-            for home, problems in wanted.items():
+            wanted, nodes, calls = defaultdict[str, list[int]](list), self._nodes, list[Any]()
+            for problem, home in zip(problems, homes(problems, nodes), strict=True):
+                wanted[nodes[home]].append(problem)
+            wanted.pop(self._own, None)
+            for name, asked in wanted.items():
                 with contextlib.suppress(ValueError):  # it ended, and the others are homes still
-                    calls.append(actor(home).give.remote(problems))
+                    calls.append(actor(name).give.remote(asked))
             for history in answers(calls, _GUESTS_WAIT_S, "give"):
                 file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
                 write(file, history)
-                with self._lock:
-                    self._arrived.append(file)
+                self._arrived.append(file)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
         if self._any_time:

@@ -8,7 +8,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected, LengthLog, Responses
-from das_adapter.core.routing import Replicas, start_order, worth_of
+from das_adapter.core.routing import Replicas, start_order
 from das_adapter.sim.requests import Ints, Requests
 
 STREAMS = 8
@@ -34,10 +34,9 @@ class Router:
 
     def __init__(self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0) -> None:
         self._ours = das.drafter != "none" and das.routing == "longest_first"
-        self._replicas = Replicas(range(engines), worth_of(das), group, slots)
+        self._replicas = Replicas(range(engines), das.shares_history, group, slots)
         self._orders = [start_order(das, group) if self._ours else None for _ in range(engines)]
         self._log = LengthLog()
-        self._expected = Expected()
         self._loads = np.zeros(engines, dtype=np.int64)
         self.rng = np.random.default_rng(seed)
         """Of the order in which requests arrive."""
@@ -47,7 +46,7 @@ class Router:
         engines, priorities = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         for i, problem in enumerate(requests.problem[rows].tolist()):
             if self._ours:
-                engine = self._replicas.pick(problem, self._expected[problem], problem in self._expected)
+                engine = self._replicas.pick(problem)
             else:
                 engine = int(self._loads.argmin())
             self._loads[engine] += 1
@@ -66,6 +65,6 @@ class Router:
     def sync(self, version: int, responses: Responses) -> None:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        self._expected = Expected(self._log.predictions())
+        self._replicas.expected = Expected(self._log.predictions())
         for order in filter(None, self._orders):
-            order.refresh(self._expected, version)
+            order.refresh(self._replicas.expected, version)

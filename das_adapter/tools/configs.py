@@ -29,12 +29,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
     Raises:
         ConfigError: it can't be read.
     """
-    import yaml
-
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    raw = config.read(str(path))
     keys = raw if isinstance(raw, Mapping) else {}
     parents = keys.get("defaults") or []
     files = [parent for parent in ([parents] if isinstance(parents, str) else parents) if str(parent).endswith("ml")]
@@ -44,7 +39,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
         return VERL, _composed(path, overrides)
     if overrides:
         raise ConfigError(f"{path}: found a block alone and {overrides[0]!r}, which is for the config of a host")
-    return None, config.read(str(path))
+    return None, raw
 
 
 def _composed(path: Path, overrides: Sequence[str]) -> Any:

@@ -8,14 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
 from das_adapter.core.native import native
 from das_adapter.errors import DasError, UnsupportedHost
-
-_DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,14 @@ class Finding:
 
 
 def changes() -> list[dict[str, Any]]:
-    """List the attributes that are replaced in or added to the installed packages (see `patching.Change`)."""
-    return [asdict(change) for change in patching.changes() if importlib.util.find_spec(change.target.split(".")[0])]
+    """List the attributes that are replaced in or added to the installed packages: by which patch, what it needs, what
+    fails without it, and when it can go."""
+    return [
+        {"patch": p.replacement.__name__, "target": target, "needs": p.needs, "since": p.since, **p.reasons}
+        for p in patching.patches()
+        for target in p.targets
+        if importlib.util.find_spec(target.split(".")[0])
+    ]
 
 
 def examine() -> Iterator[Finding]:
@@ -38,9 +42,7 @@ def examine() -> Iterator[Finding]:
     yield _native_core()
     yield from map(_host, compat.HOSTS)
     if compat.version("vllm") and not compat.missing("vllm"):
-        yield _engine_process()
-        run = subprocess.run([sys.executable, "-P", "-c", _DEVICE], capture_output=True, text=True, check=False)
-        yield Finding("equal tokens", "ok", equality(run.stdout.strip(), os.environ))
+        yield from _engine_process()
 
 
 def _native_core() -> Finding:
@@ -84,6 +86,8 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
 
 
 _ENGINE_START = """
+import torch
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "", flush=True)
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
@@ -92,10 +96,10 @@ import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 """
 
 
-def _engine_process() -> Finding:
+def _engine_process() -> Iterator[Finding]:
     """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
     run = subprocess.run([sys.executable, "-P", "-c", _ENGINE_START], capture_output=True, text=True, check=False)
-    if run.returncode:
-        reason = run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit code {run.returncode}"
-        return Finding("plug-in in an engine process", "broken", reason)
-    return Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
+    reason = [f"exit code {run.returncode}", *run.stderr.strip().splitlines()][-1]
+    works = Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
+    yield replace(works, state="broken", detail=reason) if run.returncode else works
+    yield Finding("equal tokens", "ok", equality(run.stdout.partition("\n")[0], os.environ))

@@ -1,4 +1,4 @@
-"""`das-adapter report`: a run's decision logs as figures and one page, which needs no network.
+"""`das-adapter report`: a run's decision logs as three sentences, as figures, and as one page, which needs no network.
 
 The page is a static template, in which plotly draws the figures that are put into it as JSON.
 """
@@ -17,11 +17,12 @@ from das_adapter import __version__
 from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
-from das_adapter.tools.advice import sentences
 
-MAX_BARS = 2000
-"""Maximum number of requests drawn, the last to end."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
+MOST = 0.5
+"""A share that is most of something."""
+LOW = 0.3
+"""Share of a neural drafter's tokens, under which its weights are probably not the policy's."""
 
 
 def write(rollouts: list[Rollout], out: Path) -> Path:
@@ -71,19 +72,8 @@ def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
         "saved": steps,
         "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
         "history": [step for step in steps if step["history_tokens"] is not None],
-        "timeline": _timeline(rollouts),
+        "timeline": series.timeline(rollouts),
     }
-
-
-def _timeline(rollouts: list[Rollout]) -> dict[str, Any]:
-    """Return the numbers of the last rollout in which a request ended; empty: none has, the run began just now."""
-    versions = [r.version for r in rollouts if r.requests]
-    if not versions:
-        return {}
-    last = max(versions)
-    timeline = series.timeline([r for r in rollouts if r.version == last])
-    of = f"before weight version {last}" if last >= 0 else "at the end of the log"
-    return {"of": of, "first": max(0, len(timeline["requests"]) - MAX_BARS), **timeline}
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
@@ -94,3 +84,53 @@ def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
     if not any(kind == "alarm" for kind, _, _ in notes):
         said.insert(0, '<p class="note">No alarm: nothing in the log sets das/health to 0.</p>')
     return "".join(said)
+
+
+def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
+    """Say what drafts saved, where time was lost, and what to change, each under its head; `rollouts`: of a run, one or
+    more."""
+    steps, each = [step for r in rollouts for step in r.steps], series.by_training_step(rollouts)
+    seconds, gain, idle = (sum(s[f"{name}_seconds"] for s in each) for name in ("decode", "saved", "plain"))
+    if gain > 0:
+        saved = f"about {gain:,.1f} s of {seconds + gain:,.1f} s of decoding ({gain / (seconds + gain):.0%})"
+    elif any(r.end for r in rollouts):
+        saved = f"nothing; drafts cost {-gain:,.1f} s beside {seconds + gain:,.1f} s of decoding"
+    else:
+        saved = "not known before the first weight sync"
+    plain, drafted = [s for s in steps if not s.drafted], sum(s.drafted for s in steps)
+    idle /= max(seconds, 1e-9)
+    lost = [f"{idle:.0%} of the decoding time passed in steps without drafts"]
+    if drafted:
+        lost.append(f"{1 - sum(s.accepted for s in steps) / drafted:.0%} of the draft tokens were rejected")
+    if requests := _counted(rollouts, "requests"):
+        hits = _counted(rollouts, "hits") / requests
+        lost.append(f"{1 - hits:.0%} of the requests began without history of their problem")
+    pace, load = series.tokens_per_forward(rollouts), sum(s.requests for s in plain) / max(1, len(plain))
+    change = _change(rollouts, gain, load if idle > MOST else None)
+    return [
+        ("Saved", f"{saved}; a request got {pace:.2f} tokens from a forward pass."),
+        ("Lost", f"{', '.join(lost)}."),
+        ("To change", change),
+    ]
+
+
+def _counted(rollouts: Sequence[Rollout], name: str) -> int:
+    return sum(c.get(f"history_{name}", 0) for r in rollouts for c in r.counts)
+
+
+def _change(rollouts: Sequence[Rollout], gain: float, load: float | None) -> str:
+    """Return the first advice that fits; `load`: requests of a step without drafts, where most time passed in these."""
+    if alarms := [reason for kind, reason, _ in series.notes(rollouts) if kind == "alarm"]:
+        return f"begin with the alarm: {alarms[-1]}."
+    for rate in series.by_source(rollouts):
+        if rate.kind == "neural drafter" and rate.share < LOW:
+            return f"das.draft.weights: trainer; {rate.share:.0%} of the neural drafter's tokens were accepted."
+    visits = series.by_visit(rollouts)
+    first = len(visits.get(1, ())) / max(1, sum(map(len, visits.values())))
+    if first > MOST:
+        return f"nothing yet: {first:.0%} of the requests were the first of their problem; later ones draft better."
+    if gain <= 0 and any(r.end for r in rollouts):
+        return "drafts do not pay here: `drafter: none` decodes as the host does alone."
+    if load is not None:
+        return f"fewer requests an engine: {load:.0f} ran in steps without drafts, for which drafts do not pay."
+    return "nothing: drafts are accepted and pay."

@@ -13,6 +13,9 @@ from das_adapter.core.length import LengthClass
 from das_adapter.protocol.decision_log import Request, Rollout
 from das_adapter.protocol.metrics import faults, figures
 
+MAX_BARS = 2000
+"""Maximum number of requests drawn."""
+
 
 class Rate(NamedTuple):
     """Draft tokens of one kind, and those of them that were accepted."""
@@ -104,14 +107,19 @@ def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
 
 
 def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Add up the engines' batches of one rollout over time; times in seconds from its begin.
+    """Add up the engines' batches of the last rollout in which a request ended; times in seconds from its begin.
 
     Returns:
-        `requests`: r rows in the order of their ends: predicted length class, begin, end, tokens, accepted of drafts;
-        `at`, float64 [2 r]: begin or end of a request; `running`, int64 [2 r]: requests that run from then on; `bins`,
-        float64 [b + 1]: edges of equal intervals, at most 300; `accepted` and `rejected`, float64 [b]: draft tokens of
-        a decode step, mean of the interval's steps.
+        Empty: none has, the run began just now. Else `of`: which it is; `requests`: r rows in the order of their ends:
+        predicted length class, begin, end, tokens, accepted of drafts; `first` of those to draw; `at`, float64 [2 r]:
+        begin or end of a request; `running`, int64 [2 r]: requests that run from then on; `bins`, float64 [b + 1]:
+        edges of equal intervals, at most 300; `accepted` and `rejected`, float64 [b]: draft tokens of a decode step,
+        mean of the interval's steps.
     """
+    last = max((r.version for r in rollouts if r.requests), default=None)
+    if last is None:
+        return {}
+    rollouts = [r for r in rollouts if r.version == last]
     requests = sorted((q for r in rollouts for q in r.requests), key=lambda request: request.end)
     start = min(t for r in rollouts for t in (r.steps[0].begin, *(q.begin for q in r.requests)))
     events = sorted([(q.begin - start, 1) for q in requests] + [(q.end - start, -1) for q in requests])
@@ -121,6 +129,8 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     many = np.maximum(np.histogram(steps[:, 0], edges)[0], 1)
     drafted, accepted = (np.histogram(steps[:, 0], edges, weights=steps[:, i])[0] / many for i in (1, 2))
     return {
+        "of": f"before weight version {last}" if last >= 0 else "at the end of the log",
+        "first": max(0, len(requests) - MAX_BARS),
         "requests": [
             (LengthClass(q.length_class).name.lower(), q.begin - start, q.end - start, q.tokens, q.accepted)
             for q in requests

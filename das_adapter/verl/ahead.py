@@ -12,7 +12,8 @@ import copy
 import logging
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +22,8 @@ import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.backoff import Backoff
+from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.service.look_ahead import LookAhead
-from das_adapter.verl import tracking
 
 logger = logging.getLogger("das_adapter")
 
@@ -61,6 +61,49 @@ def no_effect(trainer: Any) -> str | None:
     return None
 
 
+class LookAhead:
+    """A host's stateful data loader, of which the next batches of an epoch can be seen before they are taken. Whoever
+    takes batches or saves the state finds what the loader alone would give: what was only seen is not taken yet."""
+
+    def __init__(self, loader: Any) -> None:
+        """`loader`: torchdata's `StatefulDataLoader`, or one like it."""
+        self._loader, self._iterator = loader, iter(())
+        self._seen = deque[tuple[Any, Future[Any]]]()
+        """The loader's state before each batch that was read and is not taken yet; and the batch, or what was raised in
+        its place: at the end of an epoch, `StopIteration`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not yet there in a copy
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> LookAhead:
+        self._seen.clear()
+        self._iterator = iter(self._loader)
+        return self
+
+    def __next__(self) -> Any:
+        return self._seen.popleft()[1].result() if self._seen else next(self._iterator)
+
+    def peek(self, count: int) -> list[Any]:
+        """Return the batches that are taken next, at most so many: fewer where the epoch ends before, or one can't be
+        read, which is an error when it is taken."""
+        while len(self._seen) < count and not (self._seen and self._seen[-1][1].exception()):
+            self._seen.append((self._loader.state_dict(), batch := Future[Any]()))
+            try:
+                batch.set_result(next(self._iterator))
+            except Exception as error:
+                batch.set_exception(error)
+        return [batch.result() for _, batch in self._seen if not batch.exception()]
+
+    def state_dict(self) -> Any:
+        """Return the state in which the batch that is taken next has not been read."""
+        return self._seen[0][0] if self._seen else self._loader.state_dict()
+
+
 class Ahead:
     """Shows agent loop workers the batches of the next steps."""
 
@@ -70,6 +113,8 @@ class Ahead:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train_dataloader = self._batches = LookAhead(trainer.train_dataloader)
+        self.repeated: float | None = None
+        """Share of what was written ahead that was repeated, as logged last; None: none was, or it is judged."""
         self._pays = Backoff(_REST, _LONGEST)
         self._shown = 0
         """The last step whose batch they were shown."""
@@ -99,7 +144,7 @@ class Ahead:
 
     def worth(self) -> bool:
         """Whether what was written ahead in the last steps was repeated; what of it is left at rest is not judged."""
-        step, repeated = self._trainer.global_steps, tracking.logged.pop("das/run_ahead_repeated", None)
+        step, repeated, self.repeated = self._trainer.global_steps, self.repeated, None
         if repeated is not None and self._pays.due(step):
             if repeated < LEAST:
                 self._pays.done(step)
@@ -195,7 +240,7 @@ class Writing:
             self.task = asyncio.create_task(self._run())
 
     def stop(self, step: int) -> None:
-        """Begin nothing more for a step and those before it."""
+        """Begin nothing more for a step that begins, and those before it."""
         for over in [number for number in self._waiting if number <= step]:
             self._waiting.pop(over).clear()
 
@@ -236,8 +281,10 @@ async def _drop(*_: Any, **__: Any) -> None:
     """Take the output of an agent loop that has asked for nothing."""
 
 
-def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
-    """Return the method `AgentLoopWorker.das_write_ahead(self, batch)`, which begins to write ahead for a batch."""
+@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead", since="0.9.1", adds=True)
+def write_ahead(stock: None) -> Any:
+    """Without it the trainer cannot show agent loop workers the next batch. Remove this patch when veRL lets plug-ins
+    add methods to its agent loop workers."""
 
     async def das_write_ahead(self: Any, batch: Any) -> None:
         try:
@@ -248,13 +295,6 @@ def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
             logger.exception("das: a step is not written ahead")
 
     return das_write_ahead
-
-
-def stop(worker: Any, step: int) -> None:
-    """Write nothing more ahead for a step that begins in a worker."""
-    writing: Writing | None = getattr(worker, "das_writing", None)
-    if writing is not None:
-        writing.stop(step)
 
 
 async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:

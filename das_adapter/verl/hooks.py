@@ -5,12 +5,22 @@ Nothing of veRL is imported here: each patch waits until veRL itself imports the
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
+import shutil
+import threading
+from pathlib import Path
 from typing import Any
 
 from das_adapter import compat
 from das_adapter.patching import patch, when_imported
-from das_adapter.verl import ahead, checkpoint, identity, settings, tracking
+from das_adapter.verl import ahead, identity, settings
+
+logger = logging.getLogger("das_adapter")
+
+followed = threading.Event()
+"""Set where this process trains a run with an active block, whose logger gets the rollouts' figures."""
 
 # Wrappers of what Ray ships are plain functions: it pickles the methods of actor classes and task runners, and pickle
 # strips a wrapt proxy off.
@@ -33,13 +43,6 @@ def check_at_start(stock: Any) -> Any:
     return check_first
 
 
-@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead", since="0.9.1", adds=True)
-def write_ahead(stock: Any) -> Any:
-    """Without it the trainer cannot show agent loop workers the next batch. Remove this patch when veRL lets plug-ins
-    add methods to its agent loop workers."""
-    return ahead.add_writing(stock)
-
-
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
     """Without it `routing` does nothing. Remove this patch when veRL lets the config choose the load
@@ -55,16 +58,117 @@ def route_requests(stock: Any) -> Any:
     return init
 
 
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint",
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.load_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
+def load_history(stock: Any) -> Any:
+    """Without it a resumed run starts cold, and the logger does not know of the block: a checkpoint is loaded at every
+    start, before the first weight sync. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
+    if inspect.iscoroutinefunction(stock):
+
+        async def load_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await stock(self, *args, **kwargs)
+            _begin(self)
+            return result
+
+        return load_async
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        _begin(self)
+        return result
+
+    return load
+
+
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint",
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
+def save_history(stock: Any) -> Any:
+    """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        try:
+            _save(self)
+        except Exception:  # the trainer's checkpoint is whole
+            logger.exception("das: the history was not saved with the checkpoint")
+        return result
+
+    return save
+
+
+@patch("verl.utils.tracking:Tracking.log", since="0.9.1", needs="data, step, backend")
+def log_figures(stock: Any) -> Any:
+    """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
+    metrics to a step."""
+
+    def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
+        of_training = any(key.startswith(("actor/", "critic/")) for key in data)  # not of a validation or a sync
+        if followed.is_set() and of_training:
+            from das_adapter.service import ledger
+
+            figures = ledger.metrics(step)
+            data = {**data, **figures}
+            if run := ahead.Ahead.running:
+                run.repeated = figures.get("das/run_ahead_repeated")
+        return stock(self, data=data, step=step, backend=backend)
+
+    return log
+
+
+def _begin(trainer: Any) -> None:
+    """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
+    das = settings.of_run(trainer.config)
+    if das is not None:
+        followed.set()
+        ahead.Ahead.begin(trainer, das)
+    if das is None or not das.saves_history:
+        return
+    from das_adapter.service import checkpoint
+
+    config, step, resumed = trainer.config.trainer, _step(trainer), None
+    if config.resume_mode != "disable" and step:
+        resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
+    facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
+    checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
+
+
+def _save(trainer: Any) -> None:
+    das = settings.of_run(trainer.config)
+    if das is None or not das.saves_history:
+        return
+    from das_adapter.service import checkpoint
+
+    folder = _folder(trainer)
+    checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
+    seen = (folder / "actor").exists()  # not where each node saves on a disk of its own
+    for old in folder.parent.glob("global_step_*") if seen else ():
+        if not (old / "actor").exists():  # veRL has removed it
+            for left in old.glob(f"{checkpoint.NAME}*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _folder(trainer: Any) -> Path:
+    return Path(trainer.config.trainer.default_local_dir).absolute() / f"global_step_{_step(trainer)}"
+
+
+def _step(trainer: Any) -> int:
+    """The trainer's step as checkpoints count it; the fully asynchronous one counts weight versions."""
+    return int(getattr(trainer, "current_param_version", trainer.global_steps))
+
+
 HOOKS = (
-    *(check_at_start, identity.name_batches, identity.name_awaited_batches, identity.follow_samples),
-    *(
-        identity.label_requests,
-        write_ahead,
-        route_requests,
-        checkpoint.save_history,
-        checkpoint.load_history,
-        tracking.log_figures,
-    ),
+    *(check_at_start, route_requests, load_history, save_history, log_figures, ahead.write_ahead),
+    *(identity.name_batches, identity.name_awaited_batches, identity.follow_samples, identity.label_requests),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 

@@ -144,8 +144,9 @@ def follow_samples(stock: Any) -> Any:
             validate=bool(trajectory.get("validate")),
             job=kwargs.pop("das_job", None),
         )
-        if not (sample.validate or sample.job):
-            ahead.stop(self, sample.step)
+        writing: ahead.Writing | None = getattr(self, "das_writing", None)
+        if writing and not (sample.validate or sample.job):
+            writing.stop(sample.step)
         token = _current.set(sample)
         try:
             return await stock(self, sampling_params, trajectory, **kwargs)

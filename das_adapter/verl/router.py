@@ -8,8 +8,7 @@ from typing import Any
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected
-from das_adapter.core.routing import NO_SIBLINGS, Replicas, worth_of
+from das_adapter.core.routing import Replicas
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 
@@ -31,9 +30,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
         self._longest_first = self.das.routing == "longest_first"
-        worth, group = (worth_of(self.das), self.group) if self._longest_first else (NO_SIBLINGS, 1)
-        self._replicas = Replicas(servers, worth, group, self.slots)
-        self._expected = Expected()
+        siblings, group = (self.das.shares_history, self.group) if self._longest_first else (False, 1)
+        self._replicas = Replicas(servers, siblings, group, self.slots)
         self._problems: dict[str, int] = {}
         """Of the requests in flight."""
         self._acquired = 0
@@ -55,19 +53,18 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
-            self._expected = ledger.expected(timeout=5) or self._expected
+            self._replicas.expected = ledger.expected(timeout=5) or self._replicas.expected
         if not any(self._inflight_requests.values()):
             self._ended.clear()
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem
-        length, known = self._expected[problem], problem in self._expected
         server = self._request_id_to_server.get(request_id)
         if server in self._inflight_requests:
-            self._replicas.stay(server, problem, length, known)
+            self._replicas.stay(server, problem)
         else:
             in_group = self._longest_first and label.record and label.problem is not None
-            server = self._replicas.pick(problem, length, known, group=None if in_group else 1)
+            server = self._replicas.pick(problem, group=None if in_group else 1)
         self._problems[request_id] = problem
         self._request_id_to_server[request_id] = server
         self._inflight_requests[server] += 1

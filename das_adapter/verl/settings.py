@@ -6,6 +6,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
+from das_adapter.config_errors import check_host
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments
 
@@ -34,13 +35,10 @@ def check(config: Any) -> DasConfig | None:
     if das is None:
         return None
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "vllm":
-        raise ConfigError(f"{BLOCK}: found {ROLLOUT}.name={rollout.name!r}, allowed: 'vllm'")
-    if _get(_get(rollout, "disaggregation"), "enabled"):
-        raise ConfigError(
-            f"{BLOCK}: found {ROLLOUT}.disaggregation.enabled=True, whose replicas take the place of "
-            "das-adapter's; allowed: False"
-        )
+    check_host(BLOCK, f"{ROLLOUT}.name", rollout.name, "vllm")
+    check_host(
+        BLOCK, f"{ROLLOUT}.disaggregation.enabled", _get(_get(rollout, "disaggregation"), "enabled"), False, None
+    )
     given = _get(_get(rollout, "engine_kwargs"), "vllm") or {}
     refuse_arguments(das, BLOCK, f"{ROLLOUT}.engine_kwargs.vllm", given)
     mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")

@@ -64,7 +64,10 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor_rollout_ref.rollout.name=sglang"], "found actor_rollout_ref.rollout.name='sglang', allowed: 'vllm'"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "found actor_rollout_ref.rollout.name='sglang' beside it, allowed: 'vllm'",
+        ),
         (["+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram"], "both choose a drafter"),
         (["+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=true"], "async_scheduling=True, which vLLM"),
         (["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"], "both choose"),

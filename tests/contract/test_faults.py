@@ -460,6 +460,7 @@ def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
     engine = Refitted()
     das = test_history.parse(test_history.DAS)
     hooks = SyncEngineHooks(engine, das, source="1")
+    hooks.start()
     for answers in ([True, False], RuntimeError("a rank died"), [True, True], [{"loaded": 3}], [None, None]):
         engine.answers = answers
         try:
@@ -479,7 +480,7 @@ def test_a_batch_does_not_wait_for_the_history_of_other_nodes(run: Run) -> None:
     problem, history = run.write(1, home=1), run.figures(1)["pid"]
     run.goes_on(problem)
     engine = Refitted()
-    SyncEngineHooks(engine, test_history.parse(test_history.DAS), source="2")
+    SyncEngineHooks(engine, test_history.parse(test_history.DAS), source="2").start()
     engine.collective_rpc("update_weights_via_ipc_zmq")
     os.kill(history, signal.SIGSTOP)
     generate()

@@ -37,7 +37,7 @@ from das_adapter.service import session  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
 from das_adapter.service.session import Session  # noqa: E402
-from das_adapter.verl import checkpoint  # noqa: E402
+from das_adapter.verl import hooks  # noqa: E402
 
 DAS = {"drafter": "history", "history": {"max_bytes": "64MiB"}}
 CONFIG = HistoryConfig(max_bytes=2**26)
@@ -384,27 +384,27 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: None, tmp_pa
         return self.global_steps
 
     for step in (2, 4):
-        checkpoint.save_history.replacement(save)(trainer(tmp_path, step))
+        hooks.save_history.replacement(save)(trainer(tmp_path, step))
     assert all((tmp_path / f"global_step_{step}" / saved.NAME / saved.INDEX).exists() for step in (2, 4))
     (tmp_path / "global_step_2" / "actor").rmdir()  # veRL keeps so many
-    checkpoint.save_history.replacement(save)(trainer(tmp_path, 6))
+    hooks.save_history.replacement(save)(trainer(tmp_path, 6))
     assert not (tmp_path / "global_step_2" / saved.NAME).exists()
     assert (tmp_path / "global_step_4" / saved.NAME).exists()
     here = tmp_path / "weights are elsewhere" / "global_step_2"
     here.mkdir(parents=True)
-    checkpoint.save_history.replacement(lambda self: None)(trainer(here.parent, 2))
+    hooks.save_history.replacement(lambda self: None)(trainer(here.parent, 2))
     assert (here / saved.NAME / saved.INDEX).exists()
 
     try:
-        assert asyncio.run(checkpoint.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
+        assert asyncio.run(hooks.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
         assert ray.get(ledger().start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
-        checkpoint.load_history.replacement(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
+        hooks.load_history.replacement(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
         assert ray.get(ledger().start.remote())[0] == warm
     finally:
         ray.get(ledger().start_from.remote(None))
     with pytest.raises(DasError, match=r"custom.das.history.load: found no history in '/nowhere'"):
-        checkpoint.load_history.replacement(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
+        hooks.load_history.replacement(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
 
 
 SCRIPT = """

@@ -65,7 +65,7 @@ def run(ray_address: str) -> Run:
             generation, engine = config.policy["generation"], Engine()
             das = settings.of_generation(generation)
             assert das is not None
-            SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP])
+            SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP]).start()
             engine.collective_rpc(REFIT)
             yield engine
         finally:

@@ -325,7 +325,7 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
     class Generation(DasVllmGeneration):
         def __init__(self) -> None:
             self.das, self._labeller, self._validating = block(), Labeller(0), False
-            self._longest_first, self._expected, self._expected_until = True, Expected(), math.inf
+            self._longest_first, self._expected_until = True, math.inf
             self._replicas = replicas
 
         def __del__(self) -> None:

@@ -18,7 +18,7 @@ from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.core.length import RESPONSE
 from das_adapter.errors import DasError
 from das_adapter.service import checkpoint
-from das_adapter.verl import checkpoint as verl
+from das_adapter.verl import hooks
 
 FACTS = {"scope": "problem", "tokenizer": "0123456789abcdef"}
 
@@ -103,7 +103,7 @@ class Broken:
 def test_an_error_after_the_save_does_not_end_the_training(tmp_path: Path, caplog: Any) -> None:
     block = {"drafter": "history"}
     trainer = trainer_of(block, tmp_path, Broken())
-    assert verl.save_history.replacement(lambda self: "saved")(trainer) == "saved"
+    assert hooks.save_history.replacement(lambda self: "saved")(trainer) == "saved"
     assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
     assert "this tokenizer has no vocabulary" in caplog.text
 
@@ -123,6 +123,6 @@ def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(saved: Path,
     trainer = trainer_of(block, tmp_path, Broken())  # nobody asks for its vocabulary
     (tmp_path / "global_step_1").mkdir()
     saved.rename(tmp_path / "global_step_1" / checkpoint.NAME)
-    verl.save_history.replacement(lambda self: None)(trainer)
-    verl.load_history.replacement(lambda self: None)(trainer)
+    hooks.save_history.replacement(lambda self: None)(trainer)
+    hooks.load_history.replacement(lambda self: None)(trainer)
     assert "das:" not in caplog.text

@@ -196,14 +196,12 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     rollouts.write_text('{"input": "1+2=", "output": "3"}\n')
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_text('{"step": 1, "da')
-    (tmp_path / "empty").mkdir()
     later = tmp_path / "later.jsonl"
     later.write_text(json.dumps({"step": 9, "data": verl_steps()[0]}) + "\n")
     for path, words in (
         (rollouts, "found no figures of training steps"),
         (damaged, "damaged.jsonl"),
-        (tmp_path, "name one; "),
-        (tmp_path / "empty", "found 0 logs"),
+        (tmp_path, "Is a directory: "),
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
         done = CliRunner().invoke(main, ["compare", str(good), str(path)])

@@ -388,7 +388,7 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {},
             {"disaggregation": {"enabled": True}},
-            "custom.das: found actor_rollout_ref.rollout.disaggregation.enabled=True, whose replicas take the place of",
+            "custom.das: found actor_rollout_ref.rollout.disaggregation.enabled=True beside it, allowed: False or None",
         ),
         (
             {},
@@ -424,11 +424,11 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
         ({"das": {"history": {"load": "x"}}}, "das.history.load: found 'x', expected a directory that exists"),
         (
             {"backend": "sglang", "das": {}},
-            "policy.generation.das: found policy.generation.backend='sglang', allowed: 'vllm'",
+            "policy.generation.das: found policy.generation.backend='sglang' beside it, allowed: 'vllm'",
         ),
         ({"das": {}, "vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
         ({"das": {"history": {"scope": "trusted"}}}, "das.history.scope: found 'trusted', which is for engines whose"),
-        ({"das": {}, "quant_cfg": "fp8"}, "found policy.generation.quant_cfg='fp8', whose workers take the place of"),
+        ({"das": {}, "quant_cfg": "fp8"}, "found policy.generation.quant_cfg='fp8' beside it, allowed: None"),
         (
             {"das": {}, "worker_extension_cls_fqn": "theirs"},
             "found policy.generation.worker_extension_cls_fqn='theirs'",

@@ -126,7 +126,7 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(recipe: Path, mo
     assert found["runs"]["routing"].endswith("das-adapter's generation class")
     assert shown(recipe, "policy.generation.das.drafter=none")["das"] is None
     for override, words in (
-        ("policy.generation.backend=sglang", "policy.generation.backend='sglang', allowed: 'vllm'"),
+        ("policy.generation.backend=sglang", "policy.generation.backend='sglang' beside it, allowed: 'vllm'"),
         ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
         ("no.such.key=1", "no.such.key"),
     ):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
+from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import plain
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
 from das_adapter.service.ledger import Ledger
@@ -50,8 +51,7 @@ def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
     counters, clock = Counters(), RolloutClock()
     for number in range(2**17 + 5):
         counters.propose_seconds.append(float(number))
-        clock.finished(0.0, float(number), seed=number, tokens=b"")
-        clock.drew(number, problem=1, start=0)
+        clock.finished(Label(1, number), 0.0, float(number), b"")
     taken = {**counters.take(), **clock.take()}
     assert [len(taken[name]) for name in ("propose_seconds", "ends", "draws")] == [2**17] * 3
     assert taken["propose_seconds"][-1] == taken["ends"][-1] == 2**17 + 4
@@ -127,7 +127,7 @@ def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
     def hashed(*responses: tuple[int, list[int]]) -> int:
         clock = RolloutClock()
         for seed, tokens in responses:
-            clock.finished(0.0, 1.0, seed, np.asarray(tokens, dtype=np.int32).tobytes())
+            clock.finished(Label(1, seed), 0.0, 1.0, np.asarray(tokens, dtype=np.int32).tobytes())
         return clock.take()["token_hash"]
 
     assert hashed((1, [5, 6]), (2, [7])) == hashed((2, [7]), (1, [5, 6]))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
-from das_adapter.tools import advice, report, run_series
+from das_adapter.tools import report, run_series
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 # What a browser has drawn: per figure its traces with decoded coordinates, and its axes' titles.
@@ -108,7 +108,7 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollou
 def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change(
     run: list[Rollout], tmp_path: Path
 ) -> None:
-    saved, lost, change = (text for _, text in advice.sentences(run))
+    saved, lost, change = (text for _, text in report.sentences(run))
     assert saved == "about 20.0 s of 180.0 s of decoding (11%); a request got 2.00 tokens from a forward pass."
     assert lost == (
         "0% of the decoding time passed in steps without drafts, 50% of the draft tokens were rejected, 50% of the "
@@ -124,7 +124,7 @@ def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change
 def changed(run: list[Rollout], **counts: Any) -> str:
     """What is advised where every engine counts this as well."""
     over = [Rollout(r.source, r.steps, r.requests, [{**c, **counts} for c in r.counts], r.end) for r in run]
-    return advice.sentences(over)[2][1]
+    return report.sentences(over)[2][1]
 
 
 def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
@@ -132,12 +132,12 @@ def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
     assert changed(run, alarm="the drafter's weights were not synced").startswith("begin with the alarm")
     assert changed(run[:4]).startswith("nothing yet: 100% of the requests were the first of their problem")
     costly = [Rollout(r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0)) for r in run if r.end]
-    assert advice.sentences(costly)[0][1].startswith("nothing; drafts cost 8.0 s beside 152.0 s of decoding")
+    assert report.sentences(costly)[0][1].startswith("nothing; drafts cost 8.0 s beside 152.0 s of decoding")
     assert "`drafter: none`" in changed(costly)
     plain = [s._replace(drafted=0, accepted=0, requests=30) for s in run[0].steps]
     resting = [Rollout(r.source, plain, r.requests, r.counts, r.end) for r in run]
     assert "fewer requests an engine: 30 ran in steps without drafts" in changed(resting)
-    begun = advice.sentences([Rollout("a", run[0].steps, run[0].requests)])
+    begun = report.sentences([Rollout("a", run[0].steps, run[0].requests)])
     assert begun[0][1].startswith("not known before the first weight sync")
 
 

@@ -20,7 +20,7 @@ from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.metrics import RolloutClock, figures
-from das_adapter.verl import ahead, identity, tracking
+from das_adapter.verl import ahead, identity
 
 ROWS = [("gsm8k", 3), ("gsm8k", 4), ("aime", 3), ("aime", 3)]
 TRAJECTORY = {"step": 2, "sample_index": 3, "rollout_n": 0, "validate": False}
@@ -94,7 +94,7 @@ class Worker:
         raise AssertionError("it would be trained on")
 
     _run_agent_loop = identity.follow_samples.replacement(ask_twice)
-    das_write_ahead = ahead.add_writing(None)
+    das_write_ahead = ahead.write_ahead.replacement(None)
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +245,7 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
 
     async def check() -> None:
         await add(worker, 2, 3, 4)
-        ahead.stop(worker, 3)
+        worker.das_writing.stop(3)
         await worker.das_writing.task
         assert [len(written) for written in ahead.texts] == [0, 0, 2]
         await add(worker, 5)
@@ -303,8 +303,8 @@ def test_the_chance_of_what_was_written_ahead_is_learned() -> None:
 def test_figures_say_how_much_was_repeated() -> None:
     clocks = [RolloutClock() for _ in range(3)]
     texts = {name: np.array(ids, dtype=np.int32).tobytes() for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()}
-    clocks[0].repeated(texts["a"], texts["a"])
-    clocks[1].repeated(texts["a"], texts["b"])
+    for clock, text in zip(clocks, ("a", "b"), strict=False):
+        clock.finished(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
     found = figures([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
@@ -339,13 +339,13 @@ def test_where_the_next_batch_is_not_known_it_says_so(config: dict[str, Any], wh
     assert said is None if why is None else why in (said or "")
 
 
-def test_it_rests_where_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_rests_where_nothing_is_repeated() -> None:
     trainer = SimpleNamespace(global_steps=0, train_dataloader=[])
     run, shown = ahead.Ahead(trainer), list[bool]()
     for step in range(40):
         trainer.global_steps = step
         written = any(shown[-1 - ahead.STEPS : -1])  # steps after the one that begins were shown, too
-        monkeypatch.setattr(tracking, "logged", {"das/run_ahead_repeated": 0.01} if written else {})
+        run.repeated = 0.01 if written else None
         shown.append(run.worth())
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
 

@@ -225,14 +225,18 @@ def test_labellers_of_nemo_rl_and_of_strangers_draw_apart() -> None:
 
 def test_equal_noise_on_any_replica_is_a_fault() -> None:
     """Also a validation's, which no history takes: a mean over 32 samples would be one sample 32 times."""
+
+    def draw(clock: RolloutClock, seed: int, problem: int, start: int) -> None:
+        clock.finished(Label(problem, seed, start=start, record=clock is first), 0.0, 1.0, b"")
+
     first, second = RolloutClock(), RolloutClock()
-    first.drew(seed=7, problem=1, start=3)
-    first.drew(seed=7, problem=1, start=9)  # a later turn
-    first.drew(seed=8, problem=1, start=3)
-    second.drew(seed=7, problem=2, start=3)
+    draw(first, seed=7, problem=1, start=3)
+    draw(first, seed=7, problem=1, start=9)  # a later turn
+    draw(first, seed=8, problem=1, start=3)
+    draw(second, seed=7, problem=2, start=3)
     assert "draws" not in faults([first.take(), second.take()])
-    first.drew(seed=7, problem=1, start=3)
-    second.drew(seed=7, problem=1, start=3)
+    draw(first, seed=7, problem=1, start=3)
+    draw(second, seed=7, problem=1, start=3)
     found = faults([first.take(), second.take()])
     assert "1 of 2 responses drew the noise of another request" in found["draws"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_what_cannot_be_left_is_kept_for_the_next_time(caplog: Any) -> None:
 
 def test_what_could_not_be_left_is_left_with_what_is_written_next(monkeypatch: Any) -> None:
     left, timers = [], []
-    monkeypatch.setattr(spool, "later", lambda _, act: timers.append(act))
+    monkeypatch.setattr(spool.threading, "Timer", lambda _, act: SimpleNamespace(start=lambda: timers.append(act)))
     gathered = Gathered(lambda batch: left.extend(batch) if len(timers) > 1 else 1 / 0)
     for text in SOME:
         gathered.add(text)
