@@ -68,9 +68,11 @@ class Engine:
             num_spec_tokens=MOST,
             effective_drafter_max_model_len=LONGEST,
             query_start_loc=SimpleNamespace(),
+            speculative_config=SimpleNamespace(),
+            propose_draft_token_ids=print,
             get_model=lambda: None,
         )
-        host: Any = SimpleNamespace(runner=self.runner, ranks=1)
+        host: Any = SimpleNamespace(runner=self.runner, ranks=1, propose=print)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
         self.source.load(torch.nn.Module())
 

@@ -15,10 +15,9 @@ from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 from das_adapter.engine.v1 import verification  # noqa: E402
-from das_adapter.engine.v1.draft_sample import draw  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v1.model_source import ModelSource, of_draft_tokens  # noqa: E402
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler  # noqa: E402
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, draw  # noqa: E402
 
 SAMPLES = 2000
 VOCABULARY, DRAFTED = 50, [3, 0, 7, 2, 1, 5]

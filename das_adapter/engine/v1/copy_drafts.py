@@ -10,10 +10,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource, queries
-from das_adapter.engine.v1.verification import beside
+from das_adapter.engine.v1.verification import beside, draw
 
 
 class CopySource(ModelSource):
@@ -28,7 +27,7 @@ class CopySource(ModelSource):
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
-        runner, keyed = self._drafter.runner, self._drafter.config.keyed
+        runner, keyed = self.runner, self._drafter.config.keyed
         drafts: list[list[int]] = [[] for _ in rows]
         drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
         at = np.arange(len(rows))
@@ -58,7 +57,7 @@ class CopySource(ModelSource):
     def _pass(self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return hidden states [rows, width] of some rows of the batch after one more token of each; `rows`, and the
         tokens' `ids` and `positions`: int64 [rows]."""
-        runner = self._drafter.runner
+        runner = self.runner
         batch, device = runner.input_batch, runner.device
         which = torch.from_numpy(rows).to(device)
         metadata, slots = {}, {}

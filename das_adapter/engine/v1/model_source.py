@@ -29,6 +29,11 @@ class ModelSource:
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
         vLLM's own noise verifies it."""
 
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        return self._drafter.runner
+
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
@@ -42,7 +47,7 @@ class ModelSource:
         if not drawn_with:
             return None
         metadata, _, *others = given
-        req_ids = self._drafter.runner.input_batch.req_ids
+        req_ids = self.runner.input_batch.req_ids
         return metadata, of_draft_tokens(drawn_with, req_ids, metadata), *others
 
     def draft(
