@@ -98,11 +98,6 @@ class Bar(NamedTuple):
         return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
 
 
-SOURCE = Path(__file__).resolve().parents[2]
-CONTRACT = SOURCE / "tests" / "contract"
-"""The contract tests. A wheel has none: what compares with their references is not run there."""
-
-
 def has_vllm() -> bool:
     """Whether vLLM is installed."""
     try:
@@ -140,17 +135,14 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     return _STARTED[-1]
 
 
-def apart(
-    plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, fresh: bool = False
-) -> Any:
-    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns; `fresh`:
-    one that has imported nothing.
+def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
+    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns.
 
     Raises:
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
+    context: Any = multiprocessing.get_context("spawn")
     heard, told = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(told, env or {}, work, args))
     process.start()

@@ -1,20 +1,17 @@
-"""`index`: the history's kernels on vLLM's V2 runner: their drafts against the plain reference's, and what a
-proposal takes."""
+"""`index`: what a proposal of the history's kernels on vLLM's V2 runner takes."""
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Found, Plan, apart
+from das_adapter.bench.engines import SHAPES, Bar, Found, Plan, apart
 from das_adapter.bench.kernel import microseconds
 
-GROUP, STEPS, COMPARED = 16, 16, 8
+GROUP, STEPS = 16, 16
 
 
 class World:
@@ -63,11 +60,11 @@ class World:
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Run the part; where there is no GPU, in Triton's interpreter."""
-    yield apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
+    yield apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {})
 
 
 def index(plan: Plan) -> Found:
-    """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
+    """Time a proposal, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, Any] = {}
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
@@ -77,10 +74,9 @@ def index(plan: Plan) -> Found:
         world, (_, length, asked) = World(plan, *world_of, device), world_of
         if device == "cuda":
             world.index.capture([asked])
-        drafts, real = world.draft().cpu(), world.index.real[:asked].cpu()
+        world.draft()
         rows[f"{asked} x {length}"] = {
-            "wrong": _wrong(plan, *world_of, drafts),
-            "drafted": float(real.float().mean()),
+            "drafted": float(world.index.real[:asked].float().mean()),
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
             "proposal_us": microseconds(world.draft),
         }
@@ -88,7 +84,6 @@ def index(plan: Plan) -> Found:
 
 
 BARS = (
-    Bar("requests whose drafts differ from the reference's", 0, lambda f: sum(r["wrong"] for r in f["rows"].values())),
     Bar(
         "microseconds of a proposal for 256 requests of 4096 tokens",
         150,
@@ -101,21 +96,3 @@ BARS = (
     ),
     Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["rows"].values())),
 )
-
-
-def _wrong(plan: Plan, batch: int, length: int, asked: int, drafts: torch.Tensor) -> int | None:
-    """Count the first requests whose drafts are others than those of the same world in NumPy; None: a wheel has no
-    reference."""
-    if not CONTRACT.is_dir():
-        return None
-    sys.path.insert(0, str(CONTRACT))
-    from device_reference import launch
-
-    plain = World(plan, batch, length, asked, "cpu")
-    plain.index._launch = functools.partial(_some, launch, plain.index)  # type: ignore[method-assign]
-    expected = plain.draft()[:COMPARED]
-    return int((drafts[:COMPARED] != expected).any(1).sum())
-
-
-def _some(launch: Any, index: Any, requests: int) -> None:
-    launch(index, min(requests, COMPARED))

@@ -12,15 +12,14 @@ provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure i
 measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
 failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
-    kernel   0.5  the sampling kernel against its definition, and its time
-    index    1    the history's kernels (V2 runner) against their reference, and their time
+    kernel   0.5  the time of the sampling kernel
+    index    1    the time and the memory of the history's kernels (V2 runner)
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
     lossless 2    equal tokens behind long prompts
     copy     2    quantising the policy, and its copy after sleep
 
-The first two need no vLLM, but PyTorch, Triton and NumPy alone. A wheel has no references: what compares with them runs
-from the source.
+The first two need no vLLM, but PyTorch, Triton and NumPy alone.
 """
 
 from __future__ import annotations
@@ -70,13 +69,6 @@ def measured(name: str, plan: Plan, traces: Path | None) -> Found:
         return content | {"state": "failed", "why": why, "error": traceback.format_exc()}
 
 
-def import_for_forks() -> None:
-    """Import what takes seconds, once for all engines of a test."""
-    import vllm.model_executor.models.qwen2
-    import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
 def judge(name: str, content: Found) -> list[str]:
     """Add the verdicts to what a part has measured and print them; return them, and `failed` or `cut short` of a part
     that did not end."""
@@ -111,10 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.parts) - {*PARTS}):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    made = apart(TINY, provenance, fresh=True)  # it asks the GPU, which this process must not use
+    made = apart(TINY, provenance)  # it asks the GPU, which this process must not use
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.shape == "tiny" and has_vllm():
-        import_for_forks()
     plans = {shape: Plan(shape) for shape in SHAPES} | {"tiny": TINY}
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
