@@ -49,7 +49,7 @@ class World:
         self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
         self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
         while self.index.arena.unsealed:  # a piece in each step
-            self.index.bringer.step(sealed)
+            self.index.arena.bring(sealed)
         self.slots = torch.arange(asked, device=device)
         self.sampled = torch.ones(asked, dtype=torch.int32, device=device)
 

@@ -11,7 +11,6 @@ from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena
-from das_adapter.engine.v2.bringing import Bringer
 
 MEMBERS = 64
 """Most texts of a problem, of running and of ended requests, that a request drafts from."""
@@ -44,11 +43,10 @@ class DeviceIndex:
         self.texts, self.device = texts, texts.device
         slots, _ = texts.shape
         closed = min(CLOSED * slots, 8192)
-        self.arena = Arena(words, slots, closed, MEMBERS)
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
         self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
-        self.bringer = Bringer(self.arena, self.words, beside=self.device.type == "cuda")
+        self.arena = Arena(self.words, slots, closed, MEMBERS, beside=self.device.type == "cuda")
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
