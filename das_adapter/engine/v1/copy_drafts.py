@@ -7,7 +7,6 @@ import time
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v1.keyed_sample import Keys
@@ -65,11 +64,9 @@ class CopySource(ModelSource):
             table = batch.block_table[gid]
             blocks = table.get_device_tensor(batch.num_reqs)[which]
             asked = queries(blocks, table.block_size, positions, positions + 1)
-            known = CommonAttentionMetadata.__dataclass_fields__.keys() & asked.keys()
-            common = CommonAttentionMetadata(**{name: asked[name] for name in known})
             for group in groups:
-                metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, common)))
-                slots.update(dict.fromkeys(group.layer_names, asked["slot_mapping"]))
+                metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, asked)))
+                slots.update(dict.fromkeys(group.layer_names, asked.slot_mapping))
         config, at = runner.vllm_config, torch.from_numpy(positions).to(device)
         with set_forward_context(metadata, config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True):
             hidden: torch.Tensor = self.copy.model(torch.from_numpy(ids).to(device), at)

@@ -155,8 +155,6 @@ class NeuralSource(ModelSource):
         which = torch.from_numpy(rows).to(runner.device)
         table = runner.input_batch.block_table[max(0, getattr(proposer, "kv_cache_gid", 0))]
         asked = queries(table.get_device_tensor(len(self._req_ids))[which], table.block_size, begins, ends)
-        metadata = self.held["common_attn_metadata"]
-        fields = {field.name for field in dataclasses.fields(metadata)}
         text = np.concatenate([tokens[row, b:e] for row, b, e in zip(rows, begins, ends, strict=True)])
         sampling = self.held["sampling_metadata"]
         of_rows = {
@@ -169,13 +167,11 @@ class NeuralSource(ModelSource):
         found: torch.Tensor = proposer.propose(
             num_speculative_tokens=passes,
             target_token_ids=torch.from_numpy(text).to(runner.device),
-            target_positions=asked["positions"],
+            target_positions=asked.positions,
             target_hidden_states=hidden,
             next_token_ids=torch.from_numpy(tokens[rows, ends]).to(runner.device),
             token_indices_to_sample=None,
-            common_attn_metadata=dataclasses.replace(
-                metadata, **{name: value for name, value in asked.items() if name in fields}
-            ),
+            common_attn_metadata=asked,
             sampling_metadata=dataclasses.replace(sampling, **of_rows),
         )
         self._read[rows] = ends
@@ -221,7 +217,7 @@ class KeyedDrafts:
 @patch(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
     since="0.24",
-    needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states, common_attn_metadata",
+    needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states",
 )
 def draft_when_it_pays(stock: Any, source: NeuralSource, propose: Callable[..., list[list[int]]]) -> Any:
     """Without it a neural drafter drafts in every step. Remove this patch when vLLM's V1 runner lets each step choose
