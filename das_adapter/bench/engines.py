@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import math
@@ -96,14 +95,6 @@ class Bar(NamedTuple):
         else:
             verdict = "kept" if content["state"] == "done" else "cut short"
         return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
-
-
-def has_vllm() -> bool:
-    """Whether vLLM is installed."""
-    try:
-        return importlib.util.find_spec("vllm") is not None
-    except ImportError:  # it is hidden
-        return False
 
 
 _STARTED: list[Any] = []
@@ -246,9 +237,3 @@ def step_seconds(
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]
     return Measured.of([max(seconds, 1e-9) / steps for seconds in differences])
-
-
-def kv_tokens(llm: Any) -> int:
-    """Return the tokens of the KV cache that an engine has room for: what its CUDA graphs take is not there."""
-    cache = llm.llm_engine.vllm_config.cache_config
-    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)

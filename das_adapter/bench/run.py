@@ -36,13 +36,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart, has_vllm
+from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
 
 PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
 TWO_SHAPES = ("gate",)
 """Parts that a small policy may not keep although a large one does."""
-WITHOUT_VLLM = ("kernel", "index")
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")
@@ -55,8 +54,6 @@ def module(part: str) -> Any:
 
 def measured(name: str, plan: Plan, traces: Path | None) -> Found:
     """Measure one part; where it fails or its time is over, what is known by then is there."""
-    if name not in WITHOUT_VLLM and not has_vllm():
-        return {"state": "done", "why": "vLLM is not installed"}
     content: Found = {}
     try:
         for found in module(name).measure(plan, traces):
