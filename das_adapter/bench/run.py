@@ -12,14 +12,13 @@ provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure i
 measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
 failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
-    kernel   0.5  the time of the sampling kernel
-    index    1    the time and the memory of the history's kernels (V2 runner)
+    kernels  1.5  the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
     lossless 2    equal tokens behind long prompts
     copy     2    quantising the policy, and its copy after sleep
 
-The first two need no vLLM, but PyTorch, Triton and NumPy alone.
+The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from typing import Any
 
 from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
 
-PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
+PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
 TWO_SHAPES = ("gate",)
 """Parts that a small policy may not keep although a large one does."""

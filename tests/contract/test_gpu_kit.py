@@ -27,7 +27,7 @@ from das_adapter.cli import main
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXACT = {
-    "index": ["bytes per sealed token"],
+    "kernels": ["bytes per sealed token"],
     "gate": ["draft tokens that undrafted steps accepted, of their tokens"],
     "replay": ["forced tokens that were not written", "errors"],
     "lossless": [
@@ -97,7 +97,7 @@ def test_a_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_path: 
 def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
-    assert set(written) == {"kernel", "index", *WITH_ENGINES}, said
+    assert set(written) == {"kernels", *WITH_ENGINES}, said
     for part, content in written.items():
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
@@ -138,9 +138,8 @@ sys.meta_path.insert(0, Missing())
 def test_the_kernels_need_no_vllm_and_next_to_no_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    written, said = kit(tmp_path, "kernel", "index", env={"PYTHONPATH": path})
-    for part in ("kernel", "index"):
-        check(part, written[part], said)
+    written, said = kit(tmp_path, "kernels", env={"PYTHONPATH": path})
+    check("kernels", written["kernels"], said)
 
 
 @pytest.fixture
@@ -270,4 +269,4 @@ def test_the_contract_tests_for_a_gpu_are_there() -> None:
     commands = subprocess.check_output(make, cwd=ROOT, text=True)
     for command in commands.replace("\\\n", "").splitlines():
         listed = subprocess.run([f"{command} --collect-only -q"], cwd=ROOT, shell=True, capture_output=True, text=True)
-        assert re.search(r"^\d+/\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)
+        assert re.search(r"^(\d+/)?\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from reference_noise import gumbel
 
 from das_adapter.bench.engines import Plan
-from das_adapter.bench.index import World
+from das_adapter.bench.kernels import World
 from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 from das_adapter.engine.v2.device_index import DeviceIndex
 

@@ -102,12 +102,6 @@ class DeviceIndex:
                 self.words[kept.at : kept.at + len(text)].copy_(text)
                 torch.clamp(total_len[slot] - begin, max=len(text), out=self._text_len[kept.text])
 
-    def flush(self) -> None:
-        """Tell the device what has changed."""
-        if self.arena.changed:
-            self.arena.changed = False
-            _copy(self.arena.tables.all, self._tables)
-
     # A step
 
     def draft(self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:
@@ -122,7 +116,9 @@ class DeviceIndex:
             int64 [requests, steps], a part of `drafts`.
         """
         requests = len(slots)
-        self.flush()
+        if self.arena.changed:
+            self.arena.changed = False
+            _copy(self.arena.tables.all, self._tables)
         size = min((s for s in self._graphs if s >= requests), default=0)
         if size > requests:
             self._slots[:size].fill_(-1)
