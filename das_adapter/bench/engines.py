@@ -14,11 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_QWEN2 = {
+_QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "torch_dtype": "bfloat16",
@@ -26,17 +27,12 @@ _QWEN2 = {
     "eos_token_id": 0,
     "bos_token_id": 0,
 }
-_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-
-
-def _shape(*sizes: int, vocab_size: int, **more: Any) -> dict[str, Any]:
-    return {**_QWEN2, **dict(zip(_SIZES, sizes, strict=True)), "vocab_size": vocab_size, **more}
-
-
+_SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+_TIED = {"tie_word_embeddings": True}
 SHAPES = {
-    "7b": _shape(28, 3584, 18944, 28, 4, vocab_size=152064),
-    "1.5b": _shape(28, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-    "tiny": _shape(2, 128, 128, 2, 1, vocab_size=997, tie_word_embeddings=True, torch_dtype="float32"),
+    "7b": _QWEN2 | dict(zip(_SIZES, (28, 3584, 18944, 28, 4, 152064), strict=True)),
+    "1.5b": _QWEN2 | _TIED | dict(zip(_SIZES, (28, 1536, 8960, 12, 2, 151936), strict=True)),
+    "tiny": _QWEN2 | _TIED | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True)) | {"torch_dtype": "float32"},
 }
 """Qwen2.5's; `tiny` only tests this program."""
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -133,40 +129,31 @@ def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] 
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    context: Any = multiprocessing.get_context("spawn")
-    heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(told, env or {}, work, args))
-    process.start()
-    try:
-        told.close()
-        if not heard.poll(min(3600.0, max(0.0, plan.until - time.monotonic()))):
-            raise TimeoutError("no time is left")
-        good, result = heard.recv()
-        process.join(20)
-    except EOFError:
-        raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its engines too
-        process.kill()
-    if not good:
-        raise RuntimeError(result)
-    return result
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (env or {},)) as pool:
+        process = pool.submit(os.getpid).result()
+        try:
+            return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
+        except TimeoutError:
+            raise TimeoutError("no time is left") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # its engines too
 
 
-def _report(told: Any, env: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(env: dict[str, str]) -> None:
     os.setsid()
     os.environ.update(env)
+
+
+def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
-        answer = True, work(*args)
+        return work(*args)
     except BaseException:
-        answer = False, traceback.format_exc()
-    for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
-        with contextlib.suppress(Exception):
-            llm.llm_engine.engine_core.shutdown()
-    told.send(answer)
-    told.close()
-    os._exit(0)
+        raise RuntimeError(traceback.format_exc()) from None
+    finally:
+        for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
+            with contextlib.suppress(Exception):
+                llm.llm_engine.engine_core.shutdown()
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:

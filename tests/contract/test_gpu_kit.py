@@ -183,7 +183,7 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     verdicts = ["cut short", "not run", *["cut short"] * 4]
     for ending, (state, why) in enumerate(
         (
-            ("failed", "its process ended without a word"),
+            ("failed", "terminated abruptly"),
             ("failed", "invalid literal"),
             ("cut short", "no time is left"),
         )

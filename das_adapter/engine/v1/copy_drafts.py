@@ -11,7 +11,7 @@ from vllm.forward_context import set_forward_context
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource, queries
-from das_adapter.engine.v1.verification import beside, draw
+from das_adapter.engine.v1.verification import beside, draw, of_rows
 
 
 class CopySource(ModelSource):
@@ -41,8 +41,8 @@ class CopySource(ModelSource):
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
             logits = self.copy.model.compute_logits(self._pass(rows[at], ids.astype(np.int64), positions))
             keys = Keys(beside(seeds[at], logits), beside(positions, logits)) if keyed else None
-            which, sampling = beside(rows[at], logits), runner.input_batch.sampling_metadata
-            drawn, probabilities = draw(logits, keys, sampling, which)
+            sampling = of_rows(runner.input_batch.sampling_metadata, beside(rows[at], logits))
+            drawn, probabilities = draw(logits, keys, sampling)
             ids = drawn.cpu().numpy()
             for n, (i, token) in enumerate(zip(at.tolist(), ids.tolist(), strict=True)):
                 drafts[i].append(token)

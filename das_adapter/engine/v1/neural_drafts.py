@@ -8,7 +8,6 @@ So its drafts are those of a drafter that runs in every step. Prompts it reads w
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource, queries, stretches
-from das_adapter.engine.v1.verification import draw
+from das_adapter.engine.v1.verification import draw, of_rows
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 
@@ -156,12 +155,6 @@ class NeuralSource(ModelSource):
         table = runner.input_batch.block_table[max(0, getattr(proposer, "kv_cache_gid", 0))]
         asked = queries(table.get_device_tensor(len(self._req_ids))[which], table.block_size, begins, ends)
         text = np.concatenate([tokens[row, b:e] for row, b, e in zip(rows, begins, ends, strict=True)])
-        sampling = self.held["sampling_metadata"]
-        of_rows = {
-            name: value[which]
-            for name in ("temperature", "top_k", "top_p")
-            if (value := getattr(sampling, name)) is not None
-        }
         if self.noise:
             self.noise.rows = which
         found: torch.Tensor = proposer.propose(
@@ -172,7 +165,7 @@ class NeuralSource(ModelSource):
             next_token_ids=torch.from_numpy(tokens[rows, ends]).to(runner.device),
             token_indices_to_sample=None,
             common_attn_metadata=asked,
-            sampling_metadata=dataclasses.replace(sampling, **of_rows),
+            sampling_metadata=of_rows(self.held["sampling_metadata"], which),
         )
         self._read[rows] = ends
         self.drafts.made += passes

@@ -151,16 +151,21 @@ def _expands(sampling: SamplingMetadata) -> bool:
     return not (holder is not None and holder.has_tracked_requests()) and not sampling.logprob_token_ids
 
 
+def of_rows(sampling: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
+    """Return the sampling metadata with which a model drafts for some rows of the batch, int64 [rows]."""
+    given = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    return replace(sampling, **{name: value[rows] for name, value in given.items() if value is not None})
+
+
 def draw(
-    logits: torch.Tensor, keys: Keys | None, sampling: Any, rows: torch.Tensor | None = None
+    logits: torch.Tensor, keys: Keys | None, sampling: SamplingMetadata
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draw one token a row with the temperature, top-k and top-p of the policy's sampler.
 
     Args:
         logits: [rows, vocab] of the drafter.
         keys: of the policy's noise; None: the policy draws with vLLM's own noise, which is not known beforehand.
-        sampling: vLLM's SamplingMetadata of the batch.
-        rows: int64 [rows], the rows of the batch; None: all of them.
+        sampling: of the rows.
 
     Returns:
         The tokens, int64 [rows], and the probabilities with which they were drawn, float32 [rows, vocab]; None for
@@ -168,18 +173,15 @@ def draw(
     """
     if sampling.all_greedy:
         return logits.argmax(dim=-1), None
-    temperature, top_k, top_p = (
-        x if x is None or rows is None else x[rows] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
-    )
-    scaled = Sampler.apply_temperature(logits.to(torch.float32, copy=True), temperature, sampling.all_random)
-    scaled, probabilities = truncate(scaled, top_k, top_p), None
+    scaled = Sampler.apply_temperature(logits.to(torch.float32, copy=True), sampling.temperature, sampling.all_random)
+    scaled, probabilities = truncate(scaled, sampling.top_k, sampling.top_p), None
     if keys is None:
         probabilities = scaled.softmax(dim=-1)
         drawn = topk_topp_sampler.random_sample(probabilities.clone(), {})
     else:
         drawn = keyed_sample(scaled, keys)
     if not sampling.all_random:
-        drawn = torch.where(temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
+        drawn = torch.where(sampling.temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
     return drawn, probabilities
 
 
