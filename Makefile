@@ -31,6 +31,7 @@ gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM): at m
 	$(PYTHON) -m das_adapter.bench --out benchmarks/results
 
 gputests:  # run contract tests on a GPU, in the environment of PYTHON (with pytest); test_ranks.py needs two, of 8.9 or newer
+	$(ON_GPU) tests/contract/test_on_gpu.py
 	$(ON_GPU) tests/contract/test_distribution.py tests/contract/test_neural.py \
 	  -k "default and follow_the_softmax and not ngram and not self and not stock"
 	VLLM_BATCH_INVARIANT=1 $(ON_GPU) tests/contract/test_losslessness.py \

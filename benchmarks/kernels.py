@@ -3,8 +3,8 @@
 python benchmarks/kernels.py --out FILE.json
 
 Triton compiles the kernels for sm_90, and its disassembler tells which line of source, in which calls, each instruction
-comes from. Triton's interpreter runs the same lines on the texts of the GPU kit's part `index`
-(`das_adapter.bench.index.py`: tokens as frequent as words, the r-th of 152,064 with a weight of 1 / (r + 2.7);
+comes from. Triton's interpreter runs the same lines on the texts of the GPU kit's part `kernels`
+(`das_adapter.bench.kernels.py`: tokens as frequent as words, the r-th of 152,064 with a weight of 1 / (r + 2.7);
 siblings that differ in a tenth), and counts how often each line is run, and where loads find what they read.
 
 A kernel takes as long as its busiest unit, and then as its longest program alone, in which each instruction waits for
@@ -39,7 +39,7 @@ import torch
 from provenance import provenance, save
 
 from das_adapter.bench.engines import Plan
-from das_adapter.bench.index import GROUP, STEPS, World
+from das_adapter.bench.kernels import GROUP, STEPS, World
 from das_adapter.engine.v2 import device_index, search, votes
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"

@@ -53,7 +53,7 @@ class Device:
 
     def seal(self) -> None:
         self.index.seal()
-        self.device.bringer.forget()
+        self.device.arena.forget()
 
     def open(self, problem: int, prompt: Int32) -> int:
         slot = self._free.pop()
@@ -61,7 +61,7 @@ class Device:
         self._total[slot] = self._begin[slot] = len(prompt)
         self.device.open([(slot, problem, len(prompt))])
         arena, before = self.device.arena, self.device.arena.used
-        self.device.bringer.step(self.index)
+        self.device.arena.bring(self.index)
         if arena.used > before:
             self.sealed_bytes.append(4 * (arena.used - before) / int(arena.tables.sealed_count[slot]))
         return slot

@@ -77,6 +77,7 @@ def _symbols(text: str) -> tuple[Symbol, ...]:
 
 _VLLM = _symbols("""
     vllm.exceptions: VLLMValidationError
+    vllm.config.speculative: SpeculativeConfig.disable_padded_drafter_batch
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.uniform_decode_query_len
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)

@@ -14,7 +14,7 @@ import numpy as np
 
 from das_adapter.bench.engines import generate, prompts, step_seconds
 from das_adapter.config import DasConfig
-from das_adapter.core.latency import StepModel, fit
+from das_adapter.core.latency import fit
 from das_adapter.errors import DasError
 from das_adapter.tools.provenance import provenance, save
 
@@ -137,18 +137,14 @@ def analyse(samples: Sequence[Sample], sizes: tuple[int, ...], stock: Sequence[S
         )
     mixed = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
     held_out, shown = mixed[: len(samples) // 3], mixed[len(samples) // 3 :]
-    line = _fitted(shown, sizes)
+    line = fit(*_columns(shown), sizes=sizes)
     n, b, drafted, seconds, context = _columns(held_out)
     error = float(np.abs(line.seconds(n, b, drafted, context) / seconds - 1).mean())
     return {
         "line": asdict(line),
-        "stock": {"line": asdict(_fitted(stock)), "samples": [asdict(s) for s in stock]},
+        "stock": {"line": asdict(fit(*_columns(stock))), "samples": [asdict(s) for s in stock]},
         "validation": {"mape": error, "held_out": len(held_out)},
     }
-
-
-def _fitted(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel:
-    return fit(*_columns(samples), sizes=sizes)
 
 
 def _columns(samples: Sequence[Sample]) -> tuple[Any, Any, Any, Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import math
@@ -15,11 +14,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_QWEN2 = {
+_QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "torch_dtype": "bfloat16",
@@ -27,17 +27,12 @@ _QWEN2 = {
     "eos_token_id": 0,
     "bos_token_id": 0,
 }
-_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-
-
-def _shape(*sizes: int, vocab_size: int, **more: Any) -> dict[str, Any]:
-    return {**_QWEN2, **dict(zip(_SIZES, sizes, strict=True)), "vocab_size": vocab_size, **more}
-
-
+_SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+_TIED = {"tie_word_embeddings": True}
 SHAPES = {
-    "7b": _shape(28, 3584, 18944, 28, 4, vocab_size=152064),
-    "1.5b": _shape(28, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-    "tiny": _shape(2, 128, 128, 2, 1, vocab_size=997, tie_word_embeddings=True, torch_dtype="float32"),
+    "7b": _QWEN2 | dict(zip(_SIZES, (28, 3584, 18944, 28, 4, 152064), strict=True)),
+    "1.5b": _QWEN2 | _TIED | dict(zip(_SIZES, (28, 1536, 8960, 12, 2, 151936), strict=True)),
+    "tiny": _QWEN2 | _TIED | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True)) | {"torch_dtype": "float32"},
 }
 """Qwen2.5's; `tiny` only tests this program."""
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -98,19 +93,6 @@ class Bar(NamedTuple):
         return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
 
 
-SOURCE = Path(__file__).resolve().parents[2]
-CONTRACT = SOURCE / "tests" / "contract"
-"""The contract tests. A wheel has none: what compares with their references is not run there."""
-
-
-def has_vllm() -> bool:
-    """Whether vLLM is installed."""
-    try:
-        return importlib.util.find_spec("vllm") is not None
-    except ImportError:  # it is hidden
-        return False
-
-
 _STARTED: list[Any] = []
 """Engines of this process."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
@@ -140,50 +122,38 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     return _STARTED[-1]
 
 
-def apart(
-    plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, fresh: bool = False
-) -> Any:
-    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns; `fresh`:
-    one that has imported nothing.
+def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
+    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns.
 
     Raises:
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
-    heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(told, env or {}, work, args))
-    process.start()
-    try:
-        told.close()
-        if not heard.poll(min(3600.0, max(0.0, plan.until - time.monotonic()))):
-            raise TimeoutError("no time is left")
-        good, result = heard.recv()
-        process.join(20)
-    except EOFError:
-        raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its engines too
-        process.kill()
-    if not good:
-        raise RuntimeError(result)
-    return result
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (env or {},)) as pool:
+        process = pool.submit(os.getpid).result()
+        try:
+            return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
+        except TimeoutError:
+            raise TimeoutError("no time is left") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # its engines too
 
 
-def _report(told: Any, env: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _begin(env: dict[str, str]) -> None:
     os.setsid()
     os.environ.update(env)
+
+
+def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
-        answer = True, work(*args)
+        return work(*args)
     except BaseException:
-        answer = False, traceback.format_exc()
-    for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
-        with contextlib.suppress(Exception):
-            llm.llm_engine.engine_core.shutdown()
-    told.send(answer)
-    told.close()
-    os._exit(0)
+        raise RuntimeError(traceback.format_exc()) from None
+    finally:
+        for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
+            with contextlib.suppress(Exception):
+                llm.llm_engine.engine_core.shutdown()
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
@@ -254,9 +224,3 @@ def step_seconds(
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]
     return Measured.of([max(seconds, 1e-9) / steps for seconds in differences])
-
-
-def kv_tokens(llm: Any) -> int:
-    """Return the tokens of the KV cache that an engine has room for: what its CUDA graphs take is not there."""
-    cache = llm.llm_engine.vllm_config.cache_config
-    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)

@@ -17,7 +17,6 @@ from das_adapter.bench.engines import (
     Plan,
     apart,
     engine,
-    kv_tokens,
     step_seconds,
 )
 
@@ -87,7 +86,9 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
 def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     longest, begin = max(plan.contexts) + plan.steps + 8, time.perf_counter()
     llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True)
-    found = Found(start_s=time.perf_counter() - begin, kv_tokens=kv_tokens(llm), step_ms={})
+    cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
+    room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
+    found = Found(start_s=taken, kv_tokens=room, step_ms={})
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     for batch, context in gate_points(plan):
         step = step_seconds(llm, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)

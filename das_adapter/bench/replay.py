@@ -223,19 +223,12 @@ def force(rollouts: Rollouts, runner: int) -> None:
 
     verification.keyed_sample = forced
     if runner == 2:
-        _force_on_v2(recorded_at)
+        from vllm.v1.worker.gpu.sample import gumbel, sampler
 
+        v2 = gumbel.gumbel_sample
 
-def _force_on_v2(recorded_at: Any) -> None:
-    """Replace what vLLM's V2 sampler draws."""
-    from vllm.v1.worker.gpu.sample import gumbel, sampler
+        def drawn(logits: Any, slots: Any, heat: Any, seeds: Any, positions: Any, *rest: Any, **more: Any) -> Any:
+            v2(logits, slots, heat, seeds, positions, *rest, **more)
+            return recorded_at(seeds[slots.clamp(min=0)], positions)
 
-    stock = gumbel.gumbel_sample
-
-    def gumbel_sample(
-        logits: Any, slots: Any, temperature: Any, seeds: Any, positions: Any, *args: Any, **others: Any
-    ) -> Any:
-        stock(logits, slots, temperature, seeds, positions, *args, **others)
-        return recorded_at(seeds[slots.clamp(min=0)], positions)
-
-    gumbel.gumbel_sample = sampler.gumbel_sample = gumbel_sample
+        gumbel.gumbel_sample = sampler.gumbel_sample = drawn

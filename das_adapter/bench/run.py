@@ -12,15 +12,13 @@ provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure i
 measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
 failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
-    kernel   0.5  the sampling kernel against its definition, and its time
-    index    1    the history's kernels (V2 runner) against their reference, and their time
+    kernels  1.5  the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
     lossless 2    equal tokens behind long prompts
     copy     2    quantising the policy, and its copy after sleep
 
-The first two need no vLLM, but PyTorch, Triton and NumPy alone. A wheel has no references: what compares with them runs
-from the source.
+The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 """
 
 from __future__ import annotations
@@ -37,13 +35,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart, has_vllm
+from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
 
-PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
+PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
 TWO_SHAPES = ("gate",)
 """Parts that a small policy may not keep although a large one does."""
-WITHOUT_VLLM = ("kernel", "index")
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")
@@ -56,8 +53,6 @@ def module(part: str) -> Any:
 
 def measured(name: str, plan: Plan, traces: Path | None) -> Found:
     """Measure one part; where it fails or its time is over, what is known by then is there."""
-    if name not in WITHOUT_VLLM and not has_vllm():
-        return {"state": "done", "why": "vLLM is not installed"}
     content: Found = {}
     try:
         for found in module(name).measure(plan, traces):
@@ -68,13 +63,6 @@ def measured(name: str, plan: Plan, traces: Path | None) -> Found:
     except Exception as error:
         why = str(error).strip().splitlines()[-1]
         return content | {"state": "failed", "why": why, "error": traceback.format_exc()}
-
-
-def import_for_forks() -> None:
-    """Import what takes seconds, once for all engines of a test."""
-    import vllm.model_executor.models.qwen2
-    import vllm.v1.worker.cpu_model_runner
-    import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
 def judge(name: str, content: Found) -> list[str]:
@@ -111,10 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.parts) - {*PARTS}):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    made = apart(TINY, provenance, fresh=True)  # it asks the GPU, which this process must not use
+    made = apart(TINY, provenance)  # it asks the GPU, which this process must not use
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.shape == "tiny" and has_vllm():
-        import_for_forks()
     plans = {shape: Plan(shape) for shape in SHAPES} | {"tiny": TINY}
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):

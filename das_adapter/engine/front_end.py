@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.labels import RequestLabels
+from das_adapter.engine.requests import RequestLabels
 from das_adapter.engine.runner import refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
     alone,

@@ -9,6 +9,7 @@ overwrites. The copy reads no prompt, has no cache of its own, and can start or 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from typing import Any
 
@@ -46,7 +47,8 @@ class PolicyCopy:
             weight = quantised(module.weight, weights)
             self.layers.append((module, weight))
             layer = copy.copy(module)
-            layer.quant_method = _QuantisedMethod(weight)
+            layer.quant_method = copy.copy(module.quant_method)
+            layer.quant_method.apply = functools.partial(_multiply, weight)
             return layer
         children = {name: child and self._copy(child, weights) for name, child in module._modules.items()}
         if all(child is module._modules[name] for name, child in children.items()):
@@ -74,13 +76,7 @@ class PolicyCopy:
         return EngineStats(requantise_s=self.requantise_s, drafter_bytes=nbytes)
 
 
-class _QuantisedMethod(UnquantizedLinearMethod):
-    """The quantised product of a copied layer; bias and tensor-parallel collectives are the layer's own."""
-
-    def __init__(self, weight: QuantisedWeight):
-        super().__init__()
-        self._weight = weight
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = self._weight.linear(x)
-        return y if bias is None else y.add_(bias)
+def _multiply(weight: QuantisedWeight, _: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute the product of a copied layer; bias and tensor-parallel collectives are the layer's own."""
+    y = weight.linear(x)
+    return y if bias is None else y.add_(bias)

@@ -1,18 +1,103 @@
-"""The requests of an engine that are drafted for."""
+"""The requests of an engine: their labels and seeds, written in the front end, and what a worker knows of those that it
+drafts for."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
+import socket
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from das_adapter.engine.labels import media
-from das_adapter.protocol.label import Label
+from das_adapter.config import DasConfig
+from das_adapter.protocol.label import BadLabel, Label, Labeller
 
 LABEL = "_das_label"
 """Attribute of vLLM's requests: their `Label`, once it was read."""
+
+
+def media(request: Any) -> list[str]:
+    """Return the hashes of the images, sound and video in a request's prompt, in their order; `request`: any of vLLM's
+    that has `mm_features`."""
+    return [feature.mm_hash or feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+
+
+class RequestLabels:
+    """Completes the requests of one front end."""
+
+    def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
+        """`hosted`: whether a host labels the requests."""
+        self._keyed, self._trusts = config.keyed, config.history.scope in ("trusted", "global")
+        source = _source(vllm_config)
+        self._labeller = None if hosted else Labeller(config.verify.seed, source, joins_turns=self._trusts)
+        self._lock = threading.Lock()
+
+    def complete(self, request: Any) -> None:
+        """Write the label and the seed of a request (vLLM's `EngineCoreRequest`).
+
+        Without a host, one that came without problem or seed is about its prompt, and the n-th request of a prompt
+        draws the same tokens in every run. The seed of the noise is the label's, else `SamplingParams.seed`; one that
+        asked for no particular tokens has a seed that stays with it through preemptions. vLLM counts it on for each of
+        the `n` samples of a request.
+
+        Raises:
+            BadLabel: the label is wrong, or says what only trusted clients may say.
+        """
+        params, labeller = request.sampling_params, self._labeller
+        if params is None:
+            return
+        given = Label.of(params.extra_args)
+        seed = params.seed if given.seed is None else given.seed
+        if labeller is not None:
+            if not self._trusts:
+                _refuse(given)
+            if given.problem is None or seed is None:
+                own = self._own(labeller, request, given.record)
+                seed = own.seed if seed is None else seed
+                params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
+        if self._keyed:
+            params.seed = _signed(seed, request.request_id, params.n)
+
+    def _own(self, labeller: Labeller, request: Any, record: bool) -> Label:
+        """Return the label of a request that is about its prompt; of one whose prompt is no tokens nobody knows that
+        there was another like it."""
+        prompt, beside = request.prompt_token_ids, media(request)
+        if prompt is None or request.prompt_embeds is not None:
+            return Label(secrets.randbits(64), record=record)
+        if request.cache_salt and not self._trusts:
+            beside.append(f"salt {request.cache_salt}")
+        with self._lock:
+            return labeller.label(prompt, validate=not record, media=beside)
+
+
+def _refuse(given: Label) -> None:
+    """Refuse a label with which a client would read or write the history of a prompt that it need not know."""
+    for key, value in (("das_problem", given.problem), ("das_start", given.start)):
+        if value is not None:
+            raise BadLabel(
+                f"{key}: found {value}, allowed: none, unless the server's block has `history.scope: trusted`"
+            )
+
+
+def _signed(seed: int | None, req_id: str, samples: int) -> int:
+    """Return a seed as a signed number of 64 bits, such as workers hold; so are those of the samples after it."""
+    if seed is None:
+        seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
+    return min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
+
+
+def _source(vllm_config: Any) -> str:
+    """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
+    differ."""
+    parallel = vllm_config.parallel_config
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    ranks = parallel.data_parallel_rank, parallel._api_process_rank
+    return repr((socket.gethostname(), devices, vllm_config.model_config.seed, *ranks))
 
 
 def label_of(request: Any) -> Label:

@@ -10,10 +10,10 @@ from typing import Any
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
+from das_adapter.engine.alone import Standalone
 from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.standalone.worker import Standalone
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
 from das_adapter.protocol.decision_log import Counts

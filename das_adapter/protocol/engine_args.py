@@ -14,7 +14,7 @@ SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
 REFRESHER = "das_refresher"
 """Key of `additional_config`: `host` where a host labels requests, harvests trajectories and refreshes the engine at
-weight syncs; without it the engine does so itself (`das_adapter.engine.standalone`)."""
+weight syncs; without it the engine does so itself (`das_adapter.engine.alone`)."""
 RUN_KEY = "das_run"
 """Key of `additional_config`: what `RUN_VARIABLE` said, for workers that do not inherit the environment."""
 CONFIG_VARIABLE = "DAS_CONFIG"

@@ -75,7 +75,7 @@ class World:
         index.open([(slot, slot % 2, len(p)) for slot, p in enumerate(self.prompts)])
         for slot, prompt in enumerate(self.prompts):
             texts[slot, : len(prompt)] = torch.from_numpy(prompt)
-        index.bringer.step(self.sealed)
+        index.arena.bring(self.sealed)
         return index
 
     def write(self, indices: list[DeviceIndex]) -> list[int]:

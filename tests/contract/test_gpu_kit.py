@@ -20,15 +20,14 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import ENV
 
-from das_adapter.bench import engines, gate, kernel, replay
+from das_adapter.bench import engines, gate, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 EXACT = {
-    "kernel": ["draws that differ from the definition, near-ties apart"],
-    "index": ["requests whose drafts differ from the reference's", "bytes per sealed token"],
+    "kernels": ["bytes per sealed token"],
     "gate": ["draft tokens that undrafted steps accepted, of their tokens"],
     "replay": ["forced tokens that were not written", "errors"],
     "lossless": [
@@ -98,7 +97,7 @@ def test_a_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_path: 
 def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
-    assert set(written) == {"kernel", "index", *WITH_ENGINES}, said
+    assert set(written) == {"kernels", *WITH_ENGINES}, said
     for part, content in written.items():
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
@@ -139,11 +138,8 @@ sys.meta_path.insert(0, Missing())
 def test_the_kernels_need_no_vllm_and_next_to_no_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    written, said = kit(tmp_path, "kernel", "index", "gate", env={"PYTHONPATH": path})
-    for part in ("kernel", "index"):
-        check(part, written[part], said)
-    assert written["gate"]["why"] == "vLLM is not installed"
-    assert {v["verdict"] for v in written["gate"]["bars"]} == {"not run"}
+    written, said = kit(tmp_path, "kernels", env={"PYTHONPATH": path})
+    check("kernels", written["kernels"], said)
 
 
 @pytest.fixture
@@ -183,12 +179,11 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
         engines.apart(plan, *endings[plan.steps])
 
     monkeypatch.setattr(gate, "measure", half_a_gate)
-    monkeypatch.setattr(run, "has_vllm", lambda: True)
     endings = [(signal.raise_signal, signal.SIGKILL), (int, "no number"), (time.sleep, 600.0)]
     verdicts = ["cut short", "not run", *["cut short"] * 4]
     for ending, (state, why) in enumerate(
         (
-            ("failed", "its process ended without a word"),
+            ("failed", "terminated abruptly"),
             ("failed", "invalid literal"),
             ("cut short", "no time is left"),
         )
@@ -253,16 +248,6 @@ def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: 
     assert len(asked) == len(set(asked)) == 3 * (1 + 2 * 5)
 
 
-def test_without_the_source_what_compares_with_references_is_not_run(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(kernel, "CONTRACT", tmp_path / "none")
-    pytest.importorskip("torch")
-    found = {"state": "done"} | kernel.kernel(replace(TINY, rows=(1, 5)))
-    verdicts = [bar.verdict(found)["verdict"] for bar in kernel.BARS]
-    assert verdicts[0] == "not run"
-
-
 def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
     path = traces(tmp_path)
     plan = replace(TINY, replayed=5, longest=50)
@@ -284,4 +269,4 @@ def test_the_contract_tests_for_a_gpu_are_there() -> None:
     commands = subprocess.check_output(make, cwd=ROOT, text=True)
     for command in commands.replace("\\\n", "").splitlines():
         listed = subprocess.run([f"{command} --collect-only -q"], cwd=ROOT, shell=True, capture_output=True, text=True)
-        assert re.search(r"^\d+/\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)
+        assert re.search(r"^(\d+/)?\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)

@@ -23,16 +23,6 @@ MOST, BLOCK, LONGEST = 3, 16, 512
 
 
 @dataclass
-class Metadata:
-    """The fields of vLLM's `CommonAttentionMetadata` that are looked at here."""
-
-    query_start_loc: Any = None
-    seq_lens: Any = None
-    slot_mapping: Any = None
-    block_table_tensor: Any = None
-
-
-@dataclass
 class Sampling:
     temperature: Any = None
     top_k: Any = None
@@ -68,9 +58,11 @@ class Engine:
             num_spec_tokens=MOST,
             effective_drafter_max_model_len=LONGEST,
             query_start_loc=SimpleNamespace(),
+            speculative_config=SimpleNamespace(),
+            propose_draft_token_ids=print,
             get_model=lambda: None,
         )
-        host: Any = SimpleNamespace(runner=self.runner, ranks=1)
+        host: Any = SimpleNamespace(runner=self.runner, ranks=1, propose=print)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
         self.source.load(torch.nn.Module())
 
@@ -120,7 +112,6 @@ class Engine:
         wanted = np.array([counts.get(i, 0) if self.computed[i] == len(self.texts[i]) - 1 else 0 for i in ids])
         self.source.held = {
             "hidden_states": torch.tensor(hidden),
-            "common_attn_metadata": Metadata(),
             "sampling_metadata": Sampling(),
         }
         drafts: list[list[int]] = [[] for _ in ids]

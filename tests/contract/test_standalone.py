@@ -19,8 +19,8 @@ from requested import HISTORY, HOST, OFF, prompts
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
+from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.settings import history_name
-from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.engine_args import RUN_KEY
 from das_adapter.protocol.messages import Trajectory
 from das_adapter.protocol.spool import SHARED_MEMORY

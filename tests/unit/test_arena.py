@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.v2.arena import Arena
+torch = pytest.importorskip("torch")
+
+from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.engine.v2.arena import Arena  # noqa: E402
 
 
 def arena(words: int = 1000) -> Arena:
-    return Arena(words, slots=4, closed=8, members=3)
+    return Arena(torch.zeros(words, dtype=torch.int32), slots=4, closed=8, members=3, beside=False)
 
 
 def members(found: Arena, slot: int) -> list[int]:
@@ -40,8 +42,8 @@ def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> N
 
 def sealed(found: Arena, problem: int, tokens: int, places: int) -> int:
     """Give a problem its sealed text; return its offset."""
-    at = found.take(tokens + places)
-    found.show(problem, at, tokens, places)
+    at = found.used
+    found.put(problem, torch.zeros(tokens + places, dtype=torch.int32), tokens)
     return at
 
 

@@ -11,9 +11,8 @@ pytest.importorskip("torch")
 import torch
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.v2 import bringing
+from das_adapter.engine.v2 import arena
 from das_adapter.engine.v2.arena import Arena
-from das_adapter.engine.v2.bringing import Bringer
 
 WORDS, PROBLEMS = 2**13, 6
 
@@ -31,15 +30,15 @@ class Device:
     """An arena in the host's memory, with a request of each problem."""
 
     def __init__(self, beside: bool, words: int = WORDS) -> None:
-        self.arena, self.words = Arena(words, slots=8, closed=8, members=4), torch.zeros(words, dtype=torch.int32)
-        self.bringer = Bringer(self.arena, self.words, beside)
+        self.words = torch.zeros(words, dtype=torch.int32)
+        self.arena = Arena(self.words, slots=8, closed=8, members=4, beside=beside)
         for problem in range(PROBLEMS):
             self.arena.open(problem, problem, 0, 0)
 
     def step(self, index: SuffixIndex) -> int:
         """Return how many words a step brought."""
         before = self.words.clone()
-        self.bringer.step(index)
+        self.arena.bring(index)
         return int((self.words != before).sum())
 
     def text(self, problem: int) -> tuple[list[int], int]:
@@ -63,7 +62,7 @@ def until_all_is_there(device: Device, index: SuffixIndex) -> list[int]:
 def test_beside_the_steps_the_same_text_arrives_problem_by_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     index, at_once, beside = history(), Device(beside=False), Device(beside=True)
     assert at_once.step(index) > 2000
-    monkeypatch.setattr(bringing, "A_STEP", 1)
+    monkeypatch.setattr(arena, "A_STEP", 1)
     steps = until_all_is_there(beside, index)
     assert 0 < max(steps) <= len(at_once.text(2)[0]) and np.count_nonzero(steps) == PROBLEMS
     for problem in range(PROBLEMS):
@@ -74,11 +73,11 @@ def test_beside_the_steps_the_same_text_arrives_problem_by_problem(monkeypatch: 
 
 
 def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bringing, "A_STEP", 1)
+    monkeypatch.setattr(arena, "A_STEP", 1)
     index, device = history(), Device(beside=True)
     while not device.step(index):
         time.sleep(0.001)
-    device.bringer.forget()
+    device.arena.forget()
     until_all_is_there(device, index)
     assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
 
@@ -86,7 +85,7 @@ def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytes
 def test_text_that_comes_from_another_node_while_it_is_looked_for_is_found() -> None:
     device = Device(beside=True)
     device.step(SuffixIndex())  # where there is none yet
-    device.bringer.look_again()
+    device.arena.look_again()
     until_all_is_there(device, history())
     assert all(device.text(problem)[1] > 0 for problem in range(PROBLEMS))
 
@@ -99,7 +98,7 @@ def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(bes
     there = [device.text(problem)[1] > 0 for problem in range(PROBLEMS)]
     assert device.arena.short == there.count(False) > 0 and device.arena.used <= 900
     assert any(there)
-    device.bringer.forget()
+    device.arena.forget()
     assert device.arena.short == 0
 
 

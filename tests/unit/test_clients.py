@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from das_adapter.config import DasConfig, HistoryConfig
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.engine.labels import RequestLabels
+from das_adapter.engine.requests import RequestLabels
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.messages import Refresh
 

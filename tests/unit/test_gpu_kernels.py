@@ -107,7 +107,7 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     total = torch.zeros(slots, dtype=torch.int32, device=meta)
     for _ in range(2):
         index.open([(slot, 1, 5) for slot in range(slots)])
-        index.bringer.step(history)
+        index.arena.bring(history)
         slots_of_batch = torch.arange(slots, device=meta)
         assert index.draft(slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total).shape == (slots, 4)
         index.close([(slot, 30) for slot in range(slots)], total)

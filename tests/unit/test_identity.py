@@ -14,7 +14,7 @@ import pytest
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import media_hash, prompt_identity
-from das_adapter.engine.labels import RequestLabels, media
+from das_adapter.engine.requests import RequestLabels, media
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.verl import identity
 

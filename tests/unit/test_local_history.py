@@ -19,8 +19,8 @@ import pytest
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.standalone import history
-from das_adapter.engine.standalone.history import SharedHistory
+from das_adapter.engine import alone
+from das_adapter.engine.alone import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
 from das_adapter.service import janitor
@@ -124,7 +124,7 @@ def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
         os.kill(process.pid, signal.SIGKILL)
     engine.write(2, TEXT, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(history, "PATIENCE_S", 0.0)
+        patched.setattr(alone, "PATIENCE_S", 0.0)
         assert engine.sync() is None
     assert engine.trouble
     until(lambda: tokens(engine.sync()) == 60)
@@ -140,7 +140,7 @@ def test_the_first_weight_sync_waits_for_a_writer_that_could_not_be_started_befo
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", fails)
         engine = Engine(name)
-    monkeypatch.setattr(history, "IMPATIENCE_S", 0.0)
+    monkeypatch.setattr(alone, "IMPATIENCE_S", 0.0)
     engine.write(1, TEXT, 0)
     assert tokens(engine.sync()) == 30
 
@@ -162,7 +162,7 @@ def test_half_an_answer_is_none(tmp_path: Path) -> None:
 ENGINE = """
 import sys, time
 from das_adapter.config import HistoryConfig
-from das_adapter.engine.standalone.history import SharedHistory
+from das_adapter.engine.alone import SharedHistory
 from das_adapter.protocol.messages import Trajectory
 engine = SharedHistory(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.5)
 engine.add(Trajectory(1, bytes(4), 0))

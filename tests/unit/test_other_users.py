@@ -15,7 +15,7 @@ import psutil
 import pytest
 from test_local_history import TEXT, Engine, served_by, tokens, until
 
-from das_adapter.engine.standalone import history
+from das_adapter.engine import alone
 from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, places
 from das_adapter.service import janitor
 
@@ -77,7 +77,7 @@ def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(
     janitor.sweep(SHARED_MEMORY, besides="")
     assert tree(*taken) == before
     stranger("give_up", *taken)
-    monkeypatch.setattr(history, "IMPATIENCE_S", history.PATIENCE_S)  # a writer starts slowly on a busy machine
+    monkeypatch.setattr(alone, "IMPATIENCE_S", alone.PATIENCE_S)  # a writer starts slowly on a busy machine
     assert [tokens(engine.sync()) for engine in engines] == [30] * 4
 
 

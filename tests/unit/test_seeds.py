@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from das_adapter.config import DasConfig
 from das_adapter.engine import front_end as vllm_front_end
-from das_adapter.engine.labels import RequestLabels
+from das_adapter.engine.requests import RequestLabels
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.metrics import RolloutClock, faults
 from das_adapter.verl import identity

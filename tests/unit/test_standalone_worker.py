@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from das_adapter.config import parse
-from das_adapter.engine.standalone import worker as standalone
+from das_adapter.engine import alone
 from das_adapter.engine.worker import WorkerState
 
 
@@ -24,7 +24,7 @@ class Worker(WorkerState):
 
 def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
-    monkeypatch.setattr(standalone, "MOST_LIVE_TOKENS", 5)
+    monkeypatch.setattr(alone, "MOST_LIVE_TOKENS", 5)
     state = Worker(None, parse({"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}}), None)
     state.stand_alone(None, "no history")
     step = SimpleNamespace(finished_req_ids={"a"}, total_num_scheduled_tokens=1)

@@ -15,46 +15,47 @@ from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 from das_adapter.engine.v1 import verification  # noqa: E402
-from das_adapter.engine.v1.draft_sample import draw  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v1.model_source import ModelSource, of_draft_tokens  # noqa: E402
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler  # noqa: E402
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, draw, of_rows  # noqa: E402
 
 SAMPLES = 2000
 VOCABULARY, DRAFTED = 50, [3, 0, 7, 2, 1, 5]
 ROWS = sum(DRAFTED) + len(DRAFTED)
 
 
+def metadata(device: str, **changed: Any) -> SamplingMetadata:
+    """Return vLLM's description of how the requests are sampled."""
+    ones, none = torch.ones(len(DRAFTED), device=device), torch.zeros(0, device=device)
+    usual = {
+        "temperature": ones,
+        "all_greedy": False,
+        "all_random": True,
+        "top_p": None,
+        "top_k": None,
+        "generators": {},
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": none,
+        "presence_penalties": none,
+        "repetition_penalties": none,
+        "output_token_ids": [],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**{**usual, **changed})
+
+
 def verified(device: str, **changed: Any) -> Any:
     """Verify drafts of zeros; return vLLM's output."""
-    ones, none = torch.ones(len(DRAFTED), device=device), torch.zeros(0, device=device)
-    sampling = SamplingMetadata(
-        **{
-            "temperature": ones,
-            "all_greedy": False,
-            "all_random": True,
-            "top_p": None,
-            "top_k": None,
-            "generators": {},
-            "max_num_logprobs": None,
-            "no_penalties": True,
-            "prompt_token_ids": None,
-            "frequency_penalties": none,
-            "presence_penalties": none,
-            "repetition_penalties": none,
-            "output_token_ids": [],
-            "allowed_token_ids_mask": None,
-            "bad_words_token_ids": {},
-            "logitsprocs": LogitsProcessors(),
-            **changed,
-        }
-    )
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, VOCABULARY, generator=generator).to(device)
     drafts = SpecDecodeMetadata.make_dummy([[0] * count for count in DRAFTED], torch.device(device))
     sampler = KeyedSampler()
     sampler.keys = Keys(torch.arange(ROWS).to(device), torch.arange(ROWS).to(device))
-    return KeyedRejectionSampler(sampler, None, torch.device(device))(drafts, None, logits, sampling)
+    return KeyedRejectionSampler(sampler, None, torch.device(device))(drafts, None, logits, metadata(device, **changed))
 
 
 def test_no_more_logits_are_processed_at_once_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +98,20 @@ def test_a_model_draws_with_the_temperature_and_the_limits_of_the_request() -> N
     torch.manual_seed(0)
     logits, rows = torch.randn(2, 5), torch.tensor([2, 0])
     temperature, top_k = torch.tensor([2.0, 1.0, 0.5]), torch.tensor([5, 5, 2], dtype=torch.int32)
-    sampling = SimpleNamespace(
-        all_greedy=False, all_random=True, temperature=temperature, top_k=top_k, top_p=None, generators={}
-    )
+    sampling = of_rows(metadata("cpu", temperature=temperature, top_k=top_k), rows)
     first = torch.where(logits[0] >= logits[0].topk(2).values[-1], logits[0] / 0.5, -torch.inf)
     law = torch.stack([first, logits[1] / 2.0]).softmax(dim=-1)
     counts = torch.zeros(2, 5)
     for _ in range(SAMPLES):
-        tokens, probabilities = draw(logits, None, sampling, rows)
+        tokens, probabilities = draw(logits, None, sampling)
         torch.testing.assert_close(probabilities, law)
         counts[[0, 1], tokens] += 1
     assert ((counts - SAMPLES * law).abs() <= 4 * (SAMPLES * law * (1 - law)).sqrt()).all()
-    greedy = SimpleNamespace(**{**vars(sampling), "all_random": False, "temperature": torch.tensor([2.0, 1.0, 0.0])})
-    assert all(draw(logits, None, greedy, rows)[0][0] == logits[0].argmax() for _ in range(20))
+    greedy = of_rows(metadata("cpu", all_random=False, temperature=torch.tensor([2.0, 1.0, 0.0])), rows)
+    assert all(draw(logits, None, greedy)[0][0] == logits[0].argmax() for _ in range(20))
     keys = Keys(torch.arange(2), torch.arange(2))
-    assert draw(logits, keys, sampling, rows)[1] is None
-    assert draw(logits, None, SimpleNamespace(all_greedy=True), rows)[1] is None
+    assert draw(logits, keys, sampling)[1] is None
+    assert draw(logits, None, metadata("cpu", all_greedy=True))[1] is None
 
 
 def test_what_nobody_drew_is_certain_beside_what_a_model_drew() -> None:

@@ -7,13 +7,11 @@ import time
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource, queries
-from das_adapter.engine.v1.verification import beside
+from das_adapter.engine.v1.verification import beside, draw, of_rows
 
 
 class CopySource(ModelSource):
@@ -28,7 +26,7 @@ class CopySource(ModelSource):
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
-        runner, keyed = self._drafter.runner, self._drafter.config.keyed
+        runner, keyed = self.runner, self._drafter.config.keyed
         drafts: list[list[int]] = [[] for _ in rows]
         drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
         at = np.arange(len(rows))
@@ -43,8 +41,8 @@ class CopySource(ModelSource):
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
             logits = self.copy.model.compute_logits(self._pass(rows[at], ids.astype(np.int64), positions))
             keys = Keys(beside(seeds[at], logits), beside(positions, logits)) if keyed else None
-            which, sampling = beside(rows[at], logits), runner.input_batch.sampling_metadata
-            drawn, probabilities = draw(logits, keys, sampling, which)
+            sampling = of_rows(runner.input_batch.sampling_metadata, beside(rows[at], logits))
+            drawn, probabilities = draw(logits, keys, sampling)
             ids = drawn.cpu().numpy()
             for n, (i, token) in enumerate(zip(at.tolist(), ids.tolist(), strict=True)):
                 drafts[i].append(token)
@@ -58,7 +56,7 @@ class CopySource(ModelSource):
     def _pass(self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return hidden states [rows, width] of some rows of the batch after one more token of each; `rows`, and the
         tokens' `ids` and `positions`: int64 [rows]."""
-        runner = self._drafter.runner
+        runner = self.runner
         batch, device = runner.input_batch, runner.device
         which = torch.from_numpy(rows).to(device)
         metadata, slots = {}, {}
@@ -66,11 +64,9 @@ class CopySource(ModelSource):
             table = batch.block_table[gid]
             blocks = table.get_device_tensor(batch.num_reqs)[which]
             asked = queries(blocks, table.block_size, positions, positions + 1)
-            known = CommonAttentionMetadata.__dataclass_fields__.keys() & asked.keys()
-            common = CommonAttentionMetadata(**{name: asked[name] for name in known})
             for group in groups:
-                metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, common)))
-                slots.update(dict.fromkeys(group.layer_names, asked["slot_mapping"]))
+                metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, asked)))
+                slots.update(dict.fromkeys(group.layer_names, asked.slot_mapping))
         config, at = runner.vllm_config, torch.from_numpy(positions).to(device)
         with set_forward_context(metadata, config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True):
             hidden: torch.Tensor = self.copy.model(torch.from_numpy(ids).to(device), at)

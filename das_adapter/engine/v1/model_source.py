@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.core.model_drafts import ModelDrafts
 
@@ -29,6 +30,11 @@ class ModelSource:
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
         vLLM's own noise verifies it."""
 
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner."""
+        return self._drafter.runner
+
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
@@ -42,7 +48,7 @@ class ModelSource:
         if not drawn_with:
             return None
         metadata, _, *others = given
-        req_ids = self._drafter.runner.input_batch.req_ids
+        req_ids = self.runner.input_batch.req_ids
         return metadata, of_draft_tokens(drawn_with, req_ids, metadata), *others
 
     def draft(
@@ -105,10 +111,9 @@ def of_draft_tokens(drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str],
     return found.masked_fill_(tokens < 0, 0.0).nan_to_num_()
 
 
-def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
-    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests, int64 [requests] each: the
-    fields of vLLM's `CommonAttentionMetadata`, those of any version. `blocks`: of each request's KV cache, int
-    [requests, most blocks], on the device."""
+def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray) -> CommonAttentionMetadata:
+    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests, int64 [requests] each.
+    `blocks`: of each request's KV cache, int [requests, most blocks], on the device."""
     device, n, counts = blocks.device, len(begins), ends - begins
     starts = np.concatenate([[0], np.cumsum(counts)])
     at, which = (
@@ -120,7 +125,7 @@ def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.
     def on_host(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int32))  # vLLM counts some of them on, each by itself
 
-    return {
+    described = {
         "query_start_loc": on_host(starts).to(device, non_blocking=True),
         "query_start_loc_cpu": on_host(starts),
         "seq_lens": on_host(ends).to(device, non_blocking=True),
@@ -137,6 +142,8 @@ def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.
         "block_table_tensor": blocks,
         "slot_mapping": slots,
     }
+    known = CommonAttentionMetadata.__dataclass_fields__.keys() & described.keys()  # in this version
+    return CommonAttentionMetadata(**{name: described[name] for name in known})
 
 
 def stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ So its drafts are those of a drafter that runs in every step. Prompts it reads w
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.v1.draft_sample import KeyedDrafts
+from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource, queries, stretches
+from das_adapter.engine.v1.verification import draw, of_rows
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 
@@ -36,7 +36,7 @@ class NeuralSource(ModelSource):
 
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
-        self.held: dict[str, Any] | None = None
+        self.held: dict[str, Any] = {}
         """What vLLM would have drafted with in the present step: arguments of `propose_draft_token_ids`."""
         self.noise: KeyedDrafts | None = None
         self._limit = 0
@@ -48,7 +48,7 @@ class NeuralSource(ModelSource):
         Raises:
             ConfigError: it is none that can miss a step.
         """
-        runner, kind = self._drafter.runner, type(self._drafter.runner.drafter).__name__
+        runner, kind = self.runner, type(self.runner.drafter).__name__
         if kind not in _PROPOSERS:
             raise ConfigError(
                 f"das.drafter={self._drafter.config.drafter!r}: found vLLM's {kind}, which has to draft "
@@ -57,6 +57,9 @@ class NeuralSource(ModelSource):
         self._limit = runner.effective_drafter_max_model_len
         # vLLM would give the whole batch junk drafts when one request comes near it.
         runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
+        # It asks for drafts when the host knows the step's tokens; some drafters can't be built with this setting.
+        runner.speculative_config.disable_padded_drafter_batch = True
+        draft_when_it_pays.apply(self, self._drafter.propose, owner=runner)
 
     def forget(self) -> None:
         self._req_ids: list[str] = []
@@ -67,11 +70,7 @@ class NeuralSource(ModelSource):
         begin, and [tokens, size]."""
 
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        held, self.held = self.held, None
-        if held is None:
-            self.forget()
-            return [[] for _ in rows]
-        runner, hidden = self._drafter.runner, self._proposer.pass_hidden_states_to_model
+        runner, hidden = self.runner, self._proposer.pass_hidden_states_to_model
         req_ids = runner.input_batch.req_ids
         if req_ids != self._req_ids:
             known = dict(zip(self._req_ids, self._read.tolist(), strict=True))
@@ -88,19 +87,19 @@ class NeuralSource(ModelSource):
             self._kept[req_ids[row]] = []
         fits = ends + self.drafts.most < self._limit
         if hidden:
-            token_bytes = self._keep(held, begins, ends, scheduled, fits)
+            token_bytes = self._keep(begins, ends, scheduled, fits)
             reads = fits & (unknown | (begins < runner.input_batch.num_prompt_tokens[:batch]))
             reads[rows] = False
             if (ends - self._read)[fits].sum() * token_bytes > KEPT_BYTES:
                 reads = fits
             if reads.any():
-                self._read_up(np.flatnonzero(reads), ends, 1, held, tokens)
+                self._read_up(np.flatnonzero(reads), ends, 1, tokens)
         able = fits[rows]
         drafts: list[list[int]] = [[] for _ in rows]
         if able.any():
             longest = int(counts[able].max())
             begin, read = time.perf_counter(), int((ends - self._read)[rows[able]].sum())
-            found = self._read_up(rows[able], ends, longest, held, tokens).tolist()
+            found = self._read_up(rows[able], ends, longest, tokens).tolist()
             drawn_with = self._proposer.take_last_draft_probs()
             if drawn_with is not None:
                 self.drawn_with = {req_ids[row]: drawn_with[i] for i, row in enumerate(rows[able].tolist())}
@@ -113,17 +112,15 @@ class NeuralSource(ModelSource):
 
     @property
     def _proposer(self) -> Any:
-        return self._drafter.runner.drafter
+        return self.runner.drafter
 
-    def _keep(
-        self, held: dict[str, Any], begins: np.ndarray, ends: np.ndarray, scheduled: np.ndarray, fits: np.ndarray
-    ) -> int:
+    def _keep(self, begins: np.ndarray, ends: np.ndarray, scheduled: np.ndarray, fits: np.ndarray) -> int:
         """Keep the hidden states of the tokens that the step has added to the text of requests; return the bytes of
         one. Rejected draft tokens are left out, and requests that the drafter can't read to their end."""
-        runner, counts = self._drafter.runner, ends - begins
-        parts = [held["hidden_states"]]
+        runner, counts = self.runner, ends - begins
+        parts = [self.held["hidden_states"]]
         if getattr(runner, "use_aux_hidden_state_outputs", False):
-            parts = held["aux_hidden_states"]
+            parts = self.held["aux_hidden_states"]
         elif (other := getattr(runner.get_model(), "get_mtp_target_hidden_states", lambda: None)()) is not None:
             parts = [other]
         valid = torch.from_numpy(stretches(np.cumsum(scheduled) - scheduled, counts)).to(runner.device)
@@ -133,9 +130,7 @@ class NeuralSource(ModelSource):
                 self._kept[self._req_ids[row]].append((int(begins[row]), piece))
         return hidden.shape[1] * hidden.element_size()
 
-    def _read_up(
-        self, rows: np.ndarray, ends: np.ndarray, passes: int, held: dict[str, Any], tokens: np.ndarray
-    ) -> torch.Tensor:
+    def _read_up(self, rows: np.ndarray, ends: np.ndarray, passes: int, tokens: np.ndarray) -> torch.Tensor:
         """Let the drafter read what it has missed of some rows, and draft `passes` tokens, [rows, passes]."""
         most = self._proposer.max_num_tokens - len(rows)
         while True:
@@ -143,50 +138,34 @@ class NeuralSource(ModelSource):
             left = ends[rows] - begins
             now = np.minimum(left, most - np.minimum(np.cumsum(left) - left, most))
             if (now == left).all():
-                return self._propose(rows, begins, ends[rows], passes, held, tokens)
+                return self._propose(rows, begins, ends[rows], passes, tokens)
             some = now > 0
-            self._propose(rows[some], begins[some], (begins + now)[some], 1, held, tokens)
+            self._propose(rows[some], begins[some], (begins + now)[some], 1, tokens)
 
     @torch.inference_mode()
     def _propose(
-        self,
-        rows: np.ndarray,
-        begins: np.ndarray,
-        ends: np.ndarray,
-        passes: int,
-        held: dict[str, Any],
-        tokens: np.ndarray,
+        self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray, passes: int, tokens: np.ndarray
     ) -> torch.Tensor:
         """Let the drafter read positions `begins` to `ends` of some rows, and draft, [rows, passes]."""
-        runner, proposer = self._drafter.runner, self._proposer
+        runner, proposer = self.runner, self._proposer
         hidden = None
         if proposer.pass_hidden_states_to_model:
             hidden = self._hidden(rows, begins, ends)
         which = torch.from_numpy(rows).to(runner.device)
         table = runner.input_batch.block_table[max(0, getattr(proposer, "kv_cache_gid", 0))]
         asked = queries(table.get_device_tensor(len(self._req_ids))[which], table.block_size, begins, ends)
-        metadata = held["common_attn_metadata"]
-        fields = {field.name for field in dataclasses.fields(metadata)}
         text = np.concatenate([tokens[row, b:e] for row, b, e in zip(rows, begins, ends, strict=True)])
-        sampling = held["sampling_metadata"]
-        of_rows = {
-            name: value[which]
-            for name in ("temperature", "top_k", "top_p")
-            if (value := getattr(sampling, name)) is not None
-        }
         if self.noise:
             self.noise.rows = which
         found: torch.Tensor = proposer.propose(
             num_speculative_tokens=passes,
             target_token_ids=torch.from_numpy(text).to(runner.device),
-            target_positions=asked["positions"],
+            target_positions=asked.positions,
             target_hidden_states=hidden,
             next_token_ids=torch.from_numpy(tokens[rows, ends]).to(runner.device),
             token_indices_to_sample=None,
-            common_attn_metadata=dataclasses.replace(
-                metadata, **{name: value for name, value in asked.items() if name in fields}
-            ),
-            sampling_metadata=dataclasses.replace(sampling, **of_rows),
+            common_attn_metadata=asked,
+            sampling_metadata=of_rows(self.held["sampling_metadata"], which),
         )
         self._read[rows] = ends
         self.drafts.made += passes
@@ -202,36 +181,67 @@ class NeuralSource(ModelSource):
         return torch.cat(found)
 
 
+class KeyedDrafts:
+    """Draws the tokens of vLLM's own drafters (EAGLE-3, MTP, a draft model) with the noise of the policy's sampler."""
+
+    def __init__(self, runner: Any, seeds: Callable[[], torch.Tensor]):
+        self._runner, self._seeds = runner, seeds
+        self.rows: torch.Tensor | None = None
+        """Rows of the batch that are drafted for, int64; None: all of it."""
+        self._positions = torch.zeros(0, dtype=torch.int64)
+        for step_patch in (follow_positions, draw_with_keyed_noise):
+            step_patch.apply(self, owner=runner.drafter)
+
+    def first_pass(self, last_tokens: torch.Tensor) -> None:
+        """Take the rows of the drafter's inputs at which requests end, int64 [requests]."""
+        drafter = self._runner.drafter
+        ahead = 1 if drafter.pass_hidden_states_to_model else 0  # EAGLE's inputs are one token ahead of their positions
+        self._positions = drafter.positions[last_tokens] + ahead
+
+    def draw(self, hidden: torch.Tensor, sampling: Any) -> torch.Tensor:
+        """Draw a token for each request, int64 [requests], from the drafter's hidden states [requests, size];
+        `sampling`: vLLM's SamplingMetadata of these requests."""
+        logits, seeds = self._runner.drafter.model.compute_logits(hidden), self._seeds()
+        keys = Keys(seeds if self.rows is None else seeds[self.rows], self._positions)
+        self._positions = self._positions + 1
+        return draw(logits, keys, sampling)[0]
+
+
 @patch(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
     since="0.24",
-    needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states, common_attn_metadata",
+    needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states",
 )
-def hold_drafts(stock: Any, source: NeuralSource) -> Any:
-    """Without it a neural drafter drafts in every step, before the host knows the step's tokens. Remove this patch when
-    vLLM's V1 runner lets each step choose whether to draft."""
+def draft_when_it_pays(stock: Any, source: NeuralSource, propose: Callable[..., list[list[int]]]) -> Any:
+    """Without it a neural drafter drafts in every step. Remove this patch when vLLM's V1 runner lets each step choose
+    whether to draft."""
     signature = inspect.signature(stock)
 
-    def propose(*args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose_draft_token_ids(*args: Any, **kwargs: Any) -> list[list[int]]:
         source.held = dict(signature.bind(*args, **kwargs).arguments)
-        return [[] for _ in range(len(source.held["sampled_token_ids"]))]
+        batch = source.runner.input_batch
+        drafts = propose(source.held["sampled_token_ids"], batch.num_tokens_no_spec, batch.token_ids_cpu)
+        source.held = {}  # the policy's hidden states take memory
+        return drafts
 
-    return propose
+    return propose_draft_token_ids
 
 
-@patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync", since="0.24")
-def draft_when_tokens_are_known(stock: Any, runner: Any, propose: Callable[..., list[list[int]]]) -> Any:
-    """Without it nobody would draft in the place of a drafter that `hold_drafts` keeps waiting. Remove this patch when
-    `hold_drafts` is removed."""
+@patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")
+def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
+    """Without it `draw_with_keyed_noise` does not know for which positions it draws. Remove this patch when vLLM's V1
+    drafters draw with noise keyed by position."""
 
-    def bookkeeping(*args: Any, **kwargs: Any) -> Any:
-        batch = runner.input_batch
-        before = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
+    def set_inputs_first_pass(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
-        after = batch.num_tokens_no_spec[: batch.num_reqs].tolist()
-        sampled = [batch.token_ids_cpu[row, a:b].tolist() for row, (a, b) in enumerate(zip(before, after, strict=True))]
-        runner._draft_token_ids = propose(sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)
-        runner._draft_token_req_ids = batch.req_ids.copy()
+        noise.first_pass(result[1])
         return result
 
-    return bookkeeping
+    return set_inputs_first_pass
+
+
+@patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens", since="0.24")
+def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
+    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn.
+    Remove this patch when vLLM's V1 drafters draw with noise keyed by position."""
+    return lambda hidden, sampling: (noise.draw(hidden, sampling), None)

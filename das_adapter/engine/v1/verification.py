@@ -2,7 +2,7 @@
 accepted iff it equals the sample (drafter-invariant verification, arXiv 2408.07978).
 
 Every row of logits, of a drafted position or not, goes through the same `KeyedSampler`, so a token and its
-log-probability are the same bit for bit, whatever was drafted.
+log-probability are the same bit for bit, whatever was drafted. Models draw their drafts as it draws (`draw`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from das_adapter.core.steps import Ints
-from das_adapter.engine.v1.draft_sample import truncate
 from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
 _CHUNK_BYTES = 2**30
@@ -149,3 +149,48 @@ def _expands(sampling: SamplingMetadata) -> bool:
     """Thinking budgets and log-probabilities of chosen tokens can't be spread over a request's rows."""
     holder = getattr(sampling, "thinking_budget_state_holder", None)
     return not (holder is not None and holder.has_tracked_requests()) and not sampling.logprob_token_ids
+
+
+def of_rows(sampling: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
+    """Return the sampling metadata with which a model drafts for some rows of the batch, int64 [rows]."""
+    given = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+    return replace(sampling, **{name: value[rows] for name, value in given.items() if value is not None})
+
+
+def draw(
+    logits: torch.Tensor, keys: Keys | None, sampling: SamplingMetadata
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw one token a row with the temperature, top-k and top-p of the policy's sampler.
+
+    Args:
+        logits: [rows, vocab] of the drafter.
+        keys: of the policy's noise; None: the policy draws with vLLM's own noise, which is not known beforehand.
+        sampling: of the rows.
+
+    Returns:
+        The tokens, int64 [rows], and the probabilities with which they were drawn, float32 [rows, vocab]; None for
+        these where the logits and the keys decide.
+    """
+    if sampling.all_greedy:
+        return logits.argmax(dim=-1), None
+    scaled = Sampler.apply_temperature(logits.to(torch.float32, copy=True), sampling.temperature, sampling.all_random)
+    scaled, probabilities = truncate(scaled, sampling.top_k, sampling.top_p), None
+    if keys is None:
+        probabilities = scaled.softmax(dim=-1)
+        drawn = topk_topp_sampler.random_sample(probabilities.clone(), {})
+    else:
+        drawn = keyed_sample(scaled, keys)
+    if not sampling.all_random:
+        drawn = torch.where(sampling.temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
+    return drawn, probabilities
+
+
+def truncate(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Exclude (-inf) what lies outside top-k and top-p, in place, with one algorithm for every number of rows.
+
+    Up to 0.29 vLLM sorts below eight rows and takes a Triton kernel from there on. The two may round a row's
+    cumulative probabilities differently, and then what a row keeps would depend on how many rows draft. Arguments are
+    float32 [rows, vocab], int32 [rows] and float32 [rows]; None: no limit."""
+    if (top_k is not None or top_p is not None) and logits.is_cuda and topk_topp_sampler.HAS_TRITON:
+        return topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
+    return topk_topp_sampler.apply_top_k_top_p(logits, top_k, top_p)

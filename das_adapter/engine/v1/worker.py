@@ -11,9 +11,8 @@ import torch
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import LiveRequest, label_of
-from das_adapter.engine.v1.draft_sample import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.v1.neural_drafts import KeyedDrafts, NeuralSource
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.worker import WorkerState
@@ -129,15 +128,11 @@ class HostWorkerState(WorkerState):
         noise = None
         if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
             noise = KeyedDrafts(self.runner, lambda: self.batch()[0])
-            follow_positions.apply(noise, owner=self.runner.drafter)
-            draw_with_keyed_noise.apply(noise, owner=self.runner.drafter)
         if self.drafter:
             source = self.drafter.model_source
             assert isinstance(source, NeuralSource)
             source.noise = noise
             self.drafter.load_model(self.runner.model)
-            hold_drafts.apply(source, owner=self.runner)
-            draft_when_tokens_are_known.apply(self.runner, self.drafter.propose, owner=self.runner)
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"

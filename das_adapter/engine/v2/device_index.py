@@ -11,7 +11,6 @@ from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena
-from das_adapter.engine.v2.bringing import Bringer
 
 MEMBERS = 64
 """Most texts of a problem, of running and of ended requests, that a request drafts from."""
@@ -44,11 +43,10 @@ class DeviceIndex:
         self.texts, self.device = texts, texts.device
         slots, _ = texts.shape
         closed = min(CLOSED * slots, 8192)
-        self.arena = Arena(words, slots, closed, MEMBERS)
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
         self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
-        self.bringer = Bringer(self.arena, self.words, beside=self.device.type == "cuda")
+        self.arena = Arena(self.words, slots, closed, MEMBERS, beside=self.device.type == "cuda")
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
@@ -104,12 +102,6 @@ class DeviceIndex:
                 self.words[kept.at : kept.at + len(text)].copy_(text)
                 torch.clamp(total_len[slot] - begin, max=len(text), out=self._text_len[kept.text])
 
-    def flush(self) -> None:
-        """Tell the device what has changed."""
-        if self.arena.changed:
-            self.arena.changed = False
-            _copy(self.arena.tables.all, self._tables)
-
     # A step
 
     def draft(self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:
@@ -124,7 +116,9 @@ class DeviceIndex:
             int64 [requests, steps], a part of `drafts`.
         """
         requests = len(slots)
-        self.flush()
+        if self.arena.changed:
+            self.arena.changed = False
+            _copy(self.arena.tables.all, self._tables)
         size = min((s for s in self._graphs if s >= requests), default=0)
         if size > requests:
             self._slots[:size].fill_(-1)

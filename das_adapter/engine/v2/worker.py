@@ -119,7 +119,7 @@ class DeviceWorkerState(WorkerState):
             for text in ahead:
                 index.add(*text)
             if not engine.failed:
-                index.bringer.step(engine.history.index)
+                index.arena.bring(engine.history.index)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, which the runner still has."""
@@ -175,14 +175,14 @@ class DeviceWorkerState(WorkerState):
         """As `WorkerState.refresh`, with what is on the device."""
         answer = super().refresh(message)
         if self.index is not None:
-            self.index.bringer.forget()
+            self.index.arena.forget()
         return answer
 
     def visit(self, files: list[str]) -> None:
         """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
         super().visit(files)
         if self.index is not None:
-            self.index.bringer.look_again()
+            self.index.arena.look_again()
 
     def own_stats(self) -> EngineStats:
         """As `WorkerState.own_stats`, with the arena."""

@@ -1,20 +1,19 @@
-"""`index`: the history's kernels on vLLM's V2 runner: their drafts against the plain reference's, and what a
-proposal takes."""
+"""`kernels`: what our kernels take: the sampler's on vLLM's V1 runner, beside stock's, and a proposal of the history's
+on V2. Needs no vLLM."""
 
 from __future__ import annotations
 
-import functools
-import sys
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.benchmark import Timer
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Found, Plan, apart
-from das_adapter.bench.kernel import microseconds
+from das_adapter.bench.engines import SHAPES, Bar, Found, Plan, apart
 
-GROUP, STEPS, COMPARED = 16, 16, 8
+GROUP, STEPS = 16, 16
 
 
 class World:
@@ -52,7 +51,7 @@ class World:
         self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
         self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
         while self.index.arena.unsealed:  # a piece in each step
-            self.index.bringer.step(sealed)
+            self.index.arena.bring(sealed)
         self.slots = torch.arange(asked, device=device)
         self.sampled = torch.ones(asked, dtype=torch.int32, device=device)
 
@@ -62,14 +61,35 @@ class World:
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Run the part; where there is no GPU, in Triton's interpreter."""
-    yield apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
+    """Run the part; where there is no GPU, the history's kernels in Triton's interpreter."""
+    found = {"draws": apart(plan, draws, plan)}
+    yield found
+    yield found | {"proposals": apart(plan, proposals, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {})}
 
 
-def index(plan: Plan) -> Found:
-    """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
+def draws(plan: Plan) -> Found:
+    """Time both samplers' draws, by number of rows."""
+    from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
+
+    vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
+    rows: Found = {}
+    for count in plan.rows:
+        seeds, logits = torch.arange(count, device=device), torch.randn(count, vocabulary, device=device)
+        keys = Keys(seeds * 2**33, seeds)
+        rows[str(count)] = {"keyed_us": microseconds(lambda x=logits, k=keys: keyed_sample(x, k))}
+        with contextlib.suppress(ImportError):  # without vLLM there is nothing to compare with
+            from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+            stock = TopKTopPSampler()
+            rows[str(count)]["stock_us"] = microseconds(lambda x=logits, s=stock: s(x, {}, None, None))
+        del logits
+    return rows
+
+
+def proposals(plan: Plan) -> Found:
+    """Time proposals, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: dict[str, Any] = {}
+    rows: Found = {}
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0], batch) for batch in batches]
     worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [(GROUP, 8 * lengths[0], 1)]
@@ -77,45 +97,35 @@ def index(plan: Plan) -> Found:
         world, (_, length, asked) = World(plan, *world_of, device), world_of
         if device == "cuda":
             world.index.capture([asked])
-        drafts, real = world.draft().cpu(), world.index.real[:asked].cpu()
+        world.draft()
         rows[f"{asked} x {length}"] = {
-            "wrong": _wrong(plan, *world_of, drafts),
-            "drafted": float(real.float().mean()),
+            "drafted": float(world.index.real[:asked].float().mean()),
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
             "proposal_us": microseconds(world.draft),
         }
-    return {"rows": rows}
+    return rows
 
 
 BARS = (
-    Bar("requests whose drafts differ from the reference's", 0, lambda f: sum(r["wrong"] for r in f["rows"].values())),
+    Bar(
+        "keyed sampling, of the time of stock vLLM's draw",
+        1.0,
+        lambda f: max(r["keyed_us"] / r["stock_us"] for r in f["draws"].values()),
+    ),
     Bar(
         "microseconds of a proposal for 256 requests of 4096 tokens",
         150,
-        lambda f: f["rows"]["256 x 4096"]["proposal_us"],
+        lambda f: f["proposals"]["256 x 4096"]["proposal_us"],
     ),
     Bar(
         "microseconds of a proposal for a request with 16 texts of 32768 tokens",
         120,
-        lambda f: f["rows"]["1 x 32768"]["proposal_us"],
+        lambda f: f["proposals"]["1 x 32768"]["proposal_us"],
     ),
-    Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["rows"].values())),
+    Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["proposals"].values())),
 )
 
 
-def _wrong(plan: Plan, batch: int, length: int, asked: int, drafts: torch.Tensor) -> int | None:
-    """Count the first requests whose drafts are others than those of the same world in NumPy; None: a wheel has no
-    reference."""
-    if not CONTRACT.is_dir():
-        return None
-    sys.path.insert(0, str(CONTRACT))
-    from device_reference import launch
-
-    plain = World(plan, batch, length, asked, "cpu")
-    plain.index._launch = functools.partial(_some, launch, plain.index)  # type: ignore[method-assign]
-    expected = plain.draft()[:COMPARED]
-    return int((drafts[:COMPARED] != expected).any(1).sum())
-
-
-def _some(launch: Any, index: Any, requests: int) -> None:
-    launch(index, min(requests, COMPARED))
+def microseconds(call: Any) -> float:
+    """Return the time of a call among many in a row: the host is ahead of the device, as it is in an engine."""
+    return 1e6 * float(Timer("call()", globals={"call": call}).blocked_autorange().median)
