@@ -23,7 +23,7 @@ Visits = dict[int, Floats]
 """Lengths by the weight version that wrote them."""
 
 _OF_A_VERSION = 2**18
-"""Most lengths that one weight version has: a server's weights may stay as they are."""
+"""Most lengths that one weight version, or one problem, has: a server's weights may stay as they are."""
 _Z = np.linspace(-5.0, 5.0, 1001)
 _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
 
@@ -65,7 +65,8 @@ class LengthModel:
         self.class_lengths: Floats = np.array([0.0, 0.0, float(self.limit)])
         """Expected length by class, of those that are not short: the mean of all that are at least so long."""
         self._log = np.log(self.edges)
-        self._lengths: OrderedDict[int, Visits] = OrderedDict()
+        self._lengths: OrderedDict[int, bytes] = OrderedDict()
+        """By problem: version and length of the responses of its remembered visits, int32 [n, 2]."""
         self._everyone: Visits = {}
         self._population: Floats = self._log / self._log[-1]
         """Distribution over all problems. Without history a length is as likely in one octave as in the next."""
@@ -73,12 +74,15 @@ class LengthModel:
     def observe(self, responses: Responses) -> None:
         """Take finished responses."""
         new = responses[responses["tokens"] > 0]
-        new = new[np.lexsort((new["version"], new["problem"]))]
-        tokens, keys = new["tokens"].astype(float), np.stack([new["problem"], new["version"].view(np.uint64)], axis=1)
-        first = np.flatnonzero(np.r_[len(new) > 0, (keys[1:] != keys[:-1]).any(axis=1)])
-        bounds = [*first.tolist(), len(new)]
-        for (problem, _, version), begin, end in zip(new[first].tolist(), bounds, bounds[1:], strict=False):
-            _note(self._lengths.setdefault(problem, {}), version, tokens[begin:end].copy(), WINDOW)
+        new = new[np.argsort(new["problem"], kind="stable")]
+        tokens, seen = new["tokens"].astype(float), np.stack([new["version"], new["tokens"]], axis=1).astype(np.int32)
+        first = np.flatnonzero(np.diff(new["problem"], prepend=~new["problem"][:1])).tolist()
+        for problem, begin, end in zip(new["problem"][first].tolist(), first, [*first[1:], len(new)], strict=False):
+            rows = _rows(self._lengths.get(problem, b"") + seen[begin:end].tobytes())[-_OF_A_VERSION:]
+            versions = sorted(set(rows[:, 0].tolist()))
+            if len(versions) > WINDOW:
+                rows = rows[rows[:, 0] >= versions[-WINDOW]]
+            self._lengths[problem] = rows.tobytes()
             self._lengths.move_to_end(problem)
         for version in np.unique(new["version"]).tolist():
             _note(self._everyone, version, tokens[new["version"] == version], self.RECENT)
@@ -103,7 +107,7 @@ class LengthModel:
 
     def own(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
-        return np.concatenate([np.zeros(0), *self._lengths.get(problem, {}).values()])
+        return _rows(self._lengths.get(problem, b""))[:, 1].astype(float)
 
     def expected(self) -> dict[int, float]:
         """Return the mean length of each problem's remembered visits, shrunk towards that of all problems."""
@@ -221,6 +225,10 @@ def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     found = np.empty(lengths.shape)
     native().interpolate(cdf, (len(edges) - 1) / math.log(edges[-1]), lengths, found)
     return found
+
+
+def _rows(seen: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(seen, np.int32).reshape(-1, 2)
 
 
 def _note(visits: Visits, version: int, lengths: Floats, most: int) -> None:
