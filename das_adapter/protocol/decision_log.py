@@ -153,7 +153,8 @@ def read(directory: Path) -> list[Rollout]:
 
 def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
     current = Rollout(name)
-    whole = {path: path.read_text().rpartition("\n")[0] for path in files}  # the last may be cut, or being written
+    # The last line may be cut, or is being written.
+    whole = {path: path.read_text(errors="replace").rpartition("\n")[0] for path in files}
     for path, number, line in (
         (p, n, line) for p, text in whole.items() for n, line in enumerate(text.splitlines(), 1)
     ):

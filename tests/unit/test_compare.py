@@ -199,11 +199,14 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     later = tmp_path / "later.jsonl"
     later.write_text(json.dumps({"step": 9, "data": verl_steps()[0]}) + "\n")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"step": 1, "data": {"loss": 1.0}}\n')
     for path, words in (
         (rollouts, "found no figures of training steps"),
         (damaged, "damaged.jsonl: line 2: "),
         (tmp_path, "name one; "),
         (tmp_path / "empty", "found 0 logs"),
+        (other, "a run has logged none of critic/rewards/mean, "),
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
         done = CliRunner().invoke(main, ["compare", str(good), str(path)])
