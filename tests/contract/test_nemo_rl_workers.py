@@ -232,9 +232,9 @@ def test_a_rollout_actors_validation_is_one_whatever_its_labels_say(ray_here: No
             pass
 
     from das_adapter.nemo_rl import engine_hooks, generation
-    from das_adapter.nemo_rl.workers import _Worker as Worker
+    from das_adapter.nemo_rl.workers import DasAsyncGenerationWorker
 
-    engine = AsyncEngine()
+    Worker, engine = DasAsyncGenerationWorker.__ray_metadata__.modified_class, AsyncEngine()
     front = AsyncEngineHooks(engine, block(), source="5")
     live = SimpleNamespace(set_validating=told)
     with pytest.MonkeyPatch.context() as patch:
