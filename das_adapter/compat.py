@@ -128,10 +128,13 @@ _V2_PASSES = _symbols("""
 _VERL = _symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
-        vLLMHttpServer.sleep vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
+        vLLMHttpServer.sleep vLLMHttpServer.wake_up(tags)
+        vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)
         GlobalRequestLoadBalancer.acquire_server(request_id)
         GlobalRequestLoadBalancer.release_server(server_id, request_id)
+        GlobalRequestLoadBalancer.require_acquire_fields GlobalRequestLoadBalancer.require_release_fields
+        GlobalRequestLoadBalancer.add_servers(servers) GlobalRequestLoadBalancer.remove_servers(server_ids)
 """)
 _NEMO_RL = _symbols("""
     nemo_rl.models.generation.vllm.vllm_generation: VllmGeneration.generate(data, greedy)
