@@ -12,12 +12,15 @@ from das_adapter.errors import DasError
 
 
 class _Commands(click.Group):
-    """Commands that end with a message, without a traceback, where das-adapter refuses something."""
+    """Commands that end with a message, without a traceback, where das-adapter refuses something, or where a file can't
+    be read or written."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except DasError as error:
+        except BrokenPipeError:  # click ends quietly where nobody reads on
+            raise
+        except (DasError, OSError) as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
             extra = "; the page needs das-adapter[plot]" if error.name == "plotly" else ""

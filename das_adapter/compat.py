@@ -103,7 +103,7 @@ _V2 = _symbols("""
 """)
 _V2_DRAWS = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_watermarker
-    vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p
+    vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p SamplingStates.min_p
     vllm.v1.worker.gpu.sample.sampler: Sampler.sampling_states
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits_cache, logits_cache_col)
 """)
@@ -130,10 +130,13 @@ _V2_PASSES = _symbols("""
 _VERL = _symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
-        vLLMHttpServer.sleep vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
+        vLLMHttpServer.sleep vLLMHttpServer.wake_up(tags)
+        vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)
         GlobalRequestLoadBalancer.acquire_server(request_id)
         GlobalRequestLoadBalancer.release_server(server_id, request_id)
+        GlobalRequestLoadBalancer.require_acquire_fields GlobalRequestLoadBalancer.require_release_fields
+        GlobalRequestLoadBalancer.add_servers(servers) GlobalRequestLoadBalancer.remove_servers(server_ids)
 """)
 _NEMO_RL = _symbols("""
     nemo_rl.models.generation.vllm.vllm_generation: VllmGeneration.generate(data, greedy)

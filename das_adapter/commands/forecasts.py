@@ -23,9 +23,9 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
 
 def _json(_: click.Context, __: click.Parameter, text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"found {text!r}, expected JSON: {error}") from None
+        return dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise click.BadParameter(f"found {text!r}, expected JSON such as {{}}: {error}") from None
 
 
 @click.command()

@@ -19,8 +19,8 @@ RESPONSE = np.dtype([("problem", "<u8"), ("tokens", "<i8"), ("version", "<i8")])
 """A finished response: its problem, its length in tokens, and the weight version that wrote it."""
 Responses = npt.NDArray[np.void]
 """Finished responses, [n] of `RESPONSE`."""
-Visits = dict[int, Floats]
-"""Lengths by the weight version that wrote them."""
+Visits = dict[int, bytes]
+"""Lengths by the weight version that wrote them, int32: arrays would take several times the memory."""
 
 _OF_A_VERSION = 2**18
 """Most lengths that one weight version has: a server's weights may stay as they are."""
@@ -74,11 +74,12 @@ class LengthModel:
         """Take finished responses."""
         new = responses[responses["tokens"] > 0]
         new = new[np.lexsort((new["version"], new["problem"]))]
-        tokens, keys = new["tokens"].astype(float), np.stack([new["problem"], new["version"].view(np.uint64)], axis=1)
+        tokens = new["tokens"].astype(np.int32)
+        keys = np.stack([new["problem"], new["version"].view(np.uint64)], axis=1)
         first = np.flatnonzero(np.r_[len(new) > 0, (keys[1:] != keys[:-1]).any(axis=1)])
         bounds = [*first.tolist(), len(new)]
         for (problem, _, version), begin, end in zip(new[first].tolist(), bounds, bounds[1:], strict=False):
-            _note(self._lengths.setdefault(problem, {}), version, tokens[begin:end].copy(), WINDOW)
+            _note(self._lengths.setdefault(problem, {}), version, tokens[begin:end], WINDOW)
             self._lengths.move_to_end(problem)
         for version in np.unique(new["version"]).tolist():
             _note(self._everyone, version, tokens[new["version"] == version], self.RECENT)
@@ -88,7 +89,7 @@ class LengthModel:
     def refit(self) -> None:
         """Compute the population and the classes' bounds again, at a weight sync."""
         if self._everyone:
-            lengths = np.concatenate(list(self._everyone.values()))
+            lengths = _all(self._everyone)
             self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
             self._population = self._smooth(np.exp(np.round(np.log(lengths), 2)))
             everyone = np.broadcast_to(self._population, (2, self.GRID))
@@ -103,13 +104,13 @@ class LengthModel:
 
     def own(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
-        return np.concatenate([np.zeros(0), *self._lengths.get(problem, {}).values()])
+        return _all(self._lengths.get(problem, {}))
 
     def expected(self) -> dict[int, float]:
         """Return the mean length of each problem's remembered visits, shrunk towards that of all problems."""
         if not self._everyone:
             return {}
-        prior = self.POPULATION * float(np.concatenate(list(self._everyone.values())).mean())
+        prior = self.POPULATION * float(_all(self._everyone).mean())
         own = {problem: self.own(problem) for problem in self._lengths}
         return {problem: (prior + float(seen.sum())) / (self.POPULATION + len(seen)) for problem, seen in own.items()}
 
@@ -223,9 +224,13 @@ def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     return found
 
 
-def _note(visits: Visits, version: int, lengths: Floats, most: int) -> None:
+def _all(visits: Visits) -> Floats:
+    return np.frombuffer(b"".join(visits.values()), np.int32).astype(float)
+
+
+def _note(visits: Visits, version: int, lengths: npt.NDArray[np.int32], most: int) -> None:
     """Add lengths to those of their weight version; of more than `most` versions the oldest is dropped, of more than
     `_OF_A_VERSION` lengths the first."""
-    visits[version] = np.concatenate([visits.get(version, lengths[:0]), lengths])[-_OF_A_VERSION:]
+    visits[version] = (visits.get(version, b"") + lengths.tobytes())[-4 * _OF_A_VERSION :]
     if len(visits) > most:
         del visits[min(visits)]

@@ -58,7 +58,8 @@ class EngineHooks:
                 (`vllm_cfg.engine_owner_loop`); None: that of `start`.
         """
         self.version = 0
-        self.validating = False
+        self.validating = self.alone = False
+        """Whether a validation goes on, and whether no training request comes meanwhile, whatever its label says."""
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._das, self._order, self._loop = das, start_order(das), loop
@@ -70,7 +71,8 @@ class EngineHooks:
             return None
         hashes = prompt.get("mm_hashes") or {} if isinstance(prompt, dict) else {}  # vLLM's, by kind
         media = [found for kind in sorted(hashes) for found in hashes[kind]]
-        return given or self._labeller.label(ids, self.validating, media)
+        label = given or self._labeller.label(ids, self.validating, media)
+        return replace(label, record=False) if self.validating and self.alone else label
 
     @staticmethod
     def _labelled(params: Any, label: Label | None) -> Any:

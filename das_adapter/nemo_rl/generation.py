@@ -112,12 +112,13 @@ class DasVllmGeneration(VllmGeneration):
             ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))
         return {**metrics, **ours}
 
-    def set_validating(self, on: bool) -> None:
+    def set_validating(self, on: bool, alone: bool = False) -> None:
         """Mark requests from now on as a validation's, whose text stays out of the history; off: no longer. A worker
-        that does not answer in time takes requests without a label, from NeMo-Gym, for what they were before."""
+        that does not answer in time takes requests without a label, from NeMo-Gym, for what they were before; `alone`:
+        and those of a rollout actor, which labels them with a copy of this that knows of no validation."""
         if self.das is not None:
             self._validating = on
-            self._on_replicas("das_validation", on=on)
+            self._on_replicas("das_validation", on=on, alone=alone)
 
     def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))

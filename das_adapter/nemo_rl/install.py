@@ -60,7 +60,7 @@ def mark_validation(stock: Any) -> Any:
     def validate(*args: Any, **kwargs: Any) -> Any:
         generations = list(live)
         for generation in generations:
-            generation.set_validating(True)
+            generation.set_validating(True, alone="rollout_actor" in kwargs)
         try:
             return stock(*args, **kwargs)
         finally:

@@ -45,9 +45,9 @@ class _Worker:
         owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
         self.hooks = self.hooks_class(self.llm, das, source, self.cfg.get(settings.STEP, 0), owner and owner.loop)
 
-    def das_validation(self, on: bool) -> None:
-        """Mark requests from now on as a validation's; off: no longer."""
-        self.hooks.validating = on
+    def das_validation(self, on: bool, alone: bool = False) -> None:
+        """Mark requests from now on as a validation's; off: no longer. `alone`: those too that say otherwise."""
+        self.hooks.validating, self.hooks.alone = on, alone
 
     def das_report(self) -> Any:
         """Return the counts since the last report."""

@@ -168,7 +168,7 @@ def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    whole = path.read_text().rpartition("\n")[0]  # the last line may be cut, or being written
+    whole = path.read_text(errors="replace").rpartition("\n")[0]  # the last line may be cut, or being written
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             kind, *values = json.loads(line)

@@ -66,6 +66,11 @@ def _watch(directory: Path, grace_s: float) -> None:
 def _remove_unused(directory: Path) -> None:
     with (directory / "users").open("a+") as users:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "users":  # it goes last: whoever finds what a killed process left can lock it
+                path.unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -72,6 +72,8 @@ class NodeHistory:
         self._nodes: tuple[str, ...] = (self._node,)
         self._sending: dict[str, ray.ObjectRef] = {}
         """By file: calls of other nodes' histories."""
+        self._unreached = set[str]()
+        """Those to which texts could not be sent the last time."""
         self._lengths = deque[Responses](maxlen=2**12)
         """Of the last batches, for the ledger."""
         self._version = 0
@@ -188,6 +190,7 @@ class NodeHistory:
             return
         waiting = sorted(((path.stat(), path) for path in self.writer.waiting(AWAY)), key=lambda file: file[0].st_mtime)
         beyond = sum(stat.st_size for stat, _ in waiting) - self.writer.policy.config.max_bytes // _OUTBOX
+        told, self._unreached = self._unreached, set[str]()
         for stat, path in waiting:
             if beyond > 0:
                 beyond -= stat.st_size
@@ -211,7 +214,9 @@ class NodeHistory:
                 else:
                     self._sending[path.name] = call
             except (ValueError, ray.exceptions.RayError) as error:  # it ended, or there is no room for the message
-                logger.warning("das: history: texts did not reach %s and are sent again: %r", peer, error)
+                if peer not in told | self._unreached:
+                    logger.warning("das: history: texts did not reach %s and are sent again: %r", peer, error)
+                self._unreached.add(peer)
 
     def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
         try:

@@ -143,6 +143,8 @@ class Pipeline:
         rows = rows[requests.written[rows] < requests.length[rows]]
         idle_since, most = np.maximum(fleet.clock, since), len(self._early[0])
         for at in np.arange(idle_since.min() + POLL_S, until, POLL_S):
+            if not len(rows):
+                break
             fleet.run(at)
             count = fleet.counts
             idle = np.flatnonzero(idle_since < at)

@@ -121,6 +121,7 @@ def _from_lines(
         try:
             row = json.loads(line)
             prompt, response = _texts(row, tokenize)
+            step = int(row.get("step", default))
         except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
             raise DasError(
                 f"{path}:{number}: no rollout ({error!r}); allowed: veRL's input/output, NeMo-RL's "
@@ -129,7 +130,7 @@ def _from_lines(
         if len(response):
             run = runs[str(row.get("run", row.get("model", "")))]
             key = str(row.get("problem_id", prompt.tobytes()))
-            yield Rollout(problems[key], int(row.get("step", default)), run, prompt, response)
+            yield Rollout(problems[key], step, run, prompt, response)
 
 
 def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32]:

@@ -46,6 +46,8 @@ def compare(a: RunLog, b: RunLog, every: int | None = None) -> dict[str, Any]:
     shared = sorted(set.intersection(*of_training))
     if not shared:
         spans = (f"{min(run.steps)} to {max(run.steps)}" for run in (a, b))
+        if not all(of_training):
+            raise DasError(f"compare: a run has logged none of {', '.join(sorted(keys))}")
         raise DasError(f"compare: the runs have no training step in common: found steps {' and '.join(spans)}")
     runs = [[run.steps[step] for step in shared] for run in (a, b)]
     names: dict[str, Any] = {figure: [_name(keys, *runs)] * 2 for figure, keys in SHARED.items()}

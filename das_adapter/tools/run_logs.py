@@ -7,7 +7,7 @@ import contextlib
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,7 +64,17 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
         return csv.DictReader(text.splitlines())
-    return iter(json.loads(text)) if path.suffix == ".json" else map(json.loads, text.splitlines())
+    return iter(json.loads(text)) if path.suffix == ".json" else _records(text.splitlines())
+
+
+def _records(lines: Sequence[str]) -> Iterator[Any]:
+    """Yield lines of JSON; the last may be cut, where a run was killed or the disk was full."""
+    for number, line in enumerate(lines, 1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"line {number}: {error}") from None
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:

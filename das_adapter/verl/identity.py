@@ -6,8 +6,11 @@ loop nor its tools need to know of it.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,16 +89,24 @@ def _naming(stock: Any) -> Any:
         if settings.of_run(self.config) is None:
             return stock(self, prompts, *args, **kwargs)
         self._das_named = name_rows(prompts, getattr(self, "_das_named", None))
-        tensors, about = _is_tensors(prompts), getattr(prompts, "meta_info", prompts)
+        about = getattr(prompts, "meta_info", prompts)
         run = None if "validate" in about.keys() and about["validate"] else ahead.Ahead.running
-        if run and not tensors:  # the call returns when the batch is written
-            run.show(self, name_rows)
         result = stock(self, prompts, *args, **kwargs)
-        if run and tensors:
+        if run and inspect.iscoroutine(result):  # it dispatches the batch when it is awaited
+            return _showing(result, functools.partial(run.show, self, name_rows))
+        if run:
             run.show(self, name_rows)
         return result
 
     return dispatch
+
+
+async def _showing(written: Coroutine[Any, Any, Any], show: Callable[[], None]) -> Any:
+    """Show the next batches once a batch is dispatched; return it when it is written."""
+    task = asyncio.ensure_future(written)
+    await asyncio.sleep(0)
+    show()
+    return await task
 
 
 def _is_tensors(prompts: Any) -> bool:

@@ -32,8 +32,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._longest_first = self.das.routing == "longest_first"
         siblings, group = (self.das.shares_history, self.group) if self._longest_first else (False, 1)
         self._replicas = Replicas(servers, siblings, group, self.slots)
-        self._problems: dict[str, int] = {}
-        """Of the requests in flight."""
+        self._problems: dict[str, list[int]] = {}
+        """Of the requests in flight: an agent loop may have several under one id."""
         self._acquired = 0
         self._ended: set[str] = set()
         """Replicas that have had requests since there were none in flight."""
@@ -65,7 +65,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         else:
             in_group = self._longest_first and label.record and label.problem is not None
             server = self._replicas.pick(problem, group=None if in_group else 1)
-        self._problems[request_id] = problem
+        self._problems.setdefault(request_id, []).append(problem)
         self._request_id_to_server[request_id] = server
         self._inflight_requests[server] += 1
         return server, self._servers[server]
@@ -74,8 +74,10 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
         self._ended.add(server_id)
-        if (problem := self._problems.pop(request_id or "", None)) is not None:
-            self._replicas.done(server_id, problem)
+        if problems := self._problems.pop(request_id or "", None):
+            self._replicas.done(server_id, problems.pop())
+            if problems:
+                self._problems[request_id or ""] = problems
 
     def lend(self, most: int) -> list[tuple[str, Any]]:
         """Lend at most so many slots for what is written ahead: a replica and its handle each. They are on replicas

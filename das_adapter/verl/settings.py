@@ -47,11 +47,12 @@ def check(config: Any) -> DasConfig | None:
             f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.model.mtp.enable_rollout=True both choose a "
             "drafter: turn one of them off"
         )
-    if das.routing != "host" and _get(rollout, "router_config_path"):
-        raise ConfigError(
-            f"{BLOCK}.routing={das.routing!r} and {ROLLOUT}.router_config_path both choose a router: "
-            f"set {BLOCK}.routing='host', or remove the other"
-        )
+    for key in ("router_config_path", "full_determinism"):
+        if das.routing != "host" and _get(rollout, key):
+            raise ConfigError(
+                f"{BLOCK}.routing={das.routing!r} and {ROLLOUT}.{key} both choose a router: "
+                f"set {BLOCK}.routing='host', or remove the other"
+            )
     check_files(das)
     compat.require("vllm")
     compat.require("verl")

@@ -19,6 +19,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
+from das_adapter.config import DasConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.admission import Admission
@@ -26,6 +27,7 @@ from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.v2.verification import accept_drawn
+from das_adapter.engine.v2.worker import DeviceWorkerState
 from das_adapter.protocol.engine_args import DraftTokens
 
 SLOTS, LENGTH, STEPS = 4, 240, 5
@@ -171,25 +173,34 @@ def test_drafts_are_accepted_up_to_the_first_token_that_was_not_drawn() -> None:
         assert torch.equal(sampled[request, :count], drawn[first : first + count])
 
 
-def test_a_model_drafts_within_a_requests_top_k_and_top_p_alone() -> None:
+def test_a_model_drafts_within_a_requests_min_p_top_k_and_top_p_alone() -> None:
     vocabulary, never = 1000, -torch.inf
-    runner: Any = SimpleNamespace(max_num_reqs=6, vocab_size=vocabulary, device=torch.device("cpu"))
-    limits, temperature = Limits(runner), torch.tensor([1.0, 0.7, 1.3, 2.0, 0.0, 1.0])
-    k = torch.tensor([vocabulary, 20, vocabulary, 50, 5, 1], dtype=torch.int32)
-    p = torch.tensor([1.0, 1.0, 0.9, 0.8, 0.5, 1.0])
-    runner.sampler = SimpleNamespace(sampling_states=SimpleNamespace(top_k=Held(k), top_p=Held(p)))
+    runner: Any = SimpleNamespace(max_num_reqs=8, vocab_size=vocabulary, device=torch.device("cpu"))
+    limits, temperature = Limits(runner), torch.tensor([1.0, 0.7, 1.3, 2.0, 0.0, 1.0, 0.8, 1.5])
+    k = torch.tensor([vocabulary, 20, vocabulary, 50, 5, 1, vocabulary, 50], dtype=torch.int32)
+    p = torch.tensor([1.0, 1.0, 0.9, 0.8, 0.5, 1.0, 1.0, 0.8])
+    least = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.01, 0.05])
+    held = {"top_k": Held(k), "top_p": Held(p), "min_p": Held(least)}
+    runner.sampler = SimpleNamespace(sampling_states=SimpleNamespace(**held))
     limits.take()
-    drafted = torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
+    drafted = torch.randn(10, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
     drafted[:, 500:600] = never
-    slots, stock = torch.tensor([3, 2, 1, 0, -1, 4, 5, 3]), drafted.clone()
+    slots, stock = torch.tensor([3, 2, 1, 0, -1, 4, 5, 3, 6, 7]), drafted.clone()
     limits.apply(drafted, slots, temperature)
     for row, slot in enumerate(slots.tolist()):
         if slot < 0 or slot == 4:  # of no request, or greedy
             expected = stock[row]
         else:
-            within = apply_top_k_top_p_pytorch(stock[row : row + 1] / temperature[slot], k[[slot]], p[[slot]])[0]
+            heated = stock[row : row + 1] / temperature[slot]
+            heated = heated.masked_fill(heated < heated.max() + least[slot].log(), never)
+            within = apply_top_k_top_p_pytorch(heated, k[[slot]], p[[slot]])[0]
             expected = stock[row].masked_fill(within == never, never)
         assert torch.equal(drafted[row], expected), slot
+
+
+def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=8)))
+    assert DeviceWorkerState(runner, DasConfig(drafter="none")).speculation is None  # it asks for no vocabulary
 
 
 def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:

@@ -462,6 +462,18 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
 
 
+def test_a_node_that_texts_do_not_reach_is_named_once(
+    writer: Alone, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "histories", lambda: ("", "gone"))
+    writer.published(1)
+    for number in range(3):
+        put(writer.directory(), f"away-gone-engine-{number}", pack([Trajectory(1, POEM.tobytes(), 1)]))
+        writer.tick()
+    assert len(writer.files) == 3
+    assert caplog.text.count("texts did not reach gone and are sent again") == 1
+
+
 def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(job: None) -> None:
     for generation, behind in ((10**6, 0), (0, 1)):
         engine = Engine(({"generation": 10**6}, {"generation": generation}))  # of two ranks

@@ -217,6 +217,36 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
     assert Label.of(several.extra_args).seed is None and several.seed == 5
 
 
+def test_a_rollout_actors_validation_is_one_whatever_its_labels_say(ray_here: None) -> None:
+    """NeMo-RL's `validate_sync` has an actor generate, with a copy of the driver's generation."""
+
+    def told(on: bool, **alone: bool) -> None:
+        Worker.das_validation(SimpleNamespace(hooks=front), on, **alone)
+
+    def validate(**_: Any) -> None:
+        asyncio.run(ask())
+
+    async def ask() -> None:
+        engine_hooks.labels.set([Label(7, 5)])
+        async for _ in engine.generate({"prompt_token_ids": [1, 2]}, SamplingParams(), "id"):
+            pass
+
+    from das_adapter.nemo_rl import engine_hooks, generation
+    from das_adapter.nemo_rl.workers import DasAsyncGenerationWorker
+
+    Worker, engine = DasAsyncGenerationWorker.__ray_metadata__.modified_class, AsyncEngine()
+    front = AsyncEngineHooks(engine, block(), source="5")
+    live = SimpleNamespace(set_validating=told)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "live", [live])
+        for arguments in ({"rollout_actor": "of grpo_sync"}, {}):
+            install.mark_validation.replacement(validate)(**arguments)
+            validate()
+    labels = [Label.of(params.extra_args) for params in engine.params]
+    assert [label.record for label in labels] == [False, True, True, True]
+    assert {label.seed for label in labels} == {5}
+
+
 def test_an_engine_with_a_loop_of_its_own_is_called_on_it(ray_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-RL 0.8's `vllm_cfg.engine_owner_loop`: the engine is made and called on a loop that is not the actor's."""
     own = asyncio.new_event_loop()

@@ -127,6 +127,14 @@ def test_a_router_keeps_what_a_ledger_said_that_is_gone_and_asks_again(service: 
     assert first_two("back/", [3, 1, 4, 2]) == 2
 
 
+def test_requests_that_an_agent_loop_has_under_one_id_are_all_taken_off(service: Any) -> None:
+    router = made(routing="least_loaded")(SERVERS)
+    assert [acquire(router, "loop", 1) for _ in range(3)] == ["a"] * 3
+    for _ in range(3):
+        router.release_server("a", request_id="loop")
+    assert acquire(router, "next", 2) == "a"
+
+
 def test_least_loaded_takes_the_replica_with_the_fewest_requests(service: Any) -> None:
     remember(service, {1: 3000, 2: 10})
     router = made(routing="least_loaded")(SERVERS)

@@ -263,14 +263,16 @@ def flatten(flat: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: T
         flat[first : first + got] = sampled[row, :got]
 
 
-def leave_out(logits: Tensor, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, **_: int) -> None:
+def leave_out(logits: Tensor, slots: Tensor, heat: Tensor, k: Tensor, p: Tensor, least: Tensor, **_: int) -> None:
     """`leave_out` of `das_adapter.engine.v2.limits`."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    heat, k, p = (of[slots.clamp(min=0)] for of in (temperature, top_k, top_p))
-    some = (slots >= 0) & (heat > 0) & ((k < logits.shape[1]) | (p < 1))
+    heat, k, p, least = (of[slots.clamp(min=0)] for of in (heat, k, p, least))
+    some = (slots >= 0) & (heat > 0) & ((k < logits.shape[1]) | (p < 1) | (least > 0))
     if some.any():
-        within = apply_top_k_top_p_pytorch(logits[some].float() / heat[some, None], k[some], p[some])
+        rows = logits[some].float() / heat[some, None]
+        rows.masked_fill_(rows - rows.amax(1, keepdim=True) < least[some, None].log(), -torch.inf)
+        within = apply_top_k_top_p_pytorch(rows, k[some], p[some])
         logits[some] = logits[some].masked_fill(within == -torch.inf, -torch.inf)
 
 

@@ -58,6 +58,7 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(
     ("arguments", "words"),
     [
         (["x", "--engine", "{dtype}"], ["--engine", "'{dtype}'", "expected JSON"]),
+        (["x", "--engine", "[1]"], ["--engine", "'[1]'", "expected JSON"]),
         (["x", "--batches", "1,two"], ["--batches", "'1,two'", "whole numbers"]),
     ],
 )

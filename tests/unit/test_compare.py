@@ -179,7 +179,7 @@ def test_the_last_of_a_step_counts_and_steps_of_one_run_are_left_out(tmp_path: P
     resumed = verl_steps(hashes=[7, 7])
     again = [{"step": number, "data": step} for number, step in enumerate(verl_steps()[1:3], 2)]
     b = verl_file(tmp_path / "b", resumed)
-    b.write_text(b.read_text() + "\n".join(map(json.dumps, again)) + "\n")
+    b.write_text(b.read_text() + "\n".join(map(json.dumps, again)) + '\n{"step": 4, "da')  # killed
     code, found = compared(first, b)
     assert (code, found["steps"], found["tokens"], found["only_one"]) == (1, 3, [2, 3], 1)
 
@@ -195,13 +195,16 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     rollouts = tmp_path / "rollouts.jsonl"
     rollouts.write_text('{"input": "1+2=", "output": "3"}\n')
     damaged = tmp_path / "damaged.jsonl"
-    damaged.write_text('{"step": 1, "da')
+    damaged.write_text('{"step": 1, "data": {}}\n{"step": 2, "da\n{"step": 3}\n')
     later = tmp_path / "later.jsonl"
     later.write_text(json.dumps({"step": 9, "data": verl_steps()[0]}) + "\n")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"step": 1, "data": {"loss": 1.0}}\n')
     for path, words in (
         (rollouts, "found no figures of training steps"),
-        (damaged, "damaged.jsonl"),
+        (damaged, "damaged.jsonl: line 2: "),
         (tmp_path, "Is a directory: "),
+        (other, "a run has logged none of critic/rewards/mean, "),
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
         done = CliRunner().invoke(main, ["compare", str(good), str(path)])

@@ -89,3 +89,16 @@ def test_the_installed_hosts_have_every_symbol(host: str) -> None:
     if compat.version(host) is None:
         pytest.skip(f"{host} is not installed")
     compat.require(host)
+
+
+def test_every_method_of_verl_that_is_overridden_is_checked() -> None:
+    pytest.importorskip("verl")
+    pytest.importorskip("vllm")
+    from das_adapter.verl.router import DasLoadBalancer
+    from das_adapter.verl.server import DasVLLMHttpServer
+
+    listed = {symbol.name for symbol in compat.HOSTS["verl"].relied_on}
+    for ours in (DasLoadBalancer, DasVLLMHttpServer):
+        (stock,) = ours.__bases__
+        methods = {name for name, value in vars(ours).items() if callable(value) and name in vars(stock)}
+        assert {f"{stock.__name__}.{name}" for name in methods} <= listed

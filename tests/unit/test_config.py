@@ -385,6 +385,7 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"custom": {"dass": {}}}, "actor_rollout_ref.rollout.custom.dass: unknown key; did you mean 'das'?"),
         ({"self": {"ladder": [3]}}, {}, "das.self.ladder=[3] has an effect only with"),
         ({"calibration": "nowhere.json"}, {}, "das.calibration: found 'nowhere.json'"),
+        ({}, {"full_determinism": True}, "and actor_rollout_ref.rollout.full_determinism both choose a router: set"),
         (
             {},
             {"disaggregation": {"enabled": True}},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from test_local_history import TEXT, Engine
 from das_adapter.cli import main
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
+from das_adapter.service import janitor
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,25 @@ def test_what_dead_runs_have_left_is_removed_and_nothing_else(root: Path, tmp_pa
         assert {one["directory"] for one in say("history", "inspect")} >= {str(path) for path in left}
         assert say("history", "clean") == {"removed": [str(path) for path in left]}
     assert other.is_dir() and (root / "das-history-writing").is_dir()
+
+
+@pytest.mark.parametrize("killed_at", range(7))
+def test_what_a_process_that_was_killed_has_not_removed_is_removed_later(
+    root: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, removed, stock = dead(root / "das-history-dead"), list[int](), os.unlink
+
+    def unlink(*path: Any, **where: Any) -> None:
+        removed.append(1)
+        if len(removed) > killed_at:
+            raise KeyboardInterrupt
+        stock(*path, **where)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(os, "unlink", unlink)
+        janitor.sweep(root, besides="")
+    janitor.sweep(root, besides="")
+    assert removed and not history.exists()
 
 
 def test_one_that_is_damaged_or_of_another_version_does_not_hide_the_others(root: Path) -> None:

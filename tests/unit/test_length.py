@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -118,6 +120,15 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.M
     model.observe(rows((1, 100, 4)))  # it arrives late, and two later visits are known
     assert model.own(1).tolist() == [1000, 1000]
     assert model.own(2).tolist() == [100, 100, 100]
+
+
+def test_what_is_remembered_of_a_problem_takes_little_more_than_its_lengths() -> None:
+    model, problems = LengthModel(), 500
+    tracemalloc.start()
+    for version in range(8):
+        model.observe(of({problem: [300] * 4 for problem in range(problems)}, version))
+    assert tracemalloc.get_traced_memory()[0] / problems < 2000
+    tracemalloc.stop()
 
 
 def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:

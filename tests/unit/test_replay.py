@@ -109,6 +109,9 @@ def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text("")
     with pytest.raises(DasError, match="no rollout"):
         read(tmp_path / "1.jsonl")
+    (tmp_path / "1.jsonl").write_text('{"token_ids": [1, 2], "token_loss_mask": [0, 1], "step": null}')
+    with pytest.raises(DasError, match=r"1\.jsonl:1: no rollout"):
+        read(tmp_path / "1.jsonl")
     np.savez(tmp_path / "r.npz", ids=np.arange(6))
     with pytest.raises(DasError, match="offsets, problem"):
         read(tmp_path / "r.npz")

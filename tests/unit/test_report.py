@@ -97,6 +97,16 @@ def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -
     assert "no record" in " ".join(result.output.split())
 
 
+def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    log, there = logged(tmp_path, steps=3).path, tmp_path / "there"
+    there.touch()
+    result = CliRunner().invoke(main, ["report", str(tmp_path), "--out", str(there)])
+    assert result.exit_code == 1 and f"File exists: '{there}'" in result.output
+    log.write_bytes(b"\xff\xfe\n")
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 1 and f"{log.name}, line 1" in result.output
+
+
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
     path = logged(tmp_path, steps=3).path
     path.write_text(path.read_text() + '["s", 103.0, 4')

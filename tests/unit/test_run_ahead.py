@@ -350,6 +350,21 @@ def test_it_rests_where_nothing_is_repeated() -> None:
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
 
 
+def test_a_batch_is_dispatched_before_the_next_ones_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verl")
+    order, batch = list[str](), proto(ROWS, 1, False)
+
+    async def stock(manager: Any, prompts: Any) -> Any:
+        order.append("dispatched")
+        await asyncio.sleep(0.01)
+        order.append("written")
+        return prompts
+
+    monkeypatch.setattr(ahead.Ahead, "running", SimpleNamespace(show=lambda *_: order.append("shown")))
+    assert identity.name_awaited_batches.replacement(stock)(SimpleNamespace(config=ON), batch) is batch
+    assert order == ["dispatched", "shown", "written"]
+
+
 def test_what_shows_no_next_batch_refuses_it() -> None:
     block = {"history": {"run_ahead": "auto"}}
     config = parse(block)

@@ -299,6 +299,15 @@ def test_a_long_tail_writes_several_steps_ahead(monkeypatch: pytest.MonkeyPatch)
     assert rollout_s(several) < rollout_s(one)
 
 
+def test_nobody_looks_for_idle_engines_when_nothing_is_left_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slow steps, most of the looks of a long tail would come after the last request was given out."""
+    looked, stock = list[float](), Fleet.run
+    monkeypatch.setattr(pipeline, "STEPS", 1)
+    monkeypatch.setattr(Fleet, "run", lambda self, *at, **how: (looked.extend(at), stock(self, *at, **how))[1])
+    run = small(**FIRST).run("ahead")
+    assert len(looked) < 0.3 * sum(step.rollout_s for step in run.steps) / pipeline.POLL_S
+
+
 def test_run_ahead_costs_at_most_a_step_where_no_engine_is_idle() -> None:
     even = FIRST | {"rollout__lengths__sigma": 0.001, "rollout__problems": 8, "rollout__dataset": 32}
     runs = small(**even, rollout__lengths__mean=299).run_all()

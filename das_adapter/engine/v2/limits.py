@@ -1,5 +1,5 @@
-"""Top-k and top-p of the requests that a model drafts for: the policy draws within them, and so must the model, or its
-tokens are accepted less often."""
+"""Min-p, top-k and top-p of the requests that a model drafts for: the policy draws within them, and so must the model,
+or its tokens are accepted less often."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
-REACH = tl.constexpr(20.0)
-"""What lies so far below the largest logit, over the temperature, is left out whatever the limit."""
+LEAST = tl.constexpr(2e-9)
+"""Smallest min-p: what is less likely, beside the most likely token, is left out whatever the limit."""
 HALVINGS = tl.constexpr(12)
-"""Halvings of `REACH` after which a limit is near enough: drafts need not be the policy's to the last bit."""
+"""Halvings of the way to `LEAST` after which a limit is near enough: drafts need not be exact to the last bit."""
 
 
 class Limits:
-    """Top-k and top-p by slot, where CUDA graphs of a speculator read them."""
+    """Min-p, top-k and top-p by slot, where CUDA graphs of a speculator read them."""
 
     def __init__(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which draws within them."""
         self._runner, slots = runner, runner.max_num_reqs
         self._top_k = torch.full((slots,), runner.vocab_size, dtype=torch.int32, device=runner.device)
         self._top_p = torch.ones(slots, device=runner.device)
+        self._min_p = torch.zeros(slots, device=runner.device)
 
     def take(self) -> None:
         """Take those of the present step."""
         sampling = self._runner.sampler.sampling_states
         self._top_k.copy_(sampling.top_k.gpu)
         self._top_p.copy_(sampling.top_p.gpu)
+        self._min_p.copy_(sampling.min_p.gpu)
 
     def apply(self, logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor) -> None:
         """Leave out, in place, what lies outside a row's limits; rows without limits are not read.
@@ -39,22 +41,23 @@ class Limits:
             temperature: float32 [slots].
         """
         rows, vocab = logits.shape
-        limited = self._top_k, self._top_p
+        limited = self._top_k, self._top_p, self._min_p
         leave_out[(rows,)](
             logits, logits.stride(0), slots.contiguous(), temperature, *limited, vocab, BLOCK=16384, num_warps=16
         )
 
 
 @triton.jit
-def leave_out(logits, stride, slots, temperature, top_k, top_p, vocab, BLOCK: tl.constexpr):
-    """Leave out what lies outside a row's top-k, and then outside top-p of what is left. One program a row."""
+def leave_out(logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BLOCK: tl.constexpr):
+    """Leave out what lies outside a row's min-p, then top-k, then top-p of what is left. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     known = slot >= 0
     k = tl.load(top_k + slot, mask=known, other=vocab)
     p = tl.load(top_p + slot, mask=known, other=1.0)
+    part = tl.load(min_p + slot, mask=known, other=0.0)
     heat = tl.load(temperature + slot, mask=known, other=0.0)
-    if (heat > 0) & ((k < vocab) | (p < 1)):
+    if (heat > 0) & ((k < vocab) | (p < 1) | (part > 0)):
         logits += row * stride
         lane = tl.arange(0, BLOCK)
         best = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -62,7 +65,7 @@ def leave_out(logits, stride, slots, temperature, top_k, top_p, vocab, BLOCK: tl
             value = tl.load(logits + begin + lane, mask=begin + lane < vocab, other=-float("inf"))
             best = tl.maximum(best, value.to(tl.float32))
         most = tl.max(best, axis=0)
-        least = most - REACH * heat
+        least = most + heat * tl.log(tl.maximum(part, LEAST))
         if k < vocab:
             least = _search(logits, vocab, least, most, heat, k.to(tl.float32), False, BLOCK)
         if p < 1:

@@ -43,7 +43,7 @@ class DeviceWorkerState(WorkerState):
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
         # Now: what is made while vLLM loads the weights lies in a pool that sleep discards.
-        self._limits = Limits(runner)
+        self._limits = Limits(runner) if config.by_model else None
         if config.uses_history:
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
@@ -202,7 +202,7 @@ class DeviceWorkerState(WorkerState):
         super().loaded()
         if self.draft_weights is not None:
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
-        if self.config.by_model:
+        if self._limits is not None:  # a model drafts
             texts = self.runner.req_states.all_token_ids.gpu
             ours = self.engine, self.source, self._limits
             self.speculation = Speculation(self.runner.speculator, self.config, texts, *ours)
