@@ -226,7 +226,7 @@ class Writing:
         self._worker._agent_loop_postprocess = _drop
         self._balancer = worker.llm_client._load_balancer
         self._waiting: dict[int, deque[Job]] = {}
-        """Samples that wait for a replica, by their steps, the next one first."""
+        """Samples that wait for a replica, by their steps, which come in any order."""
         self._most = 0
         """Samples of a step."""
         self._at_work = set[asyncio.Task[None]]()
@@ -247,7 +247,8 @@ class Writing:
     async def _run(self) -> None:
         while any(self._waiting.values()) or self._at_work:
             await asyncio.sleep(POLL_S)
-            jobs = next(filter(None, self._waiting.values()), deque[Job]())  # a later step asks when these have begun
+            waiting = (jobs for _, jobs in sorted(self._waiting.items()) if jobs)
+            jobs = next(waiting, deque[Job]())  # a later step asks when these have begun
             most = min(len(jobs), self._most - len(self._at_work))
             try:
                 for name, server in await self._balancer.lend.remote(most):
