@@ -13,7 +13,7 @@ __all__ = ["MEASURES", "provenance", "save", "written"]
 
 MEASURES = {
     "agreement.py": ["das_adapter/core/index", "csrc"],
-    "controller_overhead.py": ["das_adapter/core"],
+    "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
     "graphs.py": ["das_adapter/protocol"],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],

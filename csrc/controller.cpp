@@ -1,12 +1,14 @@
 // The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -19,9 +21,13 @@ namespace nb = nanobind;
 namespace {
 
 // Returns values, none of them negative, from the greatest to the least. The bits of such floats rise as they do: three
-// passes over 11 bits each.
-std::vector<float> descending(const std::vector<float>& values) {
+// passes over 11 bits each, which few values are not worth.
+std::vector<float> descending(std::vector<float> values) {
   constexpr uint32_t kBits = 11, kDigits = 1u << kBits;
+  if (values.size() < 256) {
+    std::sort(values.begin(), values.end(), std::greater<>());
+    return values;
+  }
   std::vector<uint32_t> from(values.size()), to(values.size());
   std::memcpy(from.data(), values.data(), values.size() * sizeof(float));
   for (uint32_t shift = 0; shift < 32; shift += kBits) {
@@ -38,13 +44,13 @@ std::vector<float> descending(const std::vector<float>& values) {
 }
 
 // Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
-// and as values fall along each draft, those above a threshold are a prefix of it: the best m decides.
-double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const In<double>& costs,
-                Out<int64_t> keep) {
+// and as values fall along each draft, those above a threshold are a prefix of it: the best m decides. The costs are
+// what StepModel says of the tokens, for which see das_adapter/core/latency.py.
+double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, double token,
+                double bend, double knee, double draft, const std::vector<double>& sizes, Out<int64_t> keep) {
   const size_t batch = worth.size(), n = chances.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument("allocate: worth, offsets and keep differ in their number of requests");
-  if (costs.size() != n + 1) throw std::invalid_argument("allocate: costs: expected one for each number of tokens");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != static_cast<int64_t>(n) || !std::is_sorted(at, at + batch + 1))
@@ -54,12 +60,20 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
     const auto accepted = static_cast<float>(worth.data()[i]);
     for (int64_t j = at[i]; j < at[i + 1]; ++j) value[j] = c[j] * accepted;
   }
+  auto size = sizes.begin();
+  const auto seconds = [&](size_t drafted) {  // of the step's tokens; `drafted` never falls
+    auto tokens = static_cast<double>(batch + drafted);
+    while (size != sizes.end() && *size < tokens) ++size;
+    if (size != sizes.end()) tokens = *size;
+    return token * tokens + bend * std::max(0.0, tokens - knee) + (drafted ? draft : 0.0);
+  };
   const std::vector<float> best_first = descending(value);
   double sum = 0, gain = 0;
+  const double plain = seconds(0);
   size_t most = 0;
   for (size_t m = 1; m <= n; ++m) {
     sum += best_first[m - 1];
-    if (sum - costs.data()[m] > gain) gain = sum - costs.data()[m], most = m;
+    if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
   }
   const float threshold = most ? best_first[most - 1] : INFINITY;
   // Of equal values as many as are among the best.
@@ -123,26 +137,26 @@ struct Columns {
 };
 
 // Follows the texts of a batch by a step, given its requests' slots, the tokens that each got and its length `now`. By
-// slot: its length before, `last`, which is brought forward, and where it stops, `ends`. Into `room` go the draft
-// tokens that fit before each end. Returns the tokens of all texts; -1, and nothing has changed: a request got nothing,
-// or its length is not what it was and what it got.
-int64_t follow(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& now, Out<int64_t> last,
-               const In<int64_t>& ends, Out<int64_t> room) {
+// slot: its length before, `last`, which is brought forward, and where it stops, `ends`. Returns how many tokens each
+// got, and the draft tokens that fit before its end; None, and nothing has changed: a request got nothing, or its
+// length is not what it was and what it got.
+nb::object follow(const In<int64_t>& slots, const nb::list& sampled, const In<int64_t>& now, Out<int64_t> last,
+                  const In<int64_t>& ends) {
   const size_t batch = slots.size();
-  if (got.size() != batch || now.size() != batch || room.size() != batch || ends.size() != last.size())
+  if (sampled.size() != batch || now.size() != batch || ends.size() != last.size())
     throw std::invalid_argument("follow: the columns of the batch, or those by slot, differ in length");
+  std::vector<int64_t> got(batch), room(batch);
   for (size_t i = 0; i < batch; ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
-    if (slot >= last.size() || last.data()[slot] + got.data()[i] != now.data()[i] || !got.data()[i]) return -1;
+    got[i] = static_cast<int64_t>(nb::cast<nb::list>(sampled[i]).size());
+    if (slot >= last.size() || last.data()[slot] + got[i] != now.data()[i] || !got[i]) return nb::none();
   }
-  int64_t tokens = 0;
   for (size_t i = 0; i < batch; ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     last.data()[slot] = now.data()[i];
-    room.data()[i] = ends.data()[slot] - 1 - now.data()[i];
-    tokens += now.data()[i];
+    room[i] = ends.data()[slot] - 1 - now.data()[i];
   }
-  return tokens;
+  return nb::make_tuple(owned(std::move(got)), owned(std::move(room)));
 }
 
 using Table = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -167,10 +181,10 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("costs"),
-        nb::arg("keep"),
-        "Choose how many draft tokens of each request to verify, into keep int64 [b]; costs: seconds of 0, 1, ... n of "
-        "them, float64 [n + 1]. Return the expected gain in seconds.");
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("token"),
+        nb::arg("bend"), nb::arg("knee"), nb::arg("draft"), nb::arg("sizes"), nb::arg("keep"),
+        "Choose how many draft tokens of each request to verify, into keep int64 [b], given the fields of StepModel of "
+        "these names. Return the expected gain in seconds.");
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
@@ -181,8 +195,8 @@ void bind_controller(nb::module_& m) {
            "Put the most draft tokens of each request into out int64 [b]: 0 where a token is not worth more than it "
            "costs.");
   m.def("follow", &follow,
-        "Bring the length of each request of a batch forward by a step. Return the tokens of all texts, -1 where a "
-        "request got nothing or has other tokens.");
+        "Bring the length of each request of a batch forward by a step. Return how many tokens each got and the draft "
+        "tokens that fit before its end; None where a request got nothing or has other tokens.");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
         "Evaluate distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out "
         "[b, k].");

@@ -84,15 +84,26 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
   index.check_open(handles.data(), handles.size());
 }
 
-// Drafts that a thread makes; few requests are drafted for when the result is taken.
-constexpr size_t kAlone = 32;
+// Drafts that the index's thread makes.
 struct Drafting {
+  SharedIndex& shared;
   std::shared_future<SharedIndex::Drafts> drafts;
 
   nb::tuple result() {
-    if (!drafts.valid()) throw nb::value_error("result: it was taken before");
-    const auto taken = std::exchange(drafts, {});
-    return flat(*unlocked([&] { return &taken.get(); }));
+    unlocked(shared, [](const SuffixIndex&) {});
+    return flat(drafts.get());
+  }
+
+  void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest, nb::list lists) {
+    const auto& all = drafts.get();
+    if (keep.size() != all.size() || rows.size() != all.size())
+      throw nb::value_error("rows, keep: expected one per draft");
+    for (size_t i = 0; i < all.size(); ++i) {
+      nb::list list;
+      for (size_t j = 0; j < all[i].tokens.size() && static_cast<int64_t>(j) < keep.data()[i]; ++j)
+        list.append(std::min(all[i].tokens[j], largest));
+      lists[rows.data()[i]] = list;
+    }
   }
 };
 
@@ -120,14 +131,14 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     return std::vector<int64_t>(array.data(), array.data() + array.size());
   };
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
-  return {shared.begin(n < kAlone, check,
-                       [written = std::move(written), counts = std::move(counts), handles = copied(handles),
-                        budgets = copied(budgets), min_chance](SuffixIndex& index) {
-                         const Token* next = written.data();
-                         for (size_t i = 0; i < counts.size(); next += counts[i++])
-                           if (counts[i]) index.extend(handles[i], next, counts[i]);
-                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
-                       })};
+  return {shared,
+          shared.begin(check, [written = std::move(written), counts = std::move(counts), handles = copied(handles),
+                               budgets = copied(budgets), min_chance](SuffixIndex& index) {
+            const Token* next = written.data();
+            for (size_t i = 0; i < counts.size(); next += counts[i++])
+              if (counts[i]) index.extend(handles[i], next, counts[i]);
+            return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
+          })};
 }
 
 // The rules of drafting, which the kernels of vLLM's V2 runner take from here.
@@ -191,7 +202,7 @@ void bind_suffix_index(nb::module_& m) {
     }
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
-  nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
+  nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result).def("put", &das::Drafting::put);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
       .def(nb::init<>())

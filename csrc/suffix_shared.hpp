@@ -1,8 +1,11 @@
 // The suffix index as several threads use it.
 #pragma once
 
+#include <condition_variable>
 #include <future>
+#include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -16,30 +19,78 @@ class SharedIndex {
  public:
   using Drafts = std::vector<SuffixIndex::Draft>;
 
+  SharedIndex() = default;
+  ~SharedIndex() {
+    finish();
+    if (desk_) desk_->put({}, false);
+  }
+
   // Returns call(index), when all calls before are done.
   template <class Call>
   auto use(Call&& call) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (drafting_.valid()) std::exchange(drafting_, {}).wait();
+    finish();
     return call(index_);
   }
 
-  // Begins draft(index), in a thread or, if `deferred`, where somebody waits for it; all later calls wait for it.
+  // Begins draft(index) in a thread; all later calls wait for it, and make it themselves if the thread has not begun.
   // `check(index)` is called at once, and may throw.
   template <class Check, class Draft>
-  std::shared_future<Drafts> begin(bool deferred, Check&& check, Draft draft) {
+  std::shared_future<Drafts> begin(Check&& check, Draft draft) {
     return use([&](SuffixIndex& index) {
       check(index);
-      const auto how = deferred ? std::launch::deferred : std::launch::async;
-      drafting_ = std::async(how, [&index, draft = std::move(draft)] { return draft(index); }).share();
+      if (!desk_) std::thread([desk = desk_ = std::make_shared<Desk>()] { desk->serve(); }).detach();
+      Work work([&index, draft = std::move(draft)] { return draft(index); });
+      drafting_ = work.get_future().share();
+      desk_->put(std::move(work));
       return drafting_;
     });
   }
 
  private:
+  using Work = std::packaged_task<Drafts()>;
+
+  // Where work lies until somebody takes it: the thread, which is there as long as the desk is open, or who waits.
+  struct Desk {
+    std::mutex mutex;
+    std::condition_variable changed;
+    Work work;
+    bool open = true;
+
+    void put(Work next, bool stays = true) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        work = std::move(next), open = stays;
+      }
+      changed.notify_one();
+    }
+
+    Work take() {
+      const std::lock_guard<std::mutex> lock(mutex);
+      return std::move(work);
+    }
+
+    void serve() {
+      std::unique_lock<std::mutex> lock(mutex);
+      while (changed.wait(lock, [this] { return work.valid() || !open; }), open) {
+        Work taken = std::move(work);
+        lock.unlock();
+        taken();
+        lock.lock();
+      }
+    }
+  };
+
+  void finish() {
+    if (!drafting_.valid()) return;
+    if (Work work = desk_->take(); work.valid()) work();
+    std::exchange(drafting_, {}).wait();
+  }
+
   std::mutex mutex_;
   SuffixIndex index_;
-  std::shared_future<Drafts> drafting_;  // goes first: it waits
+  std::shared_ptr<Desk> desk_;
+  std::shared_future<Drafts> drafting_;
 };
 
 }  // namespace das

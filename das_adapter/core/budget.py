@@ -94,14 +94,14 @@ def allocate(chances: Chances, offsets: Ints, worth: Floats, model: StepModel, c
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests, counts = len(worth), np.arange(len(chances) + 1)
-    costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
+    requests, tokens = len(worth), len(chances)
     if cut:
-        keep = np.empty(requests, dtype=np.int64)
-        gain = native().allocate(chances, offsets, worth, costs, keep)
+        keep, m = np.empty(requests, dtype=np.int64), model
+        gain = native().allocate(chances, offsets, worth, m.token, m.bend, m.knee, m.draft, m.sizes, keep)
     else:
         keep = np.diff(offsets)
-        gain = float(kept_worth(worth, chances, offsets, keep)[0].sum() - costs[-1])
+        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(requests, requests, False)
+        gain = float(kept_worth(worth, chances, offsets, keep)[0].sum()) - cost
     return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain)
 
 

@@ -134,17 +134,25 @@ class Controller:
         return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
 
     def begin(self, decoded: Decoded) -> Search | None:
-        """Take what a decode step brought, and say what to look for; None: nothing is drafted for the next."""
+        """As `learn`, then `search`."""
+        self.learn(decoded)
+        return self.search(decoded)
+
+    def learn(self, decoded: Decoded) -> None:
+        """Take what a decode step brought."""
+        slots, table = decoded.slots, self.requests
+        table.advance(slots, decoded.got, decoded.carried, self._curve.counts)
+        if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
+            saved = self.drafts.verified(decoded.by_model, decoded.got, table.worth[slots], table.record[slots])
+            self.account.model(saved=saved)
+
+    def search(self, decoded: Decoded) -> Search | None:
+        """Say what to look for after a decode step; None: nothing is drafted for the next."""
         slots, running, account = decoded.slots, len(decoded.slots), self.account
         account.now += decoded.steps
-        self.requests.advance(slots, decoded.got, decoded.carried, self._curve.counts)
-        if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
-            table = self.requests
-            saved = self.drafts.verified(decoded.by_model, decoded.got, table.worth[slots], table.record[slots])
-            account.model(saved=saved)
         if account.idle or not running or not account.look.due(account.now, running):
             return None
-        mean = 0.0 if decoded.context is None else float(np.add.reduce(decoded.context)) / running
+        mean = 0.0 if decoded.context is None else sum(decoded.context.tolist()) / running
         self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
@@ -157,12 +165,18 @@ class Controller:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
         what was found in the history, see `HistoryDrafts`; None: nothing was looked for."""
         if search is None:
-            nothing = np.zeros(len(slots), dtype=np.int64)
-            return StepPlan(nothing, nothing)
+            return StepPlan.nothing(len(slots))
         chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
         model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
+
+    def value(self, slots: Ints, context: Ints | None, ahead: int = 0) -> None:
+        """Compute what an accepted token of each request is worth, if that is due now or so many steps ahead."""
+        step, running, arrived = self.account.now + ahead, len(slots), self._arrived
+        if arrived or self._replan.due(step, running):
+            self._replan.done(step, running, again_soon=arrived)
+            self._value_requests(slots, context)
 
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took; return the seconds that the latency model expected of it, None before there
@@ -188,10 +202,8 @@ class Controller:
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""
-        running, now, arrived = len(slots), self.account.now, self._arrived
-        if arrived or self._replan.due(now, running):
-            self._replan.done(now, running, again_soon=arrived)
-            self._value_requests(slots, context)
+        running, now = len(slots), self.account.now
+        self.value(slots, context)
         if self._policy == "optimal":
             return self.requests.limits(slots, room, self._most, self._model.marginal(running))
         most: Ints = np.minimum(room, self._most)
@@ -204,9 +216,7 @@ class Controller:
         """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
-        nothing = np.zeros(running, dtype=np.int64)
-        plan, model = StepPlan(nothing, nothing), self._model
-        found = plan
+        model, found = self._model, None
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
@@ -217,8 +227,7 @@ class Controller:
             drafting = model.step(running + total, running, total > 0) + found.passes_s
             gain = found.gain / drafting if total else None
             drafts = account.draws(running, gain, offer.cut) and not plain and total > 0
-            if drafts:
-                plan = found
+            plan = found if drafts else StepPlan.nothing(running)
             unseen = (
                 not drafts and offer.drafts is not None and offer.drafts.untried(model.step(running, running, False))
             )
@@ -230,7 +239,7 @@ class Controller:
                 count = running if unseen else min(PROBE_REQUESTS, running / 4)
                 ranks = np.argsort(np.argsort(np.where(offered > 0, slots, 2**30)))
                 some = np.minimum(offered, ranks < count)  # those in the lowest slots
-                plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
+                plan = StepPlan(0 * some, some) if by_model else StepPlan(some, 0 * some)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
         if self.common is None or plan is found:  # which has one length already

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 _FREE = StepModel(base=0.0, token=0.0)
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What there is to draft in a step of b requests."""
 
     limits: Ints

@@ -20,15 +20,14 @@ _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
-def follow(slots: Ints, got: Ints, now: Ints, last: Ints, ends: Ints) -> tuple[int, Ints]:
+def follow(slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints) -> tuple[Ints, Ints] | None:
     """Bring the lengths of a batch's requests forward by a step: of each its slot, the tokens that it got and its
     length `now`, int64 [b]; by slot its length before, `last`, which becomes the new one, and where it `ends`.
 
-    Return the tokens of all texts, and the draft tokens that fit before the end of each. The former is -1, and nothing
-    has changed, where a request got nothing or its length is not what it was and what it got.
+    Return how many tokens each got, and the draft tokens that fit before its end; None, and nothing has changed, where
+    a request got nothing or its length is not what it was and what it got.
     """
-    room = np.empty(len(slots), dtype=np.int64)
-    return native().follow(slots, got, now, last, ends, room), room
+    return native().follow(slots, sampled, now, last, ends)
 
 
 Column = TypeVar("Column", bound=npt.NDArray[Any])

@@ -101,11 +101,11 @@ class EngineController:
 
     # A decode step
 
-    def timed(self, step: TimedStep, ended: float | None = None) -> None:
-        """Take a decode step that has ended, in seconds since the epoch; None: now."""
+    def timed(self, step: TimedStep, ended: float) -> None:
+        """Take a decode step that has `ended`, in seconds since the epoch."""
         predicted = self.controller.timed(step)
         if self.log is not None:
-            running, begin = len(step.slots), (ended or time.time()) - step.seconds - step.drafting_seconds
+            running, begin = len(step.slots), ended - step.seconds - step.drafting_seconds
             drafted, accepted = step.tokens - running, int(step.got.sum()) - running
             record = (running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes)
             self.log.add(decision_log.Step(begin, *record))

@@ -37,7 +37,6 @@ class HistorySource:
         self._handles = self._lengths = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included."""
         self._looking: Any = None
-        self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
@@ -69,20 +68,13 @@ class HistorySource:
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
         """Return what was found, see `core.steps.HistoryDrafts`."""
-        ids, chances, offsets = self._looking.result()
-        self._looking = None
-        # The history does not know the vocabulary; the policy must be able to read whatever was found there.
-        self._found = np.minimum(ids, self._vocabulary - 1), offsets
+        _, chances, offsets = self._looking.result()
         return chances, offsets
 
     def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the batch's `drafts`."""
-        if not keep.any():
-            return
-        flat, offsets = self._found
-        ids = flat.tolist()
-        for row, begin, count in zip(rows.tolist(), offsets.tolist(), keep.tolist(), strict=False):
-            drafts[row] = ids[begin : begin + count]
+        # The history does not know the vocabulary; the policy must be able to read whatever was found there.
+        self._looking.put(rows, keep, self._vocabulary - 1, drafts)
 
     def refresh(self, message: Refresh) -> int:
         """Map what a service has published; if that fails, what is mapped stays. Return the generation (0: none)."""

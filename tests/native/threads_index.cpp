@@ -27,8 +27,8 @@ void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) 
   index.seal(8, false, 1, 0, UINT64_MAX);
 }
 
-// Opens requests, drafts for them in a thread of the index or where the drafts are asked for, and closes them.
-void draft(SharedIndex& shared, int rounds, bool deferred, std::atomic<int>& failures) {
+// Opens requests, drafts for them in the thread of the index or where the next call comes, and closes them.
+void draft(SharedIndex& shared, int rounds, std::atomic<int>& failures) {
   const Token text[] = {1, 2, 3, 5, 8};
   for (int round = 0; round < rounds; ++round) {
     std::vector<int64_t> handles;
@@ -36,7 +36,7 @@ void draft(SharedIndex& shared, int rounds, bool deferred, std::atomic<int>& fai
       handles.push_back(shared.use([&](SuffixIndex& index) { return index.open(problem, text, 3, text, 2); }));
     const std::vector<int64_t> budgets(handles.size(), 6);
     const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), handles.size()); };
-    const auto drafts = shared.begin(deferred, check, [handles, budgets, &text](SuffixIndex& index) {
+    const auto drafts = shared.begin(check, [handles, budgets, &text](SuffixIndex& index) {
       for (int64_t handle : handles) index.extend(handle, text, 5);
       return index.draft(handles.data(), budgets.data(), handles.size(), 0);
     });
@@ -72,9 +72,9 @@ int main(int argc, char** argv) {
     });
   };
   std::vector<std::thread> threads;
-  for (bool deferred : {false, true})
-    threads.emplace_back([&, deferred] {
-      draft(shared, rounds, deferred, failures);
+  for (int again = 0; again < 2; ++again)
+    threads.emplace_back([&] {
+      draft(shared, rounds, failures);
       --going;
     });
   threads.push_back(working([&](int round) {

@@ -188,8 +188,8 @@ class SuffixIndex:
         min_chance: float = 0.15,
     ) -> Any:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
-        both in a thread without the GIL, or, for a few requests, when the result is taken or the index is used again.
-        Where anything is wrong, nothing is appended.
+        both in a thread without the GIL, or, if that has not begun by then, where the result is taken or the index is
+        used again. Where anything is wrong, nothing is appended.
 
         Args:
             handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
@@ -197,7 +197,9 @@ class SuffixIndex:
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
 
         Returns:
-            What waits for the drafts, once, in its method `result`, and returns what `draft_flat` does.
+            What waits for the drafts, in its method `result`, and returns what `draft_flat` does; then `put(rows, keep,
+            largest, lists)` puts the first `keep` tokens of each draft, int64 [b], those above `largest` as that, into
+            the list's `rows`, int64 [b].
         """
         arrays = map(integers, (rows, begins, ends, budgets))
         return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance)

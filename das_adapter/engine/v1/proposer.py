@@ -80,13 +80,14 @@ class Proposer:
         took until now, seconds of a monotonic clock."""
         self.settle()
         if not self.engine.failed:
-            with self.engine.surviving():
-                self.time_step(scheduled, now)
+            self.later(partial(self.time_step, scheduled, now))
 
     def time_step(self, scheduled: Any, now: float) -> None:
+        """As `begin_step`, while the forward pass runs."""
         step = self.timer.begin(scheduled, now) if self.leads else None
         if step is not None:
-            self.later(partial(self.engine.timed, step, time.time() if self.engine.log else None))
+            self.engine.timed(step, time.time() - time.perf_counter() + now)
+        self.engine.stop_if_collapsed()
 
     def later(self, work: Callable[[], None]) -> None:
         """Do some work once a forward pass runs: it may only count and learn."""
@@ -119,13 +120,14 @@ class Proposer:
         if self.model_source:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
             self.model_source.drawn_with = {}
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        drafts: list[list[int]] | None = None
         if not self.engine.failed:
-            with self.engine.surviving():
+            try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-                self.engine.stop_if_collapsed()
-            if self.engine.failed:
-                self._batch = None
+            except Exception as error:
+                self.engine.fail(error)
+        if drafts is None:
+            self._batch, drafts = None, [[] for _ in sampled_token_ids]
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
         finally:
@@ -140,10 +142,11 @@ class Proposer:
         if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
             one = np.ones(len(sampled), dtype=np.int64)
-            self.timer.sampled(one, one, int(lengths[: len(sampled)].sum()), asked=False)
+            self.later(partial(self.timer.sampled, one, one, int(lengths[: len(sampled)].sum()), asked=False))
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
-        search = controller.begin(decoded)
+        search = controller.search(decoded)
+        self.later(partial(self._learn, decoded, search))
         if search is None:
             return drafts
         slots = decoded.slots
@@ -163,8 +166,10 @@ class Proposer:
             return
         begin = time.perf_counter()
         decide, self._undecided = self._undecided, None
-        with self.engine.surviving():
+        try:
             decide()
+        except Exception as error:
+            self.engine.fail(error)
         if seconds := self.engine.counters.propose_seconds:
             seconds[-1] += time.perf_counter() - begin
 
@@ -210,6 +215,13 @@ class Proposer:
             account.model(took=seconds)
         return drafts
 
+    def _learn(self, decoded: Decoded, search: Search | None) -> None:
+        assert decoded.context is not None
+        self.timer.sampled(decoded.slots, decoded.got, int(decoded.context.sum()))
+        self.engine.controller.learn(decoded)
+        if search is not None:
+            self.engine.controller.value(decoded.slots, decoded.context, 1)
+
     def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:
         history = self.engine.history
         plan = self.engine.controller.decide(slots, search, None if history is None else history.found())
@@ -221,21 +233,22 @@ class Proposer:
     def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
         req_ids, everyone = self.runner.input_batch.req_ids, len(self.runner.requests)
-        got, carried = np.array([len(new) for new in sampled], dtype=np.int64), self.carried
-        self.carried, context = None, -1
+        carried, self.carried, followed = self.carried, None, None
         if self._batch is not None and self._batch[:2] == (req_ids, everyone):
             _, _, rows, slots = self._batch
             now = lengths[: len(rows)].astype(np.int64)
-            context, room = follow(slots, got, now, self._lengths, self._ends)
-        if context < 0:
+            followed = follow(slots, sampled, now, self._lengths, self._ends)
+        if followed is not None:
+            got, room = followed
+        else:
+            got = np.array([len(new) for new in sampled], dtype=np.int64)
             rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
-            context, room = int(now.sum()), self._ends[slots] - 1 - now
+            room = self._ends[slots] - 1 - now
             self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
-        drafts = np.array(carried or [0] * len(sampled), dtype=np.int64)[rows]
-        by_model = np.minimum(drafts, self._by_model[slots])
-        self.timer.sampled(slots, got, context)
+        drafts = None if carried is None else np.array(carried, dtype=np.int64)[rows]
+        by_model = np.minimum(drafts, self._by_model[slots]) if self.model_source and drafts is not None else None
         # The next step writes the draft and one token more: neither may pass the request's end.
-        return Decoded(slots, got, drafts if drafts.any() else None, by_model, room, context=now), rows
+        return Decoded(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
         self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from vllm.config import VllmConfig
 
 from das_adapter.engine.v1.proposer import Proposer
 
@@ -17,10 +16,6 @@ class SweepDrafter(Proposer):
     """Draft tokens per request, step after step."""
     samples: list[tuple[int, float, int, float]] = []  # noqa: RUF012 - read and replaced by a sweep's one engine
     """Of every step that only decoded: requests, mean tokens of context, draft tokens per request, seconds."""
-
-    def __init__(self, vllm_config: VllmConfig):
-        super().__init__(vllm_config)
-        self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
 
     def time_step(self, scheduled: Any, now: float) -> None:
         """Take a sample."""
