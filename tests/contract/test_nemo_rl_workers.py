@@ -236,6 +236,7 @@ def test_a_rollout_actors_validation_is_one_whatever_its_labels_say(ray_here: No
 
     Worker, engine = DasAsyncGenerationWorker.__ray_metadata__.modified_class, AsyncEngine()
     front = AsyncEngineHooks(engine, block(), source="5")
+    asyncio.run(front.start())
     live = SimpleNamespace(set_validating=told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "live", [live])

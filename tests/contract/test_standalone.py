@@ -131,7 +131,7 @@ def test_trusted_clients_name_problems(engine: Any) -> None:
 
 def test_a_cache_salt_closes_the_history_to_who_does_not_know_it(engine: Any) -> None:
     mine, theirs, again = rounds()
-    salted = [replace(mine, perturb=0.02), replace(theirs, perturb=None), replace(again, perturb=None)]
+    salted = [replace(mine, perturb=0.02), replace(theirs, perturb=0.0), replace(again, perturb=None)]
     salts = ("mine", "theirs", "mine")
     parts = [replace(p, requests=[replace(r, salt=s) for r in p.requests]) for p, s in zip(salted, salts, strict=True)]
     result = engine(das=HISTORY, standalone=True, rounds=parts, env=HOST)
