@@ -140,9 +140,11 @@ class DraftWeights:
                 weight.data.zero_()
         loader = get_model_loader(LoadConfig(load_format="auto"))
         self._reading = True
-        with set_current_vllm_config(self._runner.vllm_config):
-            loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
-        self._reading = False
+        try:
+            with set_current_vllm_config(self._runner.vllm_config):
+                loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
+        finally:
+            self._reading = False
 
     def _fingerprint(self) -> list[float]:
         """Sum a few values of each weight that only the drafter has."""

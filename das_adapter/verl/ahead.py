@@ -48,8 +48,10 @@ class Written(BaseException):
 def no_effect(trainer: Any) -> str | None:
     """Say why nothing is written ahead in a run; None: it is."""
     config, kind = trainer.config, f"{type(trainer).__module__}.{type(trainer).__name__}"
-    if getattr(trainer, "trainer_mode", None) != "sync" and kind != "verl.trainer.ppo.ray_trainer.RayPPOTrainer":
+    if getattr(trainer, "trainer_mode", "sync") != "sync":
         return "rollout and training do not take turns"
+    if not hasattr(trainer, "trainer_mode") and kind != "verl.trainer.ppo.ray_trainer.RayPPOTrainer":
+        return f"{kind} may choose its batches otherwise than veRL's own trainers"
     loader, batch = trainer.train_dataloader, config.data.train_batch_size
     filters = config.algorithm.get("filter_groups") or {}
     if filters.get("enable") or (config.data.get("gen_batch_size") or batch) != batch:

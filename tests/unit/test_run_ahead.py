@@ -318,7 +318,7 @@ def trainer(**config: Any) -> Any:
     algorithm = {"adv_estimator": "grpo", **config}
     loader = SimpleNamespace(sampler=object(), dataset=config.get("dataset", object()))
     return SimpleNamespace(
-        trainer_mode=config.get("mode", "sync"),
+        **({"trainer_mode": mode} if (mode := config.get("mode", "sync")) else {}),
         train_dataloader=loader,
         config=SimpleNamespace(data=data, algorithm=SimpleNamespace(**algorithm, get=algorithm.get)),
     )
@@ -329,6 +329,7 @@ def trainer(**config: Any) -> Any:
     [
         ({}, None),
         ({"mode": "colocate_async"}, "take turns"),
+        ({"mode": None}, "types.SimpleNamespace may choose its batches otherwise"),
         ({"filter_groups": {"enable": True}}, "depends on the rollouts"),
         ({"gen_batch_size": 1}, "depends on the rollouts"),
         ({"dataset": SimpleNamespace(on_batch_end=None)}, "changes after each step"),
