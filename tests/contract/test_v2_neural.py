@@ -123,8 +123,8 @@ def written(v2_engine: Any) -> list[dict[str, Any]]:
 def test_many_requests_with_siblings_preemptions_and_weight_syncs(
     v2_engine: Any, drafters: Path, written: list[dict[str, Any]], method: str
 ) -> None:
-    das = block(method, drafters, **ALWAYS, history={"device_bytes": "2MiB"})
-    result = v2_engine(das=das, engine=FEW_BLOCKS, rounds=MANY)
+    small = {"history": {"device_bytes": "2MiB"}} if "history" in method else {}
+    result = v2_engine(das=block(method, drafters, **ALWAYS, **small), engine=FEW_BLOCKS, rounds=MANY)
     assert tokens(result) == tokens(written)
     assert result[-1]["preemptions"] > 0 < written[-1]["preemptions"]
     assert result[-1]["stats"]["accepted_tokens"] > 300
