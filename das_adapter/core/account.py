@@ -129,7 +129,8 @@ class Account:
             self.probe_wait = PROBE_STEPS
         self.look.done(self.now, running, again_soon=drafted or probing)
         nothing = State.PROBING if probing or plain else State.RESTING
-        self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None
+        if self.state not in (State.STOPPED, State.FAILED):  # since the drafter was asked
+            self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None
 
     # What is told
 

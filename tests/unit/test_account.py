@@ -341,6 +341,7 @@ def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     assert collapsed(COLLAPSE_TOKENS - 1, 0) is None
     assert collapsed(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50) is None
     account.stop(str(collapsed(COLLAPSE_TOKENS, 0)))
+    account.decided(4, True, False)  # of a step whose drafts were asked for before
     assert account.state is State.STOPPED
     assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
     rollout(account, 1.0)
