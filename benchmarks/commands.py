@@ -35,6 +35,8 @@ COMMANDS = {
     "drafters.json": f"{_DRAFTERS} {_MODELS} --prefix-caching --repeats 1 --least 4 --arms off history self:int4"
     " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
+    "gpu_gate_1.5b.json": "-m das_adapter.bench gate --shape 1.5b --out FOLDER",
+    "gpu_kernels_7b.json": "-m das_adapter.bench kernels --shape 7b --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
     "kernels.json": "benchmarks/kernels.py --out OUT",
@@ -65,7 +67,7 @@ COMMANDS = {
 }
 """By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
 which it is written under its name or as `summary.json`. TRACES, a directory of recorded rollouts, is an environment
-variable. NeMo-RL's needs NeMo-RL in PYTHONPATH."""
+variable. NeMo-RL's needs NeMo-RL in PYTHONPATH, a GPU's a GPU."""
 
 
 def words(name: str) -> tuple[dict[str, str], list[str]]:

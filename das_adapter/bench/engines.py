@@ -187,8 +187,8 @@ def generate(
     return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
 
 
-_SEEDS = itertools.count()
-"""Of the requests of `step_seconds`: none has one twice."""
+SEEDS = itertools.count()
+"""Of requests that write at random: none has one twice, so that no rollout writes the text of another."""
 
 
 class Measured(NamedTuple):
@@ -214,12 +214,11 @@ def step_seconds(
     llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5, **stock: Any
 ) -> Measured:
     """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
-    Whatever the engine's processes and runner are, this is what a rollout waits for. No rollout writes the text of
-    another: each request has a seed of its own. `stock`: as for `generate`."""
+    Whatever the engine's processes and runner are, this is what a rollout waits for. `stock`: as for `generate`."""
     asked = prompts(batch, context, vocabulary)
 
     def rollout(tokens: int) -> float:
-        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, **stock)[0]
+        return generate(llm, asked, [tokens] * batch, range(batch), SEEDS, **stock)[0]
 
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import (
@@ -19,14 +21,19 @@ from das_adapter.bench.engines import (
     engine,
     step_seconds,
 )
+from das_adapter.bench.profile import profiler_args, step_profile
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
-    the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
-    drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
+    the KV cache that is left; and what one kind of step consists of. Arms: stock's default, which seeds no request;
+    `history`; on V1, every request seeded, without a drafter: V2's own noise is keyed. With random weights no text
+    comes twice: `history` looks for drafts, and finds none."""
     found: Found = {"arms": {}}
-    for name, das in (("stock", None), ("history", HISTORY), ("none, keyed", KEYED)):
+    arms = {"stock": None, "history": HISTORY, "none, keyed": KEYED}
+    for name, das in arms.items():
+        if das is KEYED and found["arms"]["history"]["model_runner"] == 2:
+            continue
         found["arms"][name] = apart(plan, _gate_arm, plan, das, env=IN_PROCESS if plan.tiny else {})
         yield found
 
@@ -84,18 +91,23 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
 
 
 def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
-    longest, begin = max(plan.contexts) + plan.steps + 8, time.perf_counter()
-    llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True)
+    steps, begin = 4 * plan.steps, time.perf_counter()  # many: beginning takes now more, now less time
+    longest = max(plan.contexts) + steps + 8
+    traces = Path(tempfile.mkdtemp(prefix="das-profile-"))
+    llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True, **profiler_args(traces))
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
     room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
     found = Found(start_s=taken, kv_tokens=room, step_ms={})
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     for batch, context in gate_points(plan):
-        step = step_seconds(llm, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
+        step = step_seconds(llm, batch, context, steps, vocabulary, logprobs=[0] * batch)
         found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens", "model_runner")}
+        about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
+        found |= {name: stats[name] for name in about}
+    batch, context = gate_points(plan)[1]
+    found["profile"] = step_profile(llm, traces, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
     return found
 
 

@@ -10,13 +10,13 @@
 Policies have random weights in the shape of Qwen2.5. gpu_PART_SHAPE.json has what a part could measure, with its
 provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too high, `cut short` where those
 measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
-failed. Parts and their minutes on an H100, estimated, for all of their shapes:
+failed. Parts and their minutes, estimated by what an H200 took, for all of their shapes:
 
-    kernels  1.5  the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
-    gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
-    replay   4.5  recorded rollouts through real forward passes, with and without drafts
-    lossless 2    equal tokens behind long prompts
-    copy     2    quantising the policy, and its copy after sleep
+    kernels  1    the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
+    gate     8    undrafted steps beside stock vLLM's, start-up and KV cache
+    replay   6    recorded rollouts through real forward passes, with and without drafts
+    lossless 4    equal tokens behind long prompts
+    copy     4    quantising the policy, and its copy after sleep
 
 The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 """

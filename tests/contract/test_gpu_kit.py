@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import ENV
 
-from das_adapter.bench import engines, gate, replay
+from das_adapter.bench import engines, gate, profile, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
@@ -81,6 +82,7 @@ def check_gate(gate: dict[str, Any], arms: set[str]) -> None:
     for arm in gate["arms"].values():
         assert arm["start_s"] > 0 and arm["kv_tokens"] > 0
         assert all(step > 0 and 0 < error < float("inf") for step, error in arm["step_ms"].values())
+        assert arm["profile"]["device_ms"] == 0.0  # a CPU is no device
     assert gate["arms"]["history"]["tokens"] > 100
 
 
@@ -114,7 +116,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     written, said = kit(tmp_path, "gate", "replay", env={**newest_env, **ENV, "PYTHONPATH": path})
     assert set(written) == {"gate", "replay"}, said
     assert written["gate"]["arms"]["history"]["model_runner"] == 2
-    check_gate(written["gate"], {"stock", "none, keyed", "history"})
+    check_gate(written["gate"], {"stock", "history"})
     arms = written["replay"]["arms"]
     assert not any(arm.get("unforced") or arm.get("error") for arm in arms.values())
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.05
@@ -233,6 +235,21 @@ def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
         worst, _, sure = gate.BARS[:3]
         assert worst.verdict(found)["verdict"] == verdict
         assert sure.verdict(found)["verdict"] == ("kept" if error < 0.005 else "MISSED")  # it says nothing then
+
+
+def test_a_profile_says_what_a_step_asked_of_the_device_and_waited_for(tmp_path: Path) -> None:
+    said = [("kernel", "gemm", 30.0), ("kernel", "gemm", 10.0), ("gpu_memcpy", "copy", 4.0), ("cpu_op", "mm", 500.0)]
+    said += [("cuda_runtime", "cudaGraphLaunch", 8.0), ("cuda_runtime", "cudaEventSynchronize", 100.0)]
+    events = [{"cat": cat, "name": name, "dur": us} for cat, name, us in said]
+    with gzip.open(tmp_path / "rank.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}, file)
+    assert profile.described(tmp_path.iterdir(), 2) == {
+        "device_ms": 0.022,
+        "waited_ms": 0.05,
+        "asked": 1.0,
+        "kernels": {"gemm": 20.0, "copy": 2.0},
+        "calls": {"cudaEventSynchronize": 50.0, "cudaGraphLaunch": 4.0},
+    }
 
 
 def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
