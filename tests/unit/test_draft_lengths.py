@@ -222,7 +222,7 @@ class Plain:
 
         self.lengths.engine.timed = timed
         self.worked: list[bool] = []
-        """Of each output, whether it was taken at once."""
+        """Of each step, whether the output before it was taken at once."""
         self.looked: list[bool] = []
 
     def rollout(self, steps: int) -> None:
@@ -232,10 +232,11 @@ class Plain:
             looks = pending.pop(0)
             offer = NOTHING if looks else None
             step = Step(begun, frozenset(), dict.fromkeys(ids, 1), {}, number > 0, now, offer, req_ids=ids)
-            now += PLAIN_S + self._busy * (self.worked[-1] if self.worked else True)
-            before = self.lengths.engine.counters.steps
+            counted = self.lengths.engine.counters.steps
+            self.lengths.settle()
+            self.worked.append(number == 0 or self.lengths.engine.counters.steps > counted)
+            now += PLAIN_S + self._busy * self.worked[-1]
             answer = self.lengths.output(step, [[1]] * len(ids), now)
-            self.worked.append(self.lengths.engine.counters.steps > before)
             pending.append(answer.looks)
             self.looked.append(looks)
 

@@ -1,4 +1,5 @@
-"""The draft length of the next steps, chosen on the host from what it hears of the steps before, one step late."""
+"""The draft length of the next steps, chosen on the host from what it hears of the steps before, one step late. What is
+learned from a step waits until the host waits for the device."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,6 +70,21 @@ class Step:
             self.drafts[req_id] = count
 
 
+class _Taken(NamedTuple):
+    """A step whose output was taken, and that is still to be learned from."""
+
+    step: Step
+    places: Ints
+    """In the batch, of the requests that go on."""
+    decoded: Decoded
+    now: float
+    """When its output came, seconds."""
+    ended: float
+    """The same since the epoch."""
+    asked: bool
+    """Whether a drafter was asked at its end."""
+
+
 class DraftLengths:
     """Chooses draft lengths. Outputs come in one thread, messages of the host in another."""
 
@@ -86,6 +102,8 @@ class DraftLengths:
         """Outputs that are still to be taken."""
         self._before: Step | None = None
         """The last step, whose offer arrives with the next one's output."""
+        self._taken: _Taken | None = None
+        """The last step that was taken; None: it was learned from."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -101,6 +119,11 @@ class DraftLengths:
             step.unburdened = bool(self._aside)
             self._aside.append((step, sampled, now))
             return DraftTokens(0, looks=False) if self._silent(step) else self._catch_up()
+
+    def settle(self) -> None:
+        """Learn from the last step that was taken."""
+        with self._lock:
+            self._settle()
 
     def catch_up(self) -> None:
         """Take the outputs that were put aside."""
@@ -120,6 +143,7 @@ class DraftLengths:
         return answer
 
     def _take(self, step: Step, sampled: Sequence[list[int]], now: float, since: float) -> DraftTokens:
+        self._settle()
         before, self._before = self._before, step
         with self.engine.surviving():
             self._begin_and_end(step)
@@ -128,20 +152,34 @@ class DraftLengths:
                 told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
                 self._live.hear(before.req_ids, *told)
             places, decoded = self._decoded(step, sampled)
+            account = self.engine.controller.account
+            asked = account.ask(len(decoded.slots), decoded.carried is not None)
+            self._taken = _Taken(step, places, decoded, now, time.time() - since, asked)
+            if asked:
+                return self._choose(step, places, decoded)
+            return DraftTokens(0, looks=account.asks_in(LATE, len(decoded.slots)))
+        return DraftTokens(0, looks=False)
+
+    def _settle(self) -> None:
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        step, _, decoded, now, *_ = taken
+        with self.engine.surviving():
             self._count(step, decoded, now)
-            self._time(step, places, decoded, now, since)
+            self._time(taken)
             self._last = now
             self.engine.stop_if_collapsed()
             controller = self.engine.controller
-            if controller.account.ask(len(decoded.slots), decoded.carried is not None):
-                return self._choose(step, places, decoded)
-            controller.requests.skip(decoded.slots, decoded.got)
-            return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
-        return DraftTokens(0, looks=False)
+            if taken.asked:
+                controller.learn(decoded)
+            else:
+                controller.requests.skip(decoded.slots, decoded.got)
 
     def refresh(self, message: Refresh) -> Refreshed:
         with self._lock:
             self._catch_up()
+            self._settle()
             self._close(
                 sorted(req_id for req_id, request in self.engine.live.items() if self._live.ended[request.slot])
             )
@@ -158,6 +196,7 @@ class DraftLengths:
         """As `EngineController.stats`."""
         with self._lock:
             self._catch_up()
+            self._settle()
             return self.engine.stats()
 
     def _begin_and_end(self, step: Step) -> None:
@@ -192,7 +231,7 @@ class DraftLengths:
         controller, slots, found = self.engine.controller, decoded.slots, None
         most = np.zeros(len(slots), dtype=np.int64)
         drafts, history, own = self.engine.drafts, self.engine.history, controller.common is None
-        search = controller.begin(decoded)
+        search = controller.search(decoded)
         if search is not None:
             most, found = search.limits, None if history is None else self._live.found(slots, *search)
         plan = controller.decide(slots, search, found)
@@ -211,8 +250,9 @@ class DraftLengths:
             chosen.total, chosen.shares = total, dict(zip(req_ids, shares, strict=True))
         return chosen
 
-    def _time(self, step: Step, places: Ints, decoded: Decoded, now: float, since: float) -> None:
-        """Take how long a step took that ended `since` seconds ago, and the calls of a model that drafts beside it."""
+    def _time(self, taken: _Taken) -> None:
+        """Take how long a step took, and the calls of a model that drafts beside it."""
+        step, places, decoded, now, ended, _ = taken
         drafts = self.engine.drafts
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
         if drafts is not None:
@@ -227,7 +267,7 @@ class DraftLengths:
             asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
             context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
-            self.engine.timed(timed, time.time() - since)
+            self.engine.timed(timed, ended)
 
     def _count(self, step: Step, decoded: Decoded, now: float) -> None:
         training = self.engine.controller.requests.record[decoded.slots]

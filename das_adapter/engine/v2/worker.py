@@ -159,7 +159,8 @@ class DeviceWorkerState(WorkerState):
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
-            result = stock()
+            lengths.settle()
+            result = stock()  # waits for the device
             step.req_ids = result.req_ids
             if admitted is not None:
                 step.admit(admitted.tolist())
