@@ -122,3 +122,12 @@ def allow_no_graphs(stock: Any) -> Any:
     """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
     tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
     return lambda mode, **kwargs: stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+
+@patch("vllm.v1.worker.gpu.spec_decode.adaptive_verification:_assign_draft_token_budget_compiled", since="0.29")
+def rank_uncompiled(stock: Any) -> Any:
+    """Without it the first steps with drafts of an engine, for one request and for several, wait seconds for what ranks
+    their tokens to be compiled, and the account takes that for what drafts cost (V2 runner). Remove this patch when
+    vLLM compiles it before its first request."""
+    plain = getattr(stock, "_torchdynamo_orig_callable", stock)
+    return lambda *args: plain(*args)
