@@ -106,6 +106,8 @@ class DraftLengths:
         """The last step that was taken; None: it was learned from."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
+        self._unheard = 0
+        """Outputs until one hears of the last look that was asked for while nothing was drafted."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
@@ -157,8 +159,16 @@ class DraftLengths:
             self._taken = _Taken(step, places, decoded, now, time.time() - since, asked)
             if asked:
                 return self._choose(step, places, decoded)
-            return DraftTokens(0, looks=account.asks_in(LATE, len(decoded.slots)))
+            return DraftTokens(0, looks=self._looks(len(decoded.slots)))
         return DraftTokens(0, looks=False)
+
+    def _looks(self, requests: int) -> bool:
+        """Return whether the next unscheduled step looks up what there is, while nothing is drafted: once for each time
+        that a drafter will be asked."""
+        self._unheard = max(0, self._unheard - 1)
+        looks = not self._unheard and self.engine.controller.account.asks_in(LATE, requests)
+        self._unheard = LATE if looks else self._unheard
+        return looks
 
     def _settle(self) -> None:
         taken, self._taken = self._taken, None
@@ -241,7 +251,7 @@ class DraftLengths:
             total = int(most.sum()) if controller.always else total
             longest = by_model if history is None else int(most.max(initial=0))
             wanted = min(longest, max(1, self._step_tokens // len(most) - 1)) if total else 0
-        looks = wanted > 0 or controller.account.asks_in(LATE, len(most))
+        looks = wanted > 0 or self._looks(len(most))
         chosen = DraftTokens(wanted, by_model, looks, 1.0 if drafts is None else drafts.acceptance.rate)
         if own and total:
             worth = controller.worth(slots)
