@@ -17,6 +17,8 @@ from das_adapter.core.index.store import HistoryStore
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
 GROUP = 8
+ROLLOUTS = 7
+"""Of stock: they take a second or two each, and one differs from another by some percent."""
 Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
@@ -54,7 +56,7 @@ def _of_stock(found: Found, arm: str) -> float:
 def _beyond_doubt(found: Found, arm: str) -> float:
     """Return the time of a rollout, of stock's, less twice the scatter of stock's own rollouts."""
     stock = found["arms"]["stock"]
-    one = stock["scatter"] * 3**0.5 / 1.2533  # standard deviation of one rollout
+    one = stock["scatter"] * ROLLOUTS**0.5 / 1.2533  # standard deviation of one rollout
     return _of_stock(found, arm) - 2.0 * float(one / stock["seconds"])
 
 
@@ -169,7 +171,7 @@ def _length(rollouts: Rollouts) -> int:
 def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
     llm = engine(plan, None, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts])
-    seconds = Measured.of([rollout(llm, rollouts)[0] for _ in range(3)])
+    seconds = Measured.of([rollout(llm, rollouts)[0] for _ in range(ROLLOUTS)])
     return {"seconds": seconds.value, "scatter": seconds.error}
 
 
