@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -103,8 +104,11 @@ def test_clients_that_trust_each_other_share_a_history(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dev_mode", ["0", "1"])
 def test_a_server_has_no_route_of_ours(monkeypatch: pytest.MonkeyPatch, dev_mode: str) -> None:
     """With a block, hosted or not: what can be asked over HTTP is what vLLM's own server can be asked."""
-    from vllm.entrypoints.openai import api_server, cli_args
+    from vllm.entrypoints.openai import api_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    launchers = "launchers" if importlib.util.find_spec("vllm.entrypoints.launchers") else "openai"  # since 0.29
+    cli_args = importlib.import_module(f"vllm.entrypoints.{launchers}.cli_args")
 
     monkeypatch.setenv("DAS_CONFIG", "{}")
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
