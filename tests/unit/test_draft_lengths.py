@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 import torch
 
 from das_adapter.config import parse
-from das_adapter.core.account import State
+from das_adapter.core.account import LOOK_STEPS, State
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
@@ -268,3 +268,20 @@ def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> N
     at_once.rollout(300)
     assert all(at_once.worked) and sum(aside.worked) < 150
     assert aside.looked == at_once.looked and any(aside.looked)
+
+
+def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
+    engine = Plain(busy=0.0)
+    engine.rollout(300)
+    assert 300 / LOOK_STEPS - 2 < sum(engine.looked) < 300 / LOOK_STEPS + 6  # sooner at first
+
+
+def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:
+    lengths, request = Engine().lengths, LiveRequest("a", 7, 8, 18, True, length=8)
+    lengths.output(Step([request], frozenset(), {"a": 1}, {}, True, 0.0, req_ids=["a"]), [[4]], 0.0)
+    counted = lengths.engine.counters
+    assert counted.tokens == 0
+    lengths.settle()
+    assert counted.tokens == 1
+    lengths.settle()
+    assert counted.tokens == 1
