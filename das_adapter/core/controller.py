@@ -128,15 +128,11 @@ class Controller:
     # A decode step
 
     def plan(self, decoded: Decoded, history: HistoryDrafts | None = None) -> StepPlan:
-        """Take what a decode step brought, and decide on the drafts of the next: `begin`, then `decide`. `history` is
-        asked at most once for drafts; None: none are looked up."""
-        search = self.begin(decoded)
-        return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
-
-    def begin(self, decoded: Decoded) -> Search | None:
-        """As `learn`, then `search`."""
+        """Take what a decode step brought, and decide on the drafts of the next: `learn`, `search`, then `decide`.
+        `history` is asked at most once for drafts; None: none are looked up."""
         self.learn(decoded)
-        return self.search(decoded)
+        search = self.search(decoded)
+        return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
 
     def learn(self, decoded: Decoded) -> None:
         """Take what a decode step brought."""
@@ -162,7 +158,7 @@ class Controller:
         return Search(limits, floor)
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
-        """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
+        """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `search` has returned, and
         what was found in the history, see `HistoryDrafts`; None: nothing was looked for."""
         if search is None:
             return StepPlan.nothing(len(slots))

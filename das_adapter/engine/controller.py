@@ -31,8 +31,9 @@ _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 class EngineController:
     """The controller of one engine. A runner's drafter opens and closes requests. After each decode step it asks
-    whether anybody is to draft (`Account.ask`), says what the step brought (`Controller.begin`), has the next step's
-    drafts decided on (`Controller.decide`), and says how long it took (`timed`). Nothing here knows a runner."""
+    whether anybody is to draft (`Account.ask`), and has the next step's drafts decided on (`Controller.search`,
+    `Controller.decide`); then it says what the step brought (`Controller.learn`), and how long it took (`timed`).
+    Nothing here knows a runner."""
 
     def __init__(
         self,
