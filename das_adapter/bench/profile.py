@@ -19,8 +19,8 @@ MOST = 8
 
 def profiler_args(directory: Path) -> dict[str, Any]:
     """Return the engine arguments of an engine that can be profiled."""
-    config = {"profiler": "torch", "torch_profiler_dir": str(directory), "torch_profiler_with_stack": False}
-    return {"profiler_config": config}
+    written = {"torch_profiler_dir": str(directory), "torch_profiler_use_gzip": True}
+    return {"profiler_config": {"profiler": "torch", "torch_profiler_with_stack": False, **written}}
 
 
 def step_profile(
@@ -29,11 +29,12 @@ def step_profile(
     """Profile decode steps, of an engine with `profiler_args`; see `described`. `stock`: as for `generate`."""
     asked = prompts(batch, context, vocabulary)
     for _ in range(2):  # the second profile begins with everything warm
+        for earlier in directory.iterdir():
+            earlier.unlink()
         llm.start_profile()
         generate(llm, asked, [steps] * batch, range(batch), SEEDS, **stock)
-        known = {*directory.rglob("*.json*")}
         llm.stop_profile()
-    return described(({*directory.rglob("*.json*")} - known), steps)
+    return described(directory.glob("*.json.gz"), steps)
 
 
 def described(traces: Iterable[Path], steps: int) -> Found:
@@ -42,8 +43,7 @@ def described(traces: Iterable[Path], steps: int) -> Found:
     of `kernels` and of `calls`."""
     kernels, calls, asked = Counter[str](), Counter[str](), 0
     for path in traces:
-        opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-        with opened as file:
+        with gzip.open(path, "rt") as file:
             events = json.load(file)["traceEvents"]
         for event in events:
             if event.get("cat") in ON_DEVICE:
