@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import log, log2
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,10 @@ from das_adapter.core.steps import Floats
 from das_adapter.errors import DasError
 
 SURPRISE = 0.25
-"""Relative error of recent predictions at which the latency model is fitted again at once."""
+"""Relative error of recent predictions at which the latency model is fitted again early."""
+SOON, MANY = 8, 4096
+"""Steps after which the model is fitted again at the earliest, and at the latest: a fit takes as long as a step of a
+small policy on a GPU, or longer."""
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens in a step at which a fitted curve may bend."""
 
@@ -143,9 +146,10 @@ class StepTimes:
         """Whether there was a prior, or a step."""
         self.observed = 0
         self.surprise = 0.0
-        """Relative error of the last few predictions: large outside the fitted range."""
+        """Relative error that the last few predictions have in common, rising with the time: large outside the fitted
+        range, and small where times only scatter."""
         self._kinds = kinds
-        self._fitted_at = 0
+        self._fitted_at, self._patience = 0, SOON
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
         self._error = 0.0
         self._judged = 0
@@ -155,8 +159,8 @@ class StepTimes:
         of context that all requests have together."""
         predicted = self.model.step(tokens, requests, drafted, context) if self.known else None
         if predicted is not None and seconds > 0:
-            error = min(1.0, abs(predicted / seconds - 1.0))
-            self._error += error
+            error = max(-1.0, min(1.0, log(seconds / predicted))) if predicted > 0 else 1.0
+            self._error += min(1.0, abs(predicted / seconds - 1.0))
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
@@ -180,11 +184,16 @@ class StepTimes:
 
     def keep_fitted(self) -> None:
         """Fit the model at the first step, and again after enough new ones, earlier where its recent predictions were
-        wrong."""
-        since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
-        if not self.known or since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
-            self._fitted_at = self.observed
+        wrong: soon, and where that did not help, each time after twice as many."""
+        since, usual, surprised = self.observed - self._fitted_at, min(max(16, self._fitted_at), MANY), self.surprised
+        if not self.known or since >= (min(self._patience, usual) if surprised else usual):
+            self._fitted_at, self._patience = self.observed, 2 * self._patience if surprised else SOON
             self.fit()
+
+    @property
+    def surprised(self) -> bool:
+        """Whether the last few predictions were wrong together."""
+        return abs(self.surprise) > SURPRISE
 
     def fit(self) -> StepModel:
         """Fit the model again and return it; while too few kinds of step were seen twice, the prior, whose times are
@@ -268,10 +277,12 @@ def _robust(
             w = weight * np.sqrt(huber)
             a = x / size * w[:, None]
             gram = a.T @ a
-            gram[np.diag_indices_from(gram)] *= 1 + 1e-9
+            gram.flat[:: len(keep) + 1] *= 1 + 1e-9
             found = np.linalg.solve(gram, a.T @ (t * w)) / size
             residual = np.abs(x @ found / t - 1.0)
-            scale = max(1.5 * float(np.median(residual)), 0.2)
+            scale = max(1.5 * float(np.sort(residual)[len(residual) // 2]), 0.2)
+            if residual.max() <= scale and huber.min() == 1.0:
+                break
             huber = np.minimum(1.0, scale / np.maximum(residual, 1e-12))
         floor = {"bend": -float(found[keep.index("token")]) if "token" in keep else 0.0}
         below = [name for name, value in zip(keep, found, strict=True) if value < floor.get(name, 0.0)]

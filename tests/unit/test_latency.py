@@ -77,6 +77,44 @@ def test_pauses_and_stray_steps_do_not_move_the_online_fit() -> None:
     assert times.take_error() == 0.0
 
 
+def counted_fits(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return where the steps at which the model is fitted from now on will be noted."""
+    fits, fit_again = list[int](), times.fit
+    monkeypatch.setattr(times, "fit", lambda: fits.append(times.observed) or fit_again())
+    return fits
+
+
+@pytest.mark.parametrize("scatter", [0.05, 0.5])
+def test_steps_that_scatter_are_not_fitted_again_and_again(scatter: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    times, rng = StepTimes(), np.random.default_rng(2)
+    fits = counted_fits(times, monkeypatch)
+    for i in range(4000):
+        requests = (1, 4, 16, 64)[i // 1000]
+        times.add(requests, requests, False, float(0.002 * rng.lognormal(0, scatter)))
+        times.keep_fitted()
+    assert len(fits) <= 25  # a fit takes as long as a step of a small policy on a GPU
+
+
+def test_where_a_fit_does_not_help_the_next_one_waits_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StepTimes(StepModel(base=0.001, token=0.001))
+    fits = counted_fits(times, monkeypatch)
+    for i in range(4000):  # of no kind that was seen before: nothing is ever predicted
+        times.add(1 + i % 3, 1 + i % 3, False, 1e-4 * 2.0 ** (i // 12 % 12))
+        times.keep_fitted()
+    assert len(fits) <= 40
+
+
+def test_steps_that_are_suddenly_slower_are_fitted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StepTimes()
+    fits = counted_fits(times, monkeypatch)
+    for i in range(5000):
+        for requests in (4, 16):
+            times.add(requests, requests, False, (0.002 if i < 4000 else 0.004) * requests**0.2)
+            times.keep_fitted()
+    assert [step for step in fits if 8000 < step < 8064]
+    assert times.model.step(16, 16, False) == pytest.approx(0.004 * 16**0.2, rel=0.05)
+
+
 def test_before_the_first_step_a_shape_is_assumed_which_the_first_steps_bring_to_scale() -> None:
     times = StepTimes()
     assert times.add(4, 4, False, 0.5) is None
