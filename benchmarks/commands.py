@@ -37,6 +37,8 @@ COMMANDS = {
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
     "gpu_gate_1.5b.json": "-m das_adapter.bench gate --shape 1.5b --out FOLDER",
     "gpu_kernels_7b.json": "-m das_adapter.bench kernels --shape 7b --out FOLDER",
+    "gpu_replay_1.5b.json": "-m das_adapter.bench replay --shape 1.5b --traces TRACES/rl_reasoning_gym_qwen25_3b_k3.npz"
+    " --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
     "kernels.json": "benchmarks/kernels.py --out OUT",

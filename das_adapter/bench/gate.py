@@ -23,6 +23,11 @@ from das_adapter.bench.engines import (
 )
 from das_adapter.bench.profile import profiler_args, step_profile
 
+MOST_CONTEXT = 2**18
+"""Tokens of all requests' context."""
+PROFILE_S = 30.0
+"""Seconds that must be left for a profile."""
+
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
@@ -107,8 +112,6 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
         about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
         found |= {name: stats[name] for name in about}
     batch, context = gate_points(plan)[1]
-    found["profile"] = step_profile(llm, traces, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
+    if plan.until - time.monotonic() > PROFILE_S:
+        found["profile"] = step_profile(llm, traces, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
     return found
-
-
-MOST_CONTEXT = 2**18

@@ -17,8 +17,8 @@ from das_adapter.core.index.store import HistoryStore
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
 GROUP = 8
-ROLLOUTS = 7
-"""Of stock: they take a second or two each, and one differs from another by some percent."""
+FEW, MANY = 3, 7
+"""Rollouts of stock, at least and at most: where they take a second, one differs from another by some percent."""
 Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
@@ -33,7 +33,8 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     yield found
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
-    histories = {"earlier": earlier} if earlier else {}
+    histories = {FIRST: corrupted(rollouts, shares[0], vocabulary)}
+    histories |= {"earlier": earlier} if earlier else {}
     histories |= {f"corrupted {share}": corrupted(rollouts, share, vocabulary) for share in shares}
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
     wrong = corrupted(alone, None, vocabulary)
@@ -45,6 +46,8 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
 
 EAGER = HISTORY | {"budget": "unlimited"}
 """Drafts whatever is found, until it is seen to cost time."""
+FIRST = "first"
+"""An engine's first rollout: some kernels are compiled in it, and step times are not known yet."""
 MISLED = "after misleading"
 """The rollout after one in which nearly all drafts were rejected, over such a history again."""
 
@@ -56,7 +59,7 @@ def _of_stock(found: Found, arm: str) -> float:
 def _beyond_doubt(found: Found, arm: str) -> float:
     """Return the time of a rollout, of stock's, less twice the scatter of stock's own rollouts."""
     stock = found["arms"]["stock"]
-    one = stock["scatter"] * ROLLOUTS**0.5 / 1.2533  # standard deviation of one rollout
+    one = stock["scatter"] * stock["rollouts"] ** 0.5 / 1.2533  # standard deviation of one rollout
     return _of_stock(found, arm) - 2.0 * float(one / stock["seconds"])
 
 
@@ -171,8 +174,11 @@ def _length(rollouts: Rollouts) -> int:
 def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
     llm = engine(plan, None, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts])
-    seconds = Measured.of([rollout(llm, rollouts)[0] for _ in range(ROLLOUTS)])
-    return {"seconds": seconds.value, "scatter": seconds.error}
+    each = [rollout(llm, rollouts)[0] for _ in range(FEW)]
+    while len(each) < MANY and Measured.of(each).error > 0.005 * min(each):
+        each.append(rollout(llm, rollouts)[0])
+    seconds = Measured.of(each)
+    return {"seconds": seconds.value, "scatter": seconds.error, "rollouts": len(each)}
 
 
 def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dict[str, Rollouts]) -> Found:

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log, log2
+from math import log2
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,8 +146,7 @@ class StepTimes:
         """Whether there was a prior, or a step."""
         self.observed = 0
         self.surprise = 0.0
-        """Relative error that the last few predictions have in common, rising with the time: large outside the fitted
-        range, and small where times only scatter."""
+        """Relative error of the last few predictions: large outside the fitted range, or where times scatter."""
         self._kinds = kinds
         self._fitted_at, self._patience = 0, SOON
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
@@ -159,8 +158,8 @@ class StepTimes:
         of context that all requests have together."""
         predicted = self.model.step(tokens, requests, drafted, context) if self.known else None
         if predicted is not None and seconds > 0:
-            error = max(-1.0, min(1.0, log(seconds / predicted))) if predicted > 0 else 1.0
-            self._error += min(1.0, abs(predicted / seconds - 1.0))
+            error = min(1.0, abs(predicted / seconds - 1.0))
+            self._error += error
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
@@ -185,15 +184,11 @@ class StepTimes:
     def keep_fitted(self) -> None:
         """Fit the model at the first step, and again after enough new ones, earlier where its recent predictions were
         wrong: soon, and where that did not help, each time after twice as many."""
-        since, usual, surprised = self.observed - self._fitted_at, min(max(16, self._fitted_at), MANY), self.surprised
+        since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
+        usual = min(max(16, self._fitted_at), MANY)
         if not self.known or since >= (min(self._patience, usual) if surprised else usual):
             self._fitted_at, self._patience = self.observed, 2 * self._patience if surprised else SOON
             self.fit()
-
-    @property
-    def surprised(self) -> bool:
-        """Whether the last few predictions were wrong together."""
-        return abs(self.surprise) > SURPRISE
 
     def fit(self) -> StepModel:
         """Fit the model again and return it; while too few kinds of step were seen twice, the prior, whose times are

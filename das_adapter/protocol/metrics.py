@@ -48,14 +48,14 @@ class Counters:
     """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
     accepted. Survives `take`, until the next weight sync."""
 
-    def step(self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0) -> None:
-        """Count one decode step: how many tokens each request of the batch got (0 while its prompt is read), and the
-        draft tokens that each carried into it, integers [b]."""
+    def step(self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0, steps: int = 1) -> None:
+        """Count a decode step: how many tokens each request of the batch got (0 while its prompt is read), and the
+        draft tokens that each carried into it, integers [b]; or so many steps together, in which nobody did."""
         tokens, drafted = np.asarray(got), np.asarray(drafts)
         carried = np.where(tokens > 0, drafted, 0)
-        self.steps += 1
+        self.steps += steps
         self.busy_seconds += seconds
-        self.request_forwards += int(np.count_nonzero(tokens))
+        self.request_forwards += steps * int(np.count_nonzero(tokens))
         self.tokens += int(tokens.sum())
         self.drafted_forwards += int(np.count_nonzero(carried))
         self.draft_tokens += int(carried.sum())

@@ -88,6 +88,8 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         assert_logged(read(tmp_path), result)
     if arm == "drafted":
         assert result[-1]["compared"]["unequal"] > 20  # steps
+        steps = sum(r["stats"]["steps"] for r in result)
+        assert 0 < result[-1]["compared"]["proposed"] < 0.8 * steps  # the others are silent
     if arm == "preempted":
         assert result[-1]["preemptions"] > 0
     if arm == "crowded":

@@ -19,6 +19,7 @@ from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import MissedText
+from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.protocol.engine_args import DraftTokens
 
 
@@ -84,13 +85,19 @@ def noted(act: Callable[[], None]) -> None:
 
 
 def count_unequal() -> None:
-    """Count the steps whose requests have unequal numbers of draft tokens."""
-    admit = Step.admit
+    """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
+    work."""
+    admit, propose = Step.admit, HistorySpeculator.propose
+
+    def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
+        return propose(self, *args, **kwargs)
 
     def counted(self: Any, admitted: Sequence[int]) -> None:
         COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(admitted)) > 1)
         admit(self, admitted)
 
+    HistorySpeculator.propose = proposed  # type: ignore[method-assign]
     Step.admit = counted  # type: ignore[method-assign]
 
 

@@ -22,6 +22,7 @@ from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.engine.v2.live import LiveTexts
 from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
@@ -268,6 +269,54 @@ def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> N
     at_once.rollout(300)
     assert all(at_once.worked) and sum(aside.worked) < 150
     assert aside.looked == at_once.looked and any(aside.looked)
+
+
+def spoken(steps: int) -> DraftLengths:
+    """Have an engine rest while its requests write a text each; the second stops at a token in step 100, the third has
+    no room for more after step 150."""
+    chooses, ids, ended = Engine().lengths, list(IDS), frozenset[str]()
+    stops, ends = frozenset([99]), dict(zip(IDS, (4000, 4000, 8 + 150, 4000), strict=True))
+    for number in range(steps):
+        begun = [
+            LiveRequest(req_id, i, 8, ends[req_id], True, length=8, stops=stops, text=[] if i != 3 else None)
+            for i, req_id in enumerate(ids)
+            if number == 0
+        ]
+        now = 0.01 * number + 0.001 * (number % 7)
+        step = Step(begun, ended, dict.fromkeys(ids, 1), {}, number > 0, now - 0.009, NOTHING, req_ids=list(ids))
+        step.offer = NOTHING if number % 16 == 1 else None
+        stopping = {IDS[1]: number == 99, IDS[2]: number == 149}
+        chooses.output(step, [[99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids], now)
+        chooses.settle()
+        ended = frozenset(req_id for req_id in ids if stopping.get(req_id))
+        ids = [req_id for req_id in ids if req_id not in ended]
+    chooses.catch_up()
+    chooses.settle()
+    return chooses
+
+
+@pytest.mark.parametrize("steps", [90, 140, 300])
+def test_steps_that_are_taken_together_are_taken_as_one_by_one(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, stock = list[int](), LiveTexts.take_singles
+
+    def counted(self: LiveTexts, req_ids: Any, outputs: Any) -> Any:
+        slots = stock(self, req_ids, outputs)
+        taken.append(0 if slots is None else len(outputs))
+        return slots
+
+    monkeypatch.setattr(LiveTexts, "take_singles", counted)
+    together = spoken(steps)
+    assert sum(taken) > 0.3 * steps
+    monkeypatch.setattr(LiveTexts, "take_singles", lambda *_: None)
+    apart = spoken(steps)
+    ours, theirs = (chooses.engine.controller for chooses in (together, apart))
+    assert together.engine.counters == apart.engine.counters
+    assert (ours.account.now, ours.account.figures()) == (theirs.account.now, pytest.approx(theirs.account.figures()))
+    for column in ("written", "pace", "load"):
+        np.testing.assert_allclose(getattr(ours.requests, column), getattr(theirs.requests, column))
+    assert ours.times.model == theirs.times.model and ours.times.observed == theirs.times.observed
+    for one, other in zip(together.engine.live.values(), apart.engine.live.values(), strict=True):
+        assert (one.req_id, one.text, one.slot) == (other.req_id, other.text, other.slot)
 
 
 def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:

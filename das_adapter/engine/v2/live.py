@@ -89,6 +89,24 @@ class LiveTexts:
         self.ended[slots] = ended
         return places, slots, got
 
+    def take_singles(self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]) -> Ints | None:
+        """Take some steps of a batch, in each of which every request got one token, its end not among them; return the
+        requests' slots, int64 [requests]. None: they were no such steps, and are still to be taken."""
+        slots, steps = self.slots(req_ids), len(outputs)
+        left = np.where(self.ended[slots] | (slots < 0), 0, self.end[slots] - self.length[slots])
+        if not len(slots) or left.min() <= steps or set(map(len, chain.from_iterable(outputs))) != {1}:
+            return None
+        if self._watched:
+            texts = list(zip(*map(chain.from_iterable, outputs), strict=True))
+            if not self._stops.isdisjoint(chain.from_iterable(texts)):
+                return None
+            for slot, text in zip(slots.tolist(), texts, strict=True):
+                request = self._watched.get(slot)
+                if request is not None and request.text is not None:
+                    request.text += text
+        self.length[slots] += steps
+        return slots
+
     def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
         before it, float32 [batch, n], and tokens of the model's drafts in their place, int64 [batch]."""

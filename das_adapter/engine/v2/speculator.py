@@ -71,6 +71,11 @@ class HistorySpeculator(BaseSpeculator):
         self._engine: EngineController | None = None
         self._capture_sizes = [s for s in vllm_config.compilation_config.cudagraph_capture_sizes or [] if s <= slots]
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is drafted or looked for at the end of the present step."""
+        return self.wanted == 0 and not getattr(self.wanted, "looks", True)
+
     def bind(self, states: Any, engine: EngineController | None) -> None:
         """Draft for the requests of vLLM's `RequestState`, before memory is measured; `engine`: None: another rank
         drafts."""

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
@@ -88,9 +89,8 @@ class DeviceWorkerState(WorkerState):
     def bind(self) -> None:
         """Bind it to the model runner."""
         super().bind()
-        if self.lengths is not None:
-            choose_lengths.apply(self, owner=self.runner)
         if self.config.drafter != "none":
+            choose_lengths.apply(self, owner=self.runner)
             note_steps.apply(self, owner=self.runner)
 
     def begin(self, scheduled: Any) -> None:
@@ -146,6 +146,17 @@ class DeviceWorkerState(WorkerState):
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
         begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
         self._step = Step(begun, ended, dict(counts), drafts, decodes, time.perf_counter())
+
+    def leaves_out(self) -> bool:
+        """Return whether the present step verifies no drafts, and nothing is drafted or looked for at its end: it may
+        end as one of an engine without a speculator."""
+        runner, source = self.runner, self.source
+        if source is None or source is not runner.speculator or not source.silent or runner.pp_handler is not None:
+            return False
+        if runner.execute_model_state is None:
+            return False
+        batch = runner.execute_model_state.input_batch
+        return batch.num_draft_tokens == 0 and not batch.has_structured_output_reqs
 
     def watch(self, output: Any) -> Any:
         """Have the draft length of the next steps chosen when a step's output is on the host; return the output."""
@@ -239,6 +250,21 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.29")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
-    when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
-    return lambda *args, **kwargs: state.watch(stock(*args, **kwargs))
+    """Without it no figures of the rollouts are logged, no draft length is chosen, and each step without drafts does a
+    speculator's work for none (V2 runner). Remove this patch when vLLM reports the tokens of each decode step to
+    plug-ins, lets a worker choose the draft length, and leaves out that work."""
+    runner, nothing = state.runner, torch.empty(1, 0, dtype=torch.int64)
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        if not state.leaves_out():
+            return state.watch(stock(*args, **kwargs))
+        speculator, steps = runner.speculator, runner.num_speculative_steps
+        speculator.offer = None
+        runner.draft_tokens_handler.set_draft_tokens(runner.execute_model_state.input_batch, nothing)
+        runner.speculator, runner.num_speculative_steps = None, 0
+        try:
+            return state.watch(stock(*args, **kwargs))
+        finally:
+            runner.speculator, runner.num_speculative_steps = speculator, steps
+
+    return sample_tokens
