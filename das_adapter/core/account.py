@@ -15,7 +15,7 @@ MARGIN = 0.05
 smaller gain would switch it to and fro."""
 LEAST_GAIN = 0.02
 """Minimum predicted gain of a drafted step, as a fraction of its time: step times vary by about as much."""
-LOOK_STEPS = 16
+LOOK_STEPS = 32
 """While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""

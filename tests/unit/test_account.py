@@ -125,7 +125,7 @@ def test_the_state_says_what_was_decided() -> None:
         assert account.state is state
 
 
-# 2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 16 steps or when the batch shrinks.
+# 2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 32 steps or when the batch shrinks.
 
 
 def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
@@ -134,8 +134,8 @@ def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
         if account.look.due(account.now, 10):
             looks.append(account.now)
             account.decided(10, False, False)
-    assert np.diff(looks).tolist()[:4] == [2, 4, 8, LOOK_STEPS]
-    assert set(np.diff(looks)[4:]) == {LOOK_STEPS}
+    assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
+    assert set(np.diff(looks)[5:]) == {LOOK_STEPS}
     assert not account.look.due(account.now, 9)
     assert account.look.due(account.now, 8)  # smaller by more than a tenth
     account.decided(10, True, False)
@@ -173,7 +173,7 @@ def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
             account.now += 1
             account.decided(8, False, False)
     assert account.now == 300
-    assert np.diff(np.flatnonzero(asked)).tolist()[:4] == [2, 4, 8, LOOK_STEPS]
+    assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
     assert account.ask(7, False)  # the batch has become smaller by a tenth
     assert all(account.ask(8, True) for _ in range(100))  # a step with drafts is no baseline
 

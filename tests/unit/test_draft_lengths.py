@@ -89,7 +89,7 @@ class Engine:
 
 def test_a_rollout_that_lost_is_followed_by_one_of_silence() -> None:
     engine = Engine()
-    first = engine.rollout(160, drafted_s=2.15 * PLAIN_S, silent_steps=40)
+    first = engine.rollout(192, drafted_s=2.15 * PLAIN_S, silent_steps=40)
     assert engine.sync() is None and sum(first) > 100
     assert "drafting lost a whole rollout" in engine.lengths.stats()["reason"]
     assert not any(engine.rollout(96, drafted_s=1.1 * PLAIN_S))

@@ -28,7 +28,7 @@ LATE = 3
 looked up, and it comes with the output of the one after that."""
 
 
-MOST_ASIDE = 12
+MOST_ASIDE = 28
 """Steps whose outputs are put aside together, at most."""
 
 
