@@ -110,7 +110,7 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
         about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
-        found |= {name: stats[name] for name in about}
+        found |= {name: stats.get(name) for name in about}  # of those of a drafter, where there is one
     batch, context = gate_points(plan)[1]
     if plan.until - time.monotonic() > PROFILE_S:
         found["profile"] = step_profile(llm, traces, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)

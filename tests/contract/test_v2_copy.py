@@ -32,9 +32,9 @@ FRESH = [replace(part, fresh_copy=True) for part in CHANGED]
 
 def rates(result: list[dict[str, Any]]) -> list[float]:
     """Return the share of the policy copy's draft tokens that was accepted, of each round in which it drafted more than
-    ten: how many those are depends on the time that steps take."""
+    thirty: how many those are depends on the time that steps take."""
     counts = [found["stats"]["self_counts"] for found in result]
-    return [accepted / drafted for drafted, accepted in counts if drafted > 10]
+    return [accepted / drafted for drafted, accepted in counts if drafted > 30]
 
 
 @pytest.mark.parametrize("das", [SELF, *nightly(BOTH)], ids=drafter)
