@@ -107,11 +107,12 @@ class Engine:
         """Return how many draft tokens of each request the step verifies."""
         if not self._own:
             return dict.fromkeys(req_ids, int(chosen))
-        most = [min(int(chosen), chosen.of(req_id)[0]) for req_id in req_ids]
+        parts = chosen.parts(req_ids)
+        most = [min(int(chosen), longest) for longest, _ in parts]
         worth = np.zeros((len(req_ids), MOST))
         for row, (req_id, limit) in enumerate(zip(req_ids, most, strict=True)):
             chances = offers.get(req_id, np.zeros(0))[:limit]
-            worth[row, : len(chances)] = np.cumprod(chances) * chosen.of(req_id)[1]
+            worth[row, : len(chances)] = np.cumprod(chances) * parts[row][1]
             worth[row, limit:] = -1.0
         total = min(chosen.total, sum(most))
         rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST

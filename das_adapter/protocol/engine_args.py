@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import repeat
 from typing import Any
 
 from das_adapter import compat
@@ -152,6 +153,6 @@ class DraftTokens(int):
         made.by_model, made.looks, made.chance, made.total, made.shares = by_model, looks, chance, 0, {}
         return made
 
-    def of(self, req_id: str) -> tuple[int, float]:
-        """Return a request's part of `shares`; of one that joined since then, that of the dearest."""
-        return self.shares.get(req_id, (int(self), 1.0))
+    def parts(self, req_ids: Iterable[str]) -> list[tuple[int, float]]:
+        """Return each request's part of `shares`; of one that joined since then, that of the dearest."""
+        return list(map(self.shares.get, req_ids, repeat((int(self), 1.0))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,18 +87,19 @@ def noted(act: Callable[[], None]) -> None:
 def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
     work."""
-    admit, propose = Step.admit, HistorySpeculator.propose
+    counts, propose = Step.counts, HistorySpeculator.propose
 
     def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
         return propose(self, *args, **kwargs)
 
-    def counted(self: Any, admitted: Sequence[int]) -> None:
-        COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(admitted)) > 1)
-        admit(self, admitted)
+    def counted(self: Any) -> Any:
+        if self.admitted is not None:
+            COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(self.admitted.tolist())) > 1)
+        return counts(self)
 
     HistorySpeculator.propose = proposed  # type: ignore[method-assign]
-    Step.admit = counted  # type: ignore[method-assign]
+    Step.counts = counted  # type: ignore[method-assign]
 
 
 def slow_policy() -> None:

@@ -107,7 +107,7 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     assert (chosen, chosen.total) == (STEP_TOKENS // len(IDS) - 1, DRAFTED * len(IDS))
     assert {req_id: most for req_id, (most, _) in chosen.shares.items()} == {f"{req_id} of 1": 16 for req_id in IDS}
     assert max(worth for _, worth in chosen.shares.values()) == 1.0
-    assert chosen.of("one that joined") == (chosen, 1.0)
+    assert chosen.parts(["one that joined"]) == [(chosen, 1.0)]
     assert DraftTokens(chosen) is chosen
 
 
@@ -125,8 +125,9 @@ def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_nu
 
 def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:
     step = Step([], frozenset(), {"a": 5, "b": 5, "c": 1}, {"a": 4, "b": 4}, True, 0.0, req_ids=["b", "a", "c"])
-    step.admit([1, 3, 0])
-    assert (step.scheduled, step.drafts) == ({"a": 4, "b": 2, "c": 1}, {"a": 3, "b": 1, "c": 0})
+    assert [part.tolist() for part in step.counts()] == [[5, 5, 1], [4, 4, 0]]
+    step.admitted = np.array([1, 3, 0])
+    assert [part.tolist() for part in step.counts()] == [[2, 4, 1], [1, 3, 0]]
 
 
 def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:

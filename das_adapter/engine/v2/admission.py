@@ -9,7 +9,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -52,15 +52,17 @@ class Admission(AdaptiveVerificationManager):
 
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Return the tokens of a step, whose requests have room for so many draft tokens."""
-        plan, room = self._plan, {req_id: len(draft_tokens.get(req_id, ())) for req_id in num_tokens_per_req}
-        most = {req_id: min(count, plan.of(req_id)[0]) for req_id, count in room.items()}
-        others = {req_id: count - room[req_id] for req_id, count in num_tokens_per_req.items()}
+        plan, req_ids = self._plan, list(num_tokens_per_req)
+        room = list(map(len, map(draft_tokens.get, req_ids, repeat(()))))
+        most = [min(count, longest) for count, (longest, _) in zip(room, plan.parts(req_ids), strict=True)]
+        others = [count - drafts for count, drafts in zip(num_tokens_per_req.values(), room, strict=True)]
         rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
-        joined = sum(req_id not in plan.shares for req_id in room)  # as much for each as for those of the plan
-        total = plan.total + (plan.total * joined // len(plan.shares) if plan.shares else 0)
-        budget = min(total, sum(most.values()), rows)
-        self._batch_budget = most, others, budget
-        return sum(others.values()) + budget
+        joined = len(req_ids) - len(plan.shares.keys() & num_tokens_per_req.keys())
+        total = plan.total + (plan.total * joined // len(plan.shares) if plan.shares else 0)  # as much for each
+        budget = min(total, sum(most), rows)
+        drafted, undrafted = (dict(zip(req_ids, counts, strict=True)) for counts in (most, others))
+        self._batch_budget = drafted, undrafted, budget
+        return sum(others) + budget
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         """Admit the drafts; see `AdaptiveVerificationManager`."""
@@ -73,7 +75,7 @@ class Admission(AdaptiveVerificationManager):
         self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
             chances = confidence_probs[: input_batch.num_reqs].clone()
-            weights = torch.tensor([plan.of(req_id)[1] for req_id in input_batch.req_ids], dtype=torch.float32)
+            weights = torch.tensor([worth for _, worth in plan.parts(input_batch.req_ids)], dtype=torch.float32)
             weights = weights.pin_memory() if chances.is_cuda else weights
             chances[:, 0] *= weights.to(chances.device, non_blocking=True)
             self._confidence_probs[input_batch.idx_mapping] = chances

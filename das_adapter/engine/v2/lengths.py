@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class Step:
     scheduled: dict[str, int]
     """Tokens that each request has in the forward pass."""
     drafts: dict[str, int]
-    """Draft tokens of these, fillers included."""
+    """Draft tokens of these that are scheduled, fillers included."""
     decodes: bool
     """Whether it reads no prompt."""
     began: float
@@ -54,6 +55,8 @@ class Step:
     """Of a model that drafts, those that ended between the output of the step before and its own."""
     req_ids: list[str] = field(default_factory=list)
     """Its requests in batch order."""
+    admitted: Ints | None = None
+    """Draft tokens of each that the device has verified, int64 [requests]; None: all that are scheduled."""
     unburdened: bool = False
     """Whether the host did nothing for das-adapter in it: the output of the step before was put aside."""
 
@@ -61,13 +64,17 @@ class Step:
     def quiet(self) -> bool:
         """Whether nobody joins or leaves, and nothing is drafted, verified or looked for."""
         changes = self.begun or self.ended or self.offer or self.calls
-        return self.decodes and not changes and not any(self.drafts.values())
+        drafted = any(self.drafts.values() if self.admitted is None else self.admitted)
+        return self.decodes and not changes and not drafted
 
-    def admit(self, admitted: Sequence[int]) -> None:
-        """Take how many of the scheduled draft tokens of each request, in batch order, the device has verified."""
-        for req_id, count in zip(self.req_ids, admitted, strict=True):
-            self.scheduled[req_id] -= self.drafts.get(req_id, 0) - count
-            self.drafts[req_id] = count
+    def counts(self) -> tuple[Ints, Ints]:
+        """Return the tokens that each request has in the forward pass, and the draft tokens of these, int64 [requests]
+        in batch order."""
+        tokens = np.fromiter(map(self.scheduled.__getitem__, self.req_ids), np.int64, len(self.req_ids))
+        if not self.drafts:
+            return tokens, np.zeros_like(tokens)
+        drafts = np.fromiter(map(self.drafts.get, self.req_ids, repeat(0)), np.int64, len(self.req_ids))
+        return (tokens, drafts) if self.admitted is None else (tokens - drafts + self.admitted, self.admitted)
 
 
 _Aside = tuple[Step, Sequence[list[int]], float]
@@ -78,9 +85,9 @@ class _Taken(NamedTuple):
     """A step whose output was taken, and that is still to be learned from."""
 
     step: Step
-    places: Ints
-    """In the batch, of the requests that go on."""
     decoded: Decoded
+    tokens: int
+    """Of the requests that go on, in the forward pass."""
     now: float
     """When its output came, seconds."""
     ended: float
@@ -188,10 +195,10 @@ class DraftLengths:
                 offer = before.offer
                 told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
                 self._live.hear(before.req_ids, *told)
-            places, decoded = self._decoded(step, sampled)
+            places, decoded, tokens = self._decoded(step, sampled)
             account = self.engine.controller.account
             asked = account.ask(len(decoded.slots), decoded.carried is not None)
-            self._taken = _Taken(step, places, decoded, now, time.time() - since, asked)
+            self._taken = _Taken(step, decoded, tokens, now, time.time() - since, asked)
             if asked:
                 return self._choose(step, places, decoded)
             return DraftTokens(0, looks=self._looks(len(decoded.slots)))
@@ -209,7 +216,7 @@ class DraftLengths:
         taken, self._taken = self._taken, None
         if taken is None:
             return
-        step, _, decoded, now, *_ = taken
+        step, decoded, _, now, *_ = taken
         with self.engine.surviving():
             self._count(step, decoded, now)
             self._time(taken)
@@ -257,20 +264,21 @@ class DraftLengths:
         self._live.close(req_ids)
         self.engine.close(req_ids)
 
-    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Ints, Decoded]:
-        """Return what a step brought to the requests that go on, and their places in the batch."""
+    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Ints, Decoded, int]:
+        """Return the places in the batch of the requests that go on, what a step brought to them, and their tokens in
+        its forward pass."""
         places, slots, got = self._live.take(step.req_ids, sampled)
-        most, by_model, carried = self._live.offered[slots], None, np.zeros(len(slots), dtype=np.int64)
+        tokens, given = step.counts()
+        most, by_model = self._live.offered[slots], None
         if self.engine.drafts is not None:
             by_model = self._live.by_model[slots] if self.engine.history else np.full(len(slots), self._model_tokens)
             most = np.where(by_model > 0, by_model, most)
-        if step.drafts:  # some are fillers, of which `most` has none
-            given = np.array([step.drafts.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
-            carried = np.minimum(given[places], most)
+        carried = np.minimum(given[places], most)  # some are fillers, of which `most` has none
         carriers, context = carried if carried.any() else None, self._live.length[slots]
         by_model = None if by_model is None else carried * (by_model > 0)
         room = self._live.end[slots] - 1 - context  # the step after writes one token more
-        return places, Decoded(slots, got, carriers, by_model, room, context=context)
+        decoded = Decoded(slots, got, carriers, by_model, room, context=context)
+        return places, decoded, int(np.add.reduce(tokens[places]))
 
     def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
         controller, slots, found = self.engine.controller, decoded.slots, None
@@ -291,13 +299,13 @@ class DraftLengths:
         if own and total:
             worth = controller.worth(slots)
             shares = zip(most.tolist(), (worth / worth.max()).tolist(), strict=True)
-            req_ids = (step.req_ids[place] for place in places.tolist())
+            req_ids = map(step.req_ids.__getitem__, places.tolist())
             chosen.total, chosen.shares = total, dict(zip(req_ids, shares, strict=True))
         return chosen
 
     def _time(self, taken: _Taken) -> None:
         """Take how long a step took, and the calls of a model that drafts beside it."""
-        step, places, decoded, now, ended, _ = taken
+        step, decoded, tokens, now, ended, _ = taken
         drafts = self.engine.drafts
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
         if drafts is not None:
@@ -306,9 +314,6 @@ class DraftLengths:
                 drafts.timed_pass(call.requests, call.seconds / call.passes)
         running, seconds = len(decoded.slots), 0.0 if self._last is None else now - self._last - drafting
         if step.decodes and seconds > 0 and running and decoded.context is not None:
-            tokens = sum(step.scheduled.values())
-            if running < len(step.scheduled):  # others ended in the step before
-                tokens = sum(step.scheduled[step.req_ids[place]] for place in places.tolist())
             asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
             context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)

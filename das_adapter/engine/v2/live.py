@@ -31,7 +31,9 @@ class LiveTexts:
         self._known: tuple[Sequence[str], Ints] | None = None
         """Requests of the last batch, and their slots; None: some have come or gone since."""
         self._watched: dict[int, LiveRequest] = {}
-        """By slot, requests whose tokens are looked at: they have stops, or somebody needs their text."""
+        """By slot, requests that have stops, or whose text somebody needs."""
+        self._told: dict[int, LiveRequest] = {}
+        """Those of them whose text somebody needs."""
         self._stops: frozenset[int] = frozenset()
 
     def open(self, request: LiveRequest) -> None:
@@ -45,13 +47,18 @@ class LiveTexts:
         if request.stops or request.text is not None:
             self._watched[slot] = request
             self._stops |= request.stops
+        if request.text is not None:
+            self._told[slot] = request
         self._known = None
 
     def close(self, req_ids: Sequence[str]) -> None:
         """Forget those of these requests that are live, before they are closed."""
+        if not req_ids:
+            return
         for req_id in req_ids:
             if request := self._requests.get(req_id):
                 self._watched.pop(request.slot, None)
+                self._told.pop(request.slot, None)
         if not self._watched:
             self._stops = frozenset()
         self._known = None
@@ -67,7 +74,7 @@ class LiveTexts:
         """Take the tokens that each request of a batch got in a step; return of those that go on their places in the
         batch, their slots, and how many of the tokens are their texts', int64 [requests] each: those behind an end are
         not."""
-        slots, counts = self.slots(req_ids), np.array([len(tokens) for tokens in sampled], dtype=np.int64)
+        slots, counts = self.slots(req_ids), np.fromiter(map(len, sampled), np.int64, len(sampled))
         places = np.flatnonzero((counts > 0) & (slots >= 0) & ~self.ended[slots])
         slots = slots[places]
         left = self.end[slots] - self.length[slots]
@@ -75,9 +82,10 @@ class LiveTexts:
         ended = got >= left
         if self._watched:
             stopping = not self._stops.isdisjoint(chain.from_iterable(sampled))
-            for i, slot in enumerate(slots.tolist()):
-                request = self._watched.get(slot)
-                if request is None or not (stopping or request.text is not None):
+            watched = self._watched if stopping else self._told
+            for i, slot in enumerate(slots.tolist() if watched else ()):
+                request = watched.get(slot)
+                if request is None:
                     continue
                 tokens = sampled[places[i]][: int(got[i])]
                 stop = next((at for at, token in enumerate(tokens, 1) if token in request.stops), None)
@@ -96,12 +104,11 @@ class LiveTexts:
         left = np.where(self.ended[slots] | (slots < 0), 0, self.end[slots] - self.length[slots])
         if not len(slots) or left.min() <= steps or set(map(len, chain.from_iterable(outputs))) != {1}:
             return None
-        if self._watched:
-            texts = list(zip(*map(chain.from_iterable, outputs), strict=True))
-            if not self._stops.isdisjoint(chain.from_iterable(texts)):
-                return None
-            for slot, text in zip(slots.tolist(), texts, strict=True):
-                request = self._watched.get(slot)
+        if not self._stops.isdisjoint(chain.from_iterable(chain.from_iterable(outputs))):
+            return None
+        if self._told:
+            for slot, text in zip(slots.tolist(), zip(*map(chain.from_iterable, outputs), strict=True), strict=True):
+                request = self._told.get(slot)
                 if request is not None and request.text is not None:
                     request.text += text
         self.length[slots] += steps

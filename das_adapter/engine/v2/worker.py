@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
@@ -174,7 +175,7 @@ class DeviceWorkerState(WorkerState):
             result = stock()  # waits for the device
             step.req_ids = result.req_ids
             if admitted is not None:
-                step.admit(admitted.tolist())
+                step.admitted = admitted.numpy().astype(np.int64)
             if self.speculation is not None:
                 step.calls = self.speculation.take()
             setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
