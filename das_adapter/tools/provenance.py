@@ -64,7 +64,7 @@ def _revision(measures: Sequence[str]) -> str:
 def _arguments() -> list[str]:
     """The command line, less where the result was written to and this machine's directories."""
     at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
-    words = [*sys.argv[:at], *sys.argv[at + 2 :]]
+    words = (word for word in [*sys.argv[:at], *sys.argv[at + 2 :]] if not word.startswith("--out="))
     return [Path(word).name if Path(word).is_absolute() else word for word in words]
 
 
