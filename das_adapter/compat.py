@@ -96,6 +96,11 @@ _V2 = _symbols("""
         AdaptiveVerificationManager.add_request AdaptiveVerificationManager._batch_budget
         AdaptiveVerificationManager._batch_draft_capacity AdaptiveVerificationManager._confidence_probs
         AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
+    vllm.v1.worker.gpu.model_runner: ExecuteModelState.input_batch GPUModelRunner.execute_model_state
+        GPUModelRunner.speculator GPUModelRunner.num_speculative_steps GPUModelRunner.pp_handler
+        GPUModelRunner.draft_tokens_handler
+    vllm.v1.worker.gpu.input_batch: InputBatch.num_draft_tokens InputBatch.has_structured_output_reqs
+    vllm.v1.worker.gpu.spec_decode.utils: DraftTokensHandler.set_draft_tokens(input_batch, draft_tokens)
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
