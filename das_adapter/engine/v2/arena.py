@@ -105,6 +105,11 @@ class Arena:
         """Words that are free."""
         return len(self.words) - self.used
 
+    @property
+    def lacks(self) -> bool:
+        """Whether sealed text is missing or on its way, so that there is something to `bring`."""
+        return self.unsealed or bool(self._ordered)
+
     def open(self, slot: int, problem: int, at: int, begin: int) -> None:
         """Take a request that begins in one of vLLM's slots, with its key in the history, the offset of its response
         and the tokens before that."""

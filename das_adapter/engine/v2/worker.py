@@ -113,7 +113,7 @@ class DeviceWorkerState(WorkerState):
             self._begun.append(begun)
             opened.append((slots[new.req_id], key, begun.start))
         index, engine = self.index, self.engine
-        if index is None or engine is None or engine.history is None:
+        if index is None or engine is None or engine.history is None or not (opened or index.arena.lacks):
             return
         with engine.surviving():
             index.open(opened)
