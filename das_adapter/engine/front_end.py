@@ -88,16 +88,16 @@ def allow_look_up(stock: Any) -> Any:
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
 def judge_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted
-    positions, and allows min_tokens on V1, where it counts draft tokens that may be rejected. Remove this patch when
-    vLLM's verification applies all three to drafted positions."""
+    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected. Remove this patch
+    when vLLM's verification applies all three to drafted positions."""
 
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
-        if runner == 1 and self.min_tokens:
+        if runner == 1 and self.min_tokens > 1:  # a request's first token is never drafted
             from vllm.exceptions import VLLMValidationError
 
             raise VLLMValidationError(
-                f"das: found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0"
+                f"das: found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0, 1"
             )
         if runner != 2:
             stock(self, speculative_config)

@@ -276,8 +276,9 @@ def test_without_a_block_vllm_is_stock(engine: Any) -> None:
 
 def test_what_v1_does_not_apply_to_drafted_positions_is_refused(engine: Any) -> None:
     asked = [Request(prompts(1)[0], {"max_tokens": 9, "min_tokens": 5})]
-    with pytest.raises(RuntimeError, match="found min_tokens=5, allowed beside drafts on vLLM's V1 model runner: 0"):
+    with pytest.raises(RuntimeError, match="found min_tokens=5, allowed beside drafts on vLLM's V1 model runner: 0, 1"):
         engine(das=HISTORY, rounds=[Round(asked)])
+    lossless(engine, HISTORY, two_rounds(requests([{"temperature": 1.0, "min_tokens": 1}], 6)))  # as OpenRLHF asks
 
 
 @pytest.mark.long
