@@ -272,14 +272,14 @@ def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> N
     assert aside.looked == at_once.looked and any(aside.looked)
 
 
-def spoken(steps: int) -> DraftLengths:
+def spoken(steps: int, record: bool) -> DraftLengths:
     """Have an engine rest while its requests write a text each; the second stops at a token in step 100, the third has
     no room for more after step 150."""
     chooses, ids, ended = Engine().lengths, list(IDS), frozenset[str]()
     stops, ends = frozenset([99]), dict(zip(IDS, (4000, 4000, 8 + 150, 4000), strict=True))
     for number in range(steps):
         begun = [
-            LiveRequest(req_id, i, 8, ends[req_id], True, length=8, stops=stops, text=[] if i != 3 else None)
+            LiveRequest(req_id, i, 8, ends[req_id], record, length=8, stops=stops, text=[] if i != 3 else None)
             for i, req_id in enumerate(ids)
             if number == 0
         ]
@@ -296,8 +296,10 @@ def spoken(steps: int) -> DraftLengths:
     return chooses
 
 
-@pytest.mark.parametrize("steps", [90, 140, 300])
-def test_steps_that_are_taken_together_are_taken_as_one_by_one(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("steps", "record"), [(90, True), (140, True), (300, True), (140, False)])
+def test_steps_that_are_taken_together_are_taken_as_one_by_one(
+    steps: int, record: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken, stock = list[int](), LiveTexts.take_singles
 
     def counted(self: LiveTexts, req_ids: Any, outputs: Any) -> Any:
@@ -306,10 +308,10 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(steps: int, monke
         return slots
 
     monkeypatch.setattr(LiveTexts, "take_singles", counted)
-    together = spoken(steps)
+    together = spoken(steps, record)
     assert sum(taken) > 0.3 * steps
     monkeypatch.setattr(LiveTexts, "take_singles", lambda *_: None)
-    apart = spoken(steps)
+    apart = spoken(steps, record)
     ours, theirs = (chooses.engine.controller for chooses in (together, apart))
     assert together.engine.counters == apart.engine.counters
     assert (ours.account.now, ours.account.figures()) == (theirs.account.now, pytest.approx(theirs.account.figures()))

@@ -181,8 +181,7 @@ class DraftLengths:
                         TimedStep(slots, one, len(slots), seconds, context=context, asked=False), since + now
                     )
                 self._last = now
-            training = requests.record[slots]
-            self.engine.counters.step(steps * training, 0 * slots, busy, steps)
+            self._count(slots, steps * one, None, busy, steps)
             requests.skip(slots, steps * one)
         return True
 
@@ -218,7 +217,7 @@ class DraftLengths:
             return
         step, decoded, _, now, *_ = taken
         with self.engine.surviving():
-            self._count(step, decoded, now)
+            self._count(decoded.slots, decoded.got, decoded.carried, now - max(step.began, self._last or 0.0))
             self._time(taken)
             self._last = now
             self.engine.stop_if_collapsed()
@@ -319,8 +318,8 @@ class DraftLengths:
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
             self.engine.timed(timed, ended)
 
-    def _count(self, step: Step, decoded: Decoded, now: float) -> None:
-        training = self.engine.controller.requests.record[decoded.slots]
+    def _count(self, slots: Ints, got: Ints, carried: Ints | None, seconds: float, steps: int = 1) -> None:
+        training = self.engine.controller.requests.record[slots]
         if training.any():
-            carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
-            self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
+            carried = np.zeros_like(got) if carried is None else carried
+            self.engine.counters.step(got * training, carried, seconds, steps)
