@@ -4,88 +4,28 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <functional>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "allocate.hpp"
 #include "columns.hpp"
 
 namespace nb = nanobind;
 
 namespace {
 
-// Returns values, none of them negative, from the greatest to the least. The bits of such floats rise as they do: three
-// passes over 11 bits each, which few values are not worth.
-std::vector<float> descending(std::vector<float> values) {
-  constexpr uint32_t kBits = 11, kDigits = 1u << kBits;
-  if (values.size() < 256) {
-    std::sort(values.begin(), values.end(), std::greater<>());
-    return values;
-  }
-  std::vector<uint32_t> from(values.size()), to(values.size());
-  std::memcpy(from.data(), values.data(), values.size() * sizeof(float));
-  for (uint32_t shift = 0; shift < 32; shift += kBits) {
-    std::array<uint32_t, kDigits + 1> begin{};
-    const auto digit = [shift](uint32_t bits) { return kDigits - 1 - (bits >> shift) % kDigits; };
-    for (const uint32_t bits : from) ++begin[digit(bits) + 1];
-    std::partial_sum(begin.begin(), begin.end(), begin.begin());
-    for (const uint32_t bits : from) to[begin[digit(bits)]++] = bits;
-    from.swap(to);
-  }
-  std::vector<float> sorted(values.size());
-  std::memcpy(sorted.data(), from.data(), values.size() * sizeof(float));
-  return sorted;
-}
-
-// Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
-// and as values fall along each draft, those above a threshold are a prefix of it: the best m decides. The costs are
-// what StepModel says of the tokens, for which see das_adapter/core/latency.py.
 double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, double token,
                 double bend, double knee, double draft, const std::vector<double>& sizes, Out<int64_t> keep) {
-  const size_t batch = worth.size(), n = chances.size();
+  const size_t batch = worth.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument("allocate: worth, offsets and keep differ in their number of requests");
-  const float* c = chances.data();
   const int64_t* at = offsets.data();
-  if (at[0] != 0 || at[batch] != static_cast<int64_t>(n) || !std::is_sorted(at, at + batch + 1))
+  if (at[0] != 0 || at[batch] != static_cast<int64_t>(chances.size()) || !std::is_sorted(at, at + batch + 1))
     throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
-  std::vector<float> value(n);
-  for (size_t i = 0; i < batch; ++i) {
-    const auto accepted = static_cast<float>(worth.data()[i]);
-    for (int64_t j = at[i]; j < at[i + 1]; ++j) value[j] = c[j] * accepted;
-  }
-  auto size = sizes.begin();
-  const auto seconds = [&](size_t drafted) {  // of the step's tokens; `drafted` never falls
-    auto tokens = static_cast<double>(batch + drafted);
-    while (size != sizes.end() && *size < tokens) ++size;
-    if (size != sizes.end()) tokens = *size;
-    return token * tokens + bend * std::max(0.0, tokens - knee) + (drafted ? draft : 0.0);
-  };
-  const std::vector<float> best_first = descending(value);
-  double sum = 0, gain = 0;
-  const double plain = seconds(0);
-  size_t most = 0;
-  for (size_t m = 1; m <= n; ++m) {
-    sum += best_first[m - 1];
-    if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
-  }
-  const float threshold = most ? best_first[most - 1] : INFINITY;
-  // Of equal values as many as are among the best.
-  auto ties =
-      static_cast<int64_t>(most) - (std::find(best_first.begin(), best_first.end(), threshold) - best_first.begin());
-  for (size_t i = 0; i < batch; ++i) {
-    int64_t j = at[i];
-    while (j < at[i + 1] && value[j] > threshold) ++j;
-    for (; ties > 0 && j < at[i + 1] && value[j] == threshold; ++j) --ties;
-    keep.data()[i] = j - at[i];
-  }
-  return gain;
+  return das::allocate(chances.data(), at, worth.data(), batch, {token, bend, knee, draft, sizes}, keep.data());
 }
 
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.

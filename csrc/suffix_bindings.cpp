@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "allocate.hpp"
 #include "columns.hpp"
 #include "suffix_shared.hpp"
 
@@ -66,17 +67,24 @@ void extend_many(SharedIndex& shared, const In<int64_t>& handles, const In<Token
   });
 }
 
-nb::tuple flat(const SharedIndex::Drafts& drafts) {
+// Drafts one after the other: request i's are the tokens from offsets[i] to offsets[i + 1].
+struct Flat {
   std::vector<Token> tokens;
   std::vector<float> chances;
   std::vector<int64_t> offsets{0};
-  offsets.reserve(drafts.size() + 1);
-  for (const auto& draft : drafts) {
-    tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
-    chances.insert(chances.end(), draft.chances.begin(), draft.chances.end());
-    offsets.push_back(static_cast<int64_t>(tokens.size()));
+
+  explicit Flat(const std::vector<SuffixIndex::Draft>& drafts) {
+    offsets.reserve(drafts.size() + 1);
+    for (const auto& draft : drafts) {
+      tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
+      chances.insert(chances.end(), draft.chances.begin(), draft.chances.end());
+      offsets.push_back(static_cast<int64_t>(tokens.size()));
+    }
   }
-  return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
+};
+
+nb::tuple arrays(Flat&& flat) {
+  return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.chances)), owned(std::move(flat.offsets)));
 }
 
 void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets) {
@@ -84,24 +92,41 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
   index.check_open(handles.data(), handles.size());
 }
 
-// Drafts that the index's thread makes.
+// Drafts that the index's thread makes, and how much of each it keeps where it shares them out.
 struct Drafting {
-  SharedIndex& shared;
-  std::shared_future<SharedIndex::Drafts> drafts;
+  struct Found {
+    std::vector<SuffixIndex::Draft> drafts;
+    std::vector<int64_t> keep;
+    double gain = 0;
+  };
 
-  nb::tuple result() {
+  SharedIndex& shared;
+  std::shared_ptr<const Found> found;
+  std::shared_future<void> done;
+
+  const Found& wait() const {
     unlocked(shared, [](const SuffixIndex&) {});
-    return flat(drafts.get());
+    done.get();
+    return *found;
   }
 
-  void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest, nb::list lists) {
-    const auto& all = drafts.get();
+  nb::tuple result() const { return arrays(Flat(wait().drafts)); }
+
+  nb::tuple shared_out() const {
+    const Found& all = wait();
+    return nb::make_tuple(owned(std::vector(all.keep)), all.gain);
+  }
+
+  void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest, nb::list lists) const {
+    const auto& all = wait().drafts;
     if (keep.size() != all.size() || rows.size() != all.size())
       throw nb::value_error("rows, keep: expected one per draft");
     for (size_t i = 0; i < all.size(); ++i) {
-      nb::list list;
-      for (size_t j = 0; j < all[i].tokens.size() && static_cast<int64_t>(j) < keep.data()[i]; ++j)
-        list.append(std::min(all[i].tokens[j], largest));
+      const auto& tokens = all[i].tokens;
+      const size_t count = std::clamp<int64_t>(keep.data()[i], 0, static_cast<int64_t>(tokens.size()));
+      nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
+      for (size_t j = 0; j < count; ++j)
+        PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(j), PyLong_FromLong(std::min(tokens[j], largest)));
       lists[rows.data()[i]] = list;
     }
   }
@@ -110,7 +135,7 @@ struct Drafting {
 Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
                     const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
-                    const In<int64_t>& budgets, double min_chance) {
+                    const In<int64_t>& budgets, double min_chance, const In<double>& worth, const nb::tuple& costs) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -119,6 +144,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
   }
   if (!sound) throw nb::value_error("rows, begins, ends: expected one per handle, and stretches of rows of tokens");
+  if (worth.size() && worth.size() != n) throw nb::value_error("worth: expected one per handle");
   std::vector<Token> written;
   std::vector<size_t> counts;
   for (size_t i = 0; i < n; ++i) {
@@ -127,18 +153,27 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     check_tokens(row + begins.data()[i], counts.back());
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
-  const auto copied = [](const In<int64_t>& array) {
-    return std::vector<int64_t>(array.data(), array.data() + array.size());
-  };
+  const auto copied = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
+  TokenCosts priced{};
+  if (worth.size()) {
+    const auto cost = [&](size_t i) { return nb::cast<double>(costs[i]); };
+    priced = {cost(0), cost(1), cost(2), cost(3), nb::cast<std::vector<double>>(costs[4])};
+  }
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
-  return {shared,
-          shared.begin(check, [written = std::move(written), counts = std::move(counts), handles = copied(handles),
-                               budgets = copied(budgets), min_chance](SuffixIndex& index) {
-            const Token* next = written.data();
-            for (size_t i = 0; i < counts.size(); next += counts[i++])
-              if (counts[i]) index.extend(handles[i], next, counts[i]);
-            return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
-          })};
+  const auto found = std::make_shared<Drafting::Found>();
+  auto work = [found, min_chance, written = std::move(written), counts = std::move(counts), handles = copied(handles),
+               budgets = copied(budgets), worth = copied(worth), priced = std::move(priced)](SuffixIndex& index) {
+    const Token* next = written.data();
+    for (size_t i = 0; i < counts.size(); next += counts[i++])
+      if (counts[i]) index.extend(handles[i], next, counts[i]);
+    found->drafts = index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
+    if (worth.empty()) return;
+    const Flat flat(found->drafts);
+    found->keep.resize(worth.size());
+    found->gain =
+        allocate(flat.chances.data(), flat.offsets.data(), worth.data(), worth.size(), priced, found->keep.data());
+  };
+  return {shared, found, shared.begin(check, std::move(work))};
 }
 
 // The rules of drafting, which the kernels of vLLM's V2 runner take from here.
@@ -169,10 +204,10 @@ nb::dict rules() {
 }
 
 nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
-  return flat(unlocked(shared, [&](SuffixIndex& index) {
+  return arrays(Flat(unlocked(shared, [&](SuffixIndex& index) {
     check_batch(index, handles, budgets);
     return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
-  }));
+  })));
 }
 
 }  // namespace
@@ -202,7 +237,10 @@ void bind_suffix_index(nb::module_& m) {
     }
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
-  nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result).def("put", &das::Drafting::put);
+  nb::class_<das::Drafting>(m, "Drafting")
+      .def("result", &das::Drafting::result)
+      .def("shared_out", &das::Drafting::shared_out)
+      .def("put", &das::Drafting::put);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
       .def(nb::init<>())

@@ -17,8 +17,6 @@ namespace das {
 // way to an index that threads share.
 class SharedIndex {
  public:
-  using Drafts = std::vector<SuffixIndex::Draft>;
-
   SharedIndex() = default;
   ~SharedIndex() {
     finish();
@@ -33,22 +31,22 @@ class SharedIndex {
     return call(index_);
   }
 
-  // Begins draft(index) in a thread; all later calls wait for it, and make it themselves if the thread has not begun.
+  // Begins call(index) in a thread; all later calls wait for it, and make it themselves if the thread has not begun.
   // `check(index)` is called at once, and may throw.
-  template <class Check, class Draft>
-  std::shared_future<Drafts> begin(Check&& check, Draft draft) {
+  template <class Check, class Call>
+  std::shared_future<void> begin(Check&& check, Call call) {
     return use([&](SuffixIndex& index) {
       check(index);
       if (!desk_) std::thread([desk = desk_ = std::make_shared<Desk>()] { desk->serve(); }).detach();
-      Work work([&index, draft = std::move(draft)] { return draft(index); });
-      drafting_ = work.get_future().share();
+      Work work([&index, call = std::move(call)]() mutable { call(index); });
+      begun_ = work.get_future().share();
       desk_->put(std::move(work));
-      return drafting_;
+      return begun_;
     });
   }
 
  private:
-  using Work = std::packaged_task<Drafts()>;
+  using Work = std::packaged_task<void()>;
 
   // Where work lies until somebody takes it: the thread, which is there as long as the desk is open, or who waits.
   struct Desk {
@@ -82,15 +80,15 @@ class SharedIndex {
   };
 
   void finish() {
-    if (!drafting_.valid()) return;
+    if (!begun_.valid()) return;
     if (Work work = desk_->take(); work.valid()) work();
-    std::exchange(drafting_, {}).wait();
+    std::exchange(begun_, {}).wait();
   }
 
   std::mutex mutex_;
   SuffixIndex index_;
   std::shared_ptr<Desk> desk_;
-  std::shared_future<Drafts> drafting_;
+  std::shared_future<void> begun_;
 };
 
 }  // namespace das

@@ -35,6 +35,8 @@ class State(Enum):
     FAILED = "failed"
 
 
+_OVER = State.STOPPED, State.FAILED
+"""Those that only a weight sync ends."""
 Probe = Literal["plain", "drafted"]
 """How a step is taken the other way, so that both kinds of step stay known: without drafts, while it drafts; with a
 few, while nothing is worth drafting."""
@@ -93,7 +95,7 @@ class Account:
     def idle(self) -> bool:
         """Whether no drafter is asked before the next weight sync: drafting has stopped or failed, or this rollout is
         at rest."""
-        return self.state in (State.STOPPED, State.FAILED) or self._rest.reason is not None
+        return self.state in _OVER or self._rest.reason is not None
 
     def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
         """Decide whether a step is drafted in; `gain`: predicted, as a share of its time, None: there is nothing to
@@ -129,7 +131,7 @@ class Account:
             self.probe_wait = PROBE_STEPS
         self.look.done(self.now, running, again_soon=drafted or probing)
         nothing = State.PROBING if probing or plain else State.RESTING
-        if self.state not in (State.STOPPED, State.FAILED):  # since the drafter was asked
+        if self.state not in _OVER:  # since the drafter was asked
             self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None
 
     # What is told

@@ -72,7 +72,7 @@ class Controller:
         self.lengths = LengthModel(limit)
         self.drafts = drafts
         self.requests = RequestTable()
-        self._policy, self._most = config.budget, config.num_draft_tokens
+        self._policy, self._most, self._floor = config.budget, config.num_draft_tokens, least_chance(config.budget)
         self.always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
         self._looks_up = config.looked_up is not None
@@ -152,20 +152,34 @@ class Controller:
         self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
-        limits, floor = self._draft_limits(slots, decoded.room, decoded.context), least_chance(self._policy)
+        limits, floor = self._draft_limits(slots, decoded.room, decoded.context), self._floor
         if self._policy == "optimal" and not account.due("drafted"):
             floor = self._least_chance
         return Search(limits, floor)
 
-    def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
+    def prices(self, slots: Ints) -> tuple[Floats, StepModel] | None:
+        """Return what alone decides on drafts that were looked for, with which they can be shared out where they are
+        found: what an accepted token of each request is worth, float64 [b] in seconds, and what a step costs. None:
+        budgets are fixed, all requests have one length, a model drafts too, or the step is taken to see what drafts
+        cost."""
+        if self._policy != "optimal" or self.common or self.drafts is not None or self.account.due("drafted"):
+            return None
+        return self.requests.worth[slots], self._model
+
+    def decide(
+        self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | StepPlan | None = None
+    ) -> StepPlan:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `search` has returned, and
-        what was found in the history, see `HistoryDrafts`; None: nothing was looked for."""
+        what was found in the history, see `HistoryDrafts`, or what `allocate` makes of it at the `prices`; None:
+        nothing was looked for."""
         if search is None:
             return StepPlan.nothing(len(slots))
-        chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
+        found = drafts if isinstance(drafts, StepPlan) else None
+        nothing = _NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64)
+        chances, offsets = nothing if drafts is None or isinstance(drafts, StepPlan) else drafts
         model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
-        return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
+        return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut), found)
 
     def value(self, slots: Ints, context: Ints | None, ahead: int = 0) -> None:
         """Compute what an accepted token of each request is worth, if that is due now or so many steps ahead."""
@@ -208,17 +222,20 @@ class Controller:
         np.maximum(most, 0, out=most)
         return most
 
-    def _share_out(self, slots: Ints, offer: Offer) -> StepPlan:
-        """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
+    def _share_out(self, slots: Ints, offer: Offer, found: StepPlan | None) -> StepPlan:
+        """Decide how many tokens of each draft are verified, and for whom the model drafts instead; `found`: as far as
+        that was decided already."""
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
-        model, found = self._model, None
+        model = self._model
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
         else:
-            plain, worth, common = account.probe("plain"), self.requests.worth[slots], self.common
-            found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
+            plain, common = account.probe("plain"), self.common
+            if found is None:
+                worth = self.requests.worth[slots]
+                found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
             total = found.total
             drafting = model.step(running + total, running, total > 0) + found.passes_s
             gain = found.gain / drafting if total else None

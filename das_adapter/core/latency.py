@@ -56,6 +56,11 @@ class StepModel:
         """Make it from `asdict`'s, which may come from JSON."""
         return cls(**{**fields, "sizes": tuple(fields.get("sizes", ()))})
 
+    @property
+    def costs(self) -> tuple[float, float, float, float, tuple[int, ...]]:
+        """What the native `allocate` is told of the costs of tokens."""
+        return self.token, self.bend, self.knee, self.draft, self.sizes
+
     def at(self, context: float) -> StepModel:
         """Fold a fixed context length, tokens a request, into the token and request coefficients."""
         if not self.context and not self.attention:

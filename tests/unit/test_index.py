@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from das_adapter.core.budget import allocate
 from das_adapter.core.index import SuffixIndex
+from das_adapter.core.latency import StepModel
 
 POEM = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -383,12 +385,19 @@ def test_a_refused_batch_changes_nothing() -> None:
         with pytest.raises(ValueError, match="offsets"):
             index.extend_many([first, second], np.array([1, 2], np.int32), offsets)
     texts = np.array([[1, 2, 3], [4, -7, 6]], np.int32)
+
+    def draft_rows(*given: list[int], worth: float | None = None) -> None:
+        handles, rows, *others = map(np.array, given)
+        index.draft_rows(handles, texts, rows, *others, 0.0, *([] if worth is None else [np.full(1, worth)]))
+
     with pytest.raises(ValueError, match="not open"):
-        index.draft_rows([first, 99], texts, [0, 0], [0, 0], [1, 1], [4, 4])
+        draft_rows([first, 99], [0, 0], [0, 0], [1, 1], [4, 4])
     with pytest.raises(ValueError, match="-7"):
-        index.draft_rows([first, second], texts, [0, 1], [0, 0], [3, 2], [4, 4])
+        draft_rows([first, second], [0, 1], [0, 0], [3, 2], [4, 4])
     with pytest.raises(ValueError, match="budgets"):
-        index.draft_rows([first, second], texts, [0, 0], [0, 0], [1, 1], [4])
+        draft_rows([first, second], [0, 0], [0, 0], [1, 1], [4])
+    with pytest.raises(ValueError, match="worth"):
+        draft_rows([first, second], [0, 0], [0, 0], [1, 1], [4, 4], worth=1.0)
     stretches = [
         [[0], [0], [1]],
         [[0, 2], [0, 0], [1, 1]],
@@ -399,7 +408,7 @@ def test_a_refused_batch_changes_nothing() -> None:
     ]
     for rows, begins, ends in stretches:
         with pytest.raises(ValueError, match="rows, begins, ends"):
-            index.draft_rows([first, second], texts, rows, begins, ends, [4, 4])
+            draft_rows([first, second], rows, begins, ends, [4, 4])
     assert drafted(index, second) == []
 
 
@@ -408,7 +417,7 @@ def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
     rng = np.random.default_rng(0)
     texts, lengths = rng.integers(0, 9, (50, 200)).astype(np.int32), np.zeros(requests, dtype=np.int64)
     one, other = SuffixIndex(), SuffixIndex()
-    handles = [[index.open(i // 2, [1, 2]) for i in range(requests)] for index in (one, other)]
+    handles = [np.array([index.open(i // 2, [1, 2]) for i in range(requests)]) for index in (one, other)]
     rows, budgets, found = rng.permutation(50)[:requests], rng.integers(0, 17, requests), 0
     while lengths.max() < 180:
         new = rng.integers(0, 8, requests)
@@ -428,12 +437,33 @@ def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
     assert drafts == [[9]] * 50
 
 
+@pytest.mark.parametrize("requests", [3, 40, 100])
+def test_drafts_are_shared_out_where_they_are_found_as_they_are_afterwards(requests: int) -> None:
+    rng, model = np.random.default_rng(0), StepModel(base=0.01, token=0.001, draft=0.002, sizes=(64, 256))
+    index, zeros, kept = SuffixIndex(), np.zeros(requests, dtype=np.int64), 0
+    text = rng.integers(0, 4, (requests, 64)).astype(np.int32)
+    handles = np.array([index.open(i // 4, text[i, :32]) for i in range(requests)])
+    budgets, worth = rng.integers(0, 17, requests), rng.uniform(0.0, 0.01, requests)
+    for at in range(8, 64, 8):
+        priced = worth, model.costs
+        looking = index.draft_rows(
+            handles, text, np.arange(requests), zeros + at - 8, zeros + at, budgets, 0.0, *priced
+        )
+        keep, gain = looking.shared_out()
+        _, chances, offsets = looking.result()
+        plan = allocate(chances, offsets, worth, model)
+        assert np.array_equal(keep, plan.history)
+        assert gain == plan.gain
+        kept += int(keep.sum())
+    assert kept > requests
+
+
 @pytest.mark.parametrize("requests", [3, 40])
 def test_what_is_called_after_a_drafting_has_begun_comes_after_it(requests: int) -> None:
     index, text = sealed(POEM), np.array([POEM], dtype=np.int32)
-    handles = [index.open(1, []) for _ in range(requests)]
-    zeros, budgets = [0] * requests, [4] * requests
-    looking = index.draft_rows(handles, text, zeros, zeros, [3] * requests, budgets, 0.0)
+    handles = np.array([index.open(1, []) for _ in range(requests)])
+    zeros, budgets = np.zeros(requests, dtype=np.int64), np.full(requests, 4)
+    looking = index.draft_rows(handles, text, zeros, zeros, zeros + 3, budgets, 0.0)
     index.extend(handles[0], [99])
     index.close(handles[1], keep=False)
     tokens, _, offsets = looking.result()

@@ -152,7 +152,7 @@ class Proposer:
         slots = decoded.slots
         if self.engine.history:
             assert decoded.context is not None
-            self.engine.history.look(slots, rows, decoded.context, tokens, search)
+            self.engine.history.look(slots, rows, decoded.context, tokens, search, controller.prices(slots))
         decide = partial(self._decide, rows, slots, search, drafts)
         if self.model_source:
             decide()
@@ -245,7 +245,9 @@ class Proposer:
             rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
             room = self._ends[slots] - 1 - now
             self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
-        drafts = None if carried is None else np.array(carried, dtype=np.int64)[rows]
+        drafts = None if carried is None else np.array(carried, dtype=np.int64)
+        if followed is None and drafts is not None:
+            drafts = drafts[rows]
         by_model = np.minimum(drafts, self._by_model[slots]) if self.model_source and drafts is not None else None
         # The next step writes the draft and one token more: neither may pass the request's end.
         return Decoded(slots, got, drafts, by_model, room, context=now), rows
