@@ -16,7 +16,7 @@ namespace {
 
 using namespace das;
 constexpr uint64_t kProblems = 6, kGuests = 3;  // guests follow the problems
-constexpr size_t kTokens = 60;
+constexpr size_t kTokens = 60, kRequests = 70;  // more than one thread drafts for
 
 void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) {
   for (uint64_t problem = first; problem < first + count; ++problem) {
@@ -27,22 +27,25 @@ void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) 
   index.seal(8, false, 1, 0, UINT64_MAX);
 }
 
-// Opens requests, drafts for them in the thread of the index or where the next call comes, and closes them.
+// Opens requests, drafts for them in the threads of the index or where the next call comes, and closes them.
 void draft(SharedIndex& shared, int rounds, std::atomic<int>& failures) {
   const Token text[] = {1, 2, 3, 5, 8};
   for (int round = 0; round < rounds; ++round) {
     std::vector<int64_t> handles;
-    for (uint64_t problem = 0; problem < kProblems + kGuests; ++problem)
-      handles.push_back(shared.use([&](SuffixIndex& index) { return index.open(problem, text, 3, text, 2); }));
+    for (uint64_t i = 0; i < kRequests; ++i)
+      handles.push_back(
+          shared.use([&](SuffixIndex& index) { return index.open(i % (kProblems + kGuests), text, 3, text, 2); }));
     const std::vector<int64_t> budgets(handles.size(), 6);
     const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), handles.size()); };
-    const auto drafts = shared.begin(check, [handles, budgets, &text](SuffixIndex& index) {
+    std::vector<SuffixIndex::Draft> drafts;
+    const auto done = shared.begin(check, [handles, budgets, &text, &drafts](SuffixIndex& index) {
       for (int64_t handle : handles) index.extend(handle, text, 5);
-      return index.draft(handles.data(), budgets.data(), handles.size(), 0);
+      drafts = index.draft(handles.data(), budgets.data(), handles.size(), 0);
     });
     for (size_t i = 0; i < handles.size(); ++i)  // what was begun before comes first
       shared.use([&](SuffixIndex& index) { index.close(handles[i], (round + i) % 2); });
-    failures += drafts.get().size() != handles.size();
+    done.get();
+    failures += drafts.size() != handles.size();
   }
 }
 
