@@ -146,20 +146,13 @@ def _routing() -> dict[str, Iterable[Any]]:
     def mean(of: list[Any], placement: str, name: str) -> float:
         return sum(row[placement][name] for row in of) / len(of)
 
-    def of_scattered(placement: str) -> list[str]:
-        pairs = [[mean(of, arm, "rollout_s") for arm in (placement, "scattered")] for of in drawings.values()]
-        return [f"{took / scattered:.2f}" for took, scattered in pairs]
-
-    columns = dict(zip(("rollouts", "GPUs", "waves"), zip(*drawings, strict=True), strict=True))
-    tokens = [
-        ", ".join(f"{mean(of, arm, 'tokens_per_forward'):.2f}" for arm in ("scattered", "together", "leaders"))
-        for of in drawings.values()
-    ]
+    placements, rows = ("scattered", "longest first"), drawings.values()
+    took = [[mean(of, arm, "rollout_s") for arm in placements] for of in rows]
+    tokens = [[mean(of, arm, "tokens_per_forward") for arm in placements] for of in rows]
     return {
-        **columns,
-        "together": of_scattered("together"),
-        "leaders first": of_scattered("leaders"),
-        "tokens/forward: scattered, together, leaders": tokens,
+        **dict(zip(("rollouts", "GPUs", "waves"), zip(*drawings, strict=True), strict=True)),
+        "longest first": [f"{ours / scattered:.2f}" for scattered, ours in took],
+        "tokens per forward: scattered, longest first": [f"{a:.2f}, {b:.2f}" for a, b in tokens],
     }
 
 
