@@ -65,7 +65,7 @@ class Session:
         self._asked: set[int] = set()
         """Problems that began since the last weight sync."""
         self._guests = Gathered(self._fetch, _GUESTS_S)
-        """Those of them whose history is to be fetched."""
+        """Those of them whose history is to be fetched, and from whom."""
         self._arrived = deque[Path]()
         """Files with such history, for the engine to map."""
         self._directory = "/nowhere"
@@ -95,12 +95,14 @@ class Session:
     def begun(self, problems: Iterable[int]) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests that begin; each once in a weight
         version. They draft from it as soon as it is there, and never wait for it."""
-        if len(self._nodes) < 2 or self._das.history.scope == "global":
+        if len(nodes := self._nodes) < 2 or self._das.history.scope == "global":
             return
         try:
-            for problem in {*problems} - self._asked:
-                self._asked.add(problem)
-                self._guests.add(problem)
+            new = [*({*problems} - self._asked)]
+            self._asked.update(new)
+            for problem, home in zip(new, homes(new, nodes), strict=True):
+                if nodes[home] != self._own:
+                    self._guests.add((problem, nodes[home]))
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
 
@@ -209,15 +211,14 @@ class Session:
             self._directory = ask(self._here.directory.remote(), PATIENCE_S)
             put_batch(self._directory, self._name, batch)
 
-    def _fetch(self, problems: Sequence[int]) -> None:
-        """Fetch the history of those problems that are at home on other nodes."""
+    def _fetch(self, guests: Sequence[tuple[int, str]]) -> None:
+        """Fetch the history of problems that are at home on other nodes, each with that node's."""
         try:
             if not ray.is_initialized():  # as in `_leave`
                 return
-            wanted, nodes, calls = defaultdict[str, list[int]](list), self._nodes, list[Any]()
-            for problem, home in zip(problems, homes(problems, nodes), strict=True):
-                wanted[nodes[home]].append(problem)
-            wanted.pop(self._own, None)
+            wanted, calls = defaultdict[str, list[int]](list), list[Any]()
+            for problem, home in guests:
+                wanted[home].append(problem)
             for name, asked in wanted.items():
                 with contextlib.suppress(ValueError):  # it ended, and the others are homes still
                     calls.append(actor(name).give.remote(asked))

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,10 +55,16 @@ class Engine(test_history.Engine):
         self.session.flush()
         ray.get(actor(history_of()).flush.remote())
 
+    def begin(self, problems: list[int]) -> bool:
+        """Begin requests of problems; return whether the session starts a thread for them."""
+        before = {*threading.enumerate()}
+        self.session.begun(problems)
+        return any(isinstance(thread, threading.Timer) for thread in {*threading.enumerate()} - before)
+
     def visited(self, problems: list[int]) -> list[int]:
         """Begin requests of problems; return of which the history was brought beside that of the node."""
         self.brought.clear()
-        self.session.begun(problems)
+        self.begin(problems)
         until(lambda: self.brought)
         assert all(drafted(self.guests, problem) == POEM.tolist() for problem in self.brought)
         return sorted(self.brought)
@@ -233,6 +240,7 @@ def test_an_engine_gets_the_history_of_other_nodes_and_one_that_starts_again_tha
     run.goes_on(*problems)
     away = [problem for problem in problems if run.home(problem).endswith(run.nodes[1].node_id)]
     assert 0 < len(away) < len(problems)
+    assert not ray.get(run.engines[0].begin.remote([problem for problem in problems if problem not in away]))
     assert ray.get(run.engines[0].visited.remote(problems)) == away
     before = run.tokens
     ray.kill(run.engines.pop())
