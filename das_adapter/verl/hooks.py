@@ -148,11 +148,14 @@ def _save(trainer: Any) -> None:
         return
     from das_adapter.service import checkpoint
 
-    folder = _folder(trainer)
+    folder, settled = _folder(trainer), trainer.config.trainer
     checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
-    seen = (folder / "actor").exists()  # not where each node saves on a disk of its own
-    for old in folder.parent.glob("global_step_*") if seen else ():
-        if not (old / "actor").exists():  # veRL has removed it
+    # veRL removes what this process has saved, but for the last ones; other checkpoints are the user's.
+    saved: list[Path] = vars(trainer).setdefault("_das_saved", [])
+    saved += [folder] if folder not in saved else []
+    kept = 1 if settled.get("remove_previous_ckpt_in_save") else settled.get("max_actor_ckpt_to_keep") or len(saved)
+    for old in saved[:-kept]:
+        if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):
                 shutil.rmtree(left, ignore_errors=True)
 

@@ -383,13 +383,18 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: None, tmp_pa
     async def load(self: Any) -> int:
         return self.global_steps
 
-    for step in (2, 4):
-        hooks.save_history.replacement(save)(trainer(tmp_path, step))
-    assert all((tmp_path / f"global_step_{step}" / saved.NAME / saved.INDEX).exists() for step in (2, 4))
-    (tmp_path / "global_step_2" / "actor").rmdir()  # veRL keeps so many
-    hooks.save_history.replacement(save)(trainer(tmp_path, 6))
-    assert not (tmp_path / "global_step_2" / saved.NAME).exists()
-    assert (tmp_path / "global_step_4" / saved.NAME).exists()
+    before = trainer(tmp_path, 1)  # of a run that has ended
+    hooks.save_history.replacement(save)(before)
+    run = trainer(tmp_path, 2, max_actor_ckpt_to_keep=2)
+    for run.global_steps in (2, 4):
+        hooks.save_history.replacement(save)(run)
+    steps = [tmp_path / f"global_step_{step}" for step in (1, 2, 4)]
+    assert all((step / saved.NAME / saved.INDEX).exists() for step in steps)
+    for step in steps:  # veRL, which keeps two, removes the second's weights, and the user those of the others
+        (step / "actor").rmdir()
+    run.global_steps = 6
+    hooks.save_history.replacement(save)(run)
+    assert [(step / saved.NAME).exists() for step in steps] == [True, False, True]
     here = tmp_path / "weights are elsewhere" / "global_step_2"
     here.mkdir(parents=True)
     hooks.save_history.replacement(lambda self: None)(trainer(here.parent, 2))
