@@ -12,9 +12,13 @@ from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
-    """Read the `das:` block of an engine (vLLM's config or arguments); None where it has none."""
+    """Read the `das:` block of an engine (vLLM's config or arguments); None where it has none. `log_dir` is the run's
+    own: a host has seen to that, of an engine without one it is made here."""
     additional = vllm_config.additional_config
-    return parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
+    config = parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
+    if config is None or config.log_dir is None or hosted(vllm_config) or not hasattr(vllm_config, "instance_id"):
+        return config
+    return config.model_copy(update={"log_dir": f"{config.log_dir}/{_run(vllm_config)}"})
 
 
 def hosted(vllm_config: Any) -> bool:
@@ -65,5 +69,10 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
 
 def history_name(vllm_config: Any) -> str:
     """Return the name of the directory of an engine's history: that of its data-parallel siblings too."""
+    return f"das-history-{_run(vllm_config)}-{os.geteuid()}"
+
+
+def _run(vllm_config: Any) -> str:
+    """Return a name for the run of an engine without a host (vLLM's config), 12 characters that a path may have."""
     run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id
-    return f"das-history-{hashlib.blake2b(run.encode(), digest_size=6).hexdigest()}-{os.geteuid()}"
+    return hashlib.blake2b(run.encode(), digest_size=6).hexdigest()

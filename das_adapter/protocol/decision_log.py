@@ -140,12 +140,16 @@ def read(directory: Path) -> list[Rollout]:
     Raises:
         DasError: there is no log, there are those of several runs, or a line is no record.
     """
-    paths = sorted(directory.rglob("decisions-*.jsonl"))
+    found = directory.rglob("decisions-*.jsonl")
+    paths = sorted(found, key=lambda path: (path.name.rpartition("-")[0], path))  # by time
     if not paths:
         raise DasError(f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the run's config")
-    runs = sorted({str(path.parent) for path in paths})
+    runs = list(dict.fromkeys(str(path.parent) for path in paths))
     if len(runs) > 1:
-        raise DasError(f"report: found logs of {len(runs)} runs under {directory}, choose one: {', '.join(runs)}")
+        raise DasError(
+            f"report: found logs of {len(runs)} runs under {directory}, choose one, the last is the newest: "
+            f"{', '.join(runs)}"
+        )
     logs = itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])  # what came before is the first
     rollouts = [rollout for name, files in logs for rollout in _rollouts(name, files)]
     return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)

@@ -21,6 +21,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.settings import history_name
+from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import RUN_KEY
 from das_adapter.protocol.messages import Trajectory
 from das_adapter.protocol.spool import SHARED_MEMORY
@@ -145,9 +146,14 @@ def test_validation_stays_out(engine: Any) -> None:
     assert 0 < result[2]["stats"]["history_tokens"] <= sum(map(len, written(result[0])))
 
 
-def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:
+def test_figures_are_in_vllms_own_metrics_and_decisions_in_a_directory_of_the_engine(
+    engine: Any, tmp_path: Path
+) -> None:
     log = {"disable_log_stats": False}
-    result = engine(das=HISTORY, standalone=True, rounds=rounds(), env=HOST, engine=log)
+    das = {**HISTORY, "log_dir": str(tmp_path)}
+    result = engine(das=das, standalone=True, rounds=rounds(), env=HOST, engine=log)
+    (run,) = tmp_path.iterdir()
+    assert {rollout.version for rollout in read(run)} >= {1}
     assert result[2]["metrics"]["vllm:das_tokens_per_forward"] > 1.0
     assert result[2]["metrics"]["vllm:das_history_tokens"] > 0
     assert result[2]["metrics"]["vllm:das_health"] == 1.0

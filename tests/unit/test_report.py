@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
+from das_adapter.engine.settings import settings
 from das_adapter.errors import DasError
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, read
@@ -119,3 +121,19 @@ def test_logs_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"logs of 2 runs.*/a, .*/b"):
         read(tmp_path)
     assert len(read(tmp_path / "a")) == 2
+
+
+def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_name(tmp_path: Path) -> None:
+    def engine(instance: str, **named: str) -> str:
+        block = {"drafter": "history", "log_dir": str(tmp_path)}
+        das = settings(SimpleNamespace(additional_config={"das": block, **named}, instance_id=instance))
+        assert das is not None and das.log_dir is not None
+        return str(logged(Path(das.log_dir), steps=3).path.parent)
+
+    one, other = engine("1"), engine("2")
+    assert len(read(Path(one))) == len(read(Path(other))) == 2
+    with pytest.raises(DasError, match="logs of 2 runs"):
+        read(tmp_path)
+    assert engine("3", das_run="../a run") == engine("4", das_run="../a run")
+    hosted = engine("5", das_refresher="host")  # a host gives each run its directory
+    assert Path(hosted) == tmp_path

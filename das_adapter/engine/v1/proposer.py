@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.config import parse
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, follow, with_room
 from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.settings import settings
 from das_adapter.engine.timing import StepTimer
 from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.neural_drafts import NeuralSource
-from das_adapter.protocol.engine_args import SETTINGS_KEY
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -35,7 +34,7 @@ class Proposer:
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        config, parallel = parse(vllm_config.additional_config[SETTINGS_KEY]), vllm_config.parallel_config
+        config, parallel = settings(vllm_config), vllm_config.parallel_config
         assert config is not None and vllm_config.speculative_config is not None
         self.config = config
         self.runner: Any = None
