@@ -201,6 +201,7 @@ class Standalone:
             if not response.record or not self._first:
                 continue
             trajectory = Trajectory(response.problem, np.array(response.text, np.int32).tobytes(), self._version)
-            self._finished.append(trajectory)
+            if response.is_whole(self._state.config.num_draft_tokens + 1):  # else it says nothing of lengths
+                self._finished.append(trajectory)
             if self._shared:
                 self._shared.add(trajectory)

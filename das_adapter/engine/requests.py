@@ -124,14 +124,16 @@ class LiveRequest:
     """Whether its text may serve as history."""
     ahead: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """What was written ahead of its response, int32 token ids."""
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    ends_outside: bool = False
+    """Whether the front end ends it, at strings: to the worker it looks as if it were aborted."""
     slot: int = -1
     began: float = field(default_factory=time.time)
     length: int = 0
     """Tokens when it joined the batch. This and what follows: on the V2 runner alone."""
     text: list[int] | None = None
     """What it has written, where the host needs that."""
-    stops: frozenset[int] = frozenset()
-    """Tokens that end it."""
 
     @classmethod
     def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
@@ -140,5 +142,14 @@ class LiveRequest:
         prompt, params, label = request.prompt_token_ids or (), request.sampling_params, label_of(request)
         limit = (params.max_tokens if params else None) or longest
         problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
-        ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)
-        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record, ahead)
+        ahead, stops = np.frombuffer(label.ahead or b"", dtype=np.int32), frozenset[int]()
+        if params:  # its own set has the end of the text even where that is ignored
+            stops = frozenset((params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids) or ())
+        strings = bool(params and params.stop)
+        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record, ahead, stops, strings)
+
+    def is_whole(self, last: int) -> bool:
+        """Return whether the text, of a request that is over, is not that of an aborted one; `last`: the most tokens
+        that a step adds, among which its end may be."""
+        text = self.text or []
+        return self.ends_outside or self.start + len(text) >= self.end or not self.stops.isdisjoint(text[-last:])

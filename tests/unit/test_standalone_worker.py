@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,38 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from vllm import SamplingParams
+
 from das_adapter.config import parse
 from das_adapter.engine import alone
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.worker import WorkerState
+from das_adapter.protocol.messages import Refresh, Refreshed
+
+
+class Writer(WorkerState):
+    """A worker whose requests have ended with these texts behind a prompt of three tokens."""
+
+    def __init__(self, texts: dict[str, list[int]], **params: Any) -> None:
+        super().__init__(None, parse({"drafter": "eagle3", "draft": {"model": "a head"}}), None)
+        self.texts, self.params = texts, SamplingParams(max_tokens=6, stop_token_ids=[9], **params)
+        self.lengths: list[int] = []
+
+    def response(self, req_id: str) -> LiveRequest:
+        told = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=self.params)
+        return replace(LiveRequest.of(req_id, told, 100), text=self.texts[req_id])
+
+    def refresh(self, message: Refresh) -> Refreshed:
+        self.lengths += message.responses["tokens"].tolist()
+        return super().refresh(message)
+
+    def learnt(self) -> list[int]:
+        """What lengths the engine learns at a weight sync."""
+        self.stand_alone(None, "no history")
+        assert self.standalone is not None
+        self.standalone.weights_changed()
+        self.begin_standalone(SimpleNamespace(finished_req_ids=sorted(self.texts), total_num_scheduled_tokens=1))
+        return self.lengths
 
 
 class Worker(WorkerState):
@@ -22,8 +52,19 @@ class Worker(WorkerState):
         return SimpleNamespace(text=[0] * 10, record=False)
 
 
-def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+
+
+def test_no_length_is_learnt_from_a_response_that_was_aborted() -> None:
+    texts = {"aborted": [4, 5], "stopped": [4, 9], "drafted beyond": [4, 9, 5, 5], "full": [4] * 6}
+    assert Writer(texts).learnt() == [4, 6, 2]
+    strings = {"stop": ["."], "detokenize": True}
+    assert Writer({"stopped by the front end": [4, 5]}, **strings).learnt() == [2]
+
+
+def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "MOST_LIVE_TOKENS", 5)
     state = Worker(None, parse({"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}}), None)
     state.stand_alone(None, "no history")

@@ -99,12 +99,9 @@ class DeviceWorkerState(WorkerState):
         drafted from to the device."""
         slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
         for new in scheduled.scheduled_new_reqs:
-            params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
+            text = new.prefill_token_ids or new.prompt_token_ids or []
             begun = LiveRequest.of(new.req_id, new, self._max_model_len)
             begun.length = len(text)
-            if params is not None:  # its own set has the end of the text even where that is ignored
-                stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
-                begun.stops = frozenset(stops or ())
             if self.standalone is not None:
                 begun.text = list(text[begun.start :])
             key = self._policy.key(begun.problem)
