@@ -39,6 +39,8 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """Environment of engines on vLLM's V1 model runner."""
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
+FOLDER = "DAS_BENCH_FOLDER"
+"""Environment variable of a process of `apart`: where it may leave files, which go when it ends."""
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Environment of engines whose worker is in the process that asks them."""
 
@@ -106,7 +108,7 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args
 
-    shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(prefix="das-shape-"))
+    shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(dir=os.environ.get(FOLDER)))
     (checkpoint / "config.json").write_text(json.dumps(shape))
     args = {
         "load_format": "dummy",
@@ -129,7 +131,11 @@ def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] 
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (env or {},)) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="das-bench-") as folder,
+        ProcessPoolExecutor(1, spawn, _begin, ({FOLDER: folder, **(env or {})},)) as pool,
+    ):
         process = pool.submit(os.getpid).result()
         try:
             return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))

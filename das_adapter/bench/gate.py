@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import (
+    FOLDER,
     HISTORY,
     IN_PROCESS,
     KEYED,
@@ -98,7 +100,7 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
 def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     steps, begin = 4 * plan.steps, time.perf_counter()  # many: beginning takes now more, now less time
     longest = max(plan.contexts) + steps + 8
-    traces = Path(tempfile.mkdtemp(prefix="das-profile-"))
+    traces = Path(tempfile.mkdtemp(dir=os.environ.get(FOLDER)))
     llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True, **profiler_args(traces))
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
     room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
+_NAME = "das_weights_"
+
 
 @CheckpointEngineRegistry.register("cpu_file")
 class FileCheckpointEngine(CheckpointEngine):
@@ -25,9 +27,15 @@ class FileCheckpointEngine(CheckpointEngine):
         self._directory: Path | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Choose the file's directory; all workers learn it from the master's answer."""
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        return {"path": tempfile.mkdtemp(prefix="das_weights_", dir=shared)} if self._is_master else {}
+        """Choose the file's directory; all workers learn it from the master's answer. What processes that were killed
+        have left goes."""
+        if not self._is_master:
+            return {}
+        shared = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+        for left in shared.glob(f"{_NAME}*"):
+            if not Path("/proc", left.name.split("_")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        return {"path": tempfile.mkdtemp(prefix=f"{_NAME}{os.getpid()}_", dir=shared)}
 
     @classmethod
     def build_topology(

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +195,17 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
         content = run.measured("gate", plan, None)
         assert run.judge("gate", content) == [*verdicts, state]
         assert why in capsys.readouterr().out
+
+
+def test_the_checkpoints_of_a_parts_engines_go_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = replace(TINY, until=time.monotonic() + 300.0)
+    with pytest.raises(RuntimeError, match="found 'none such'"):  # once the checkpoint is written
+        engines.apart(plan, engines.engine, plan, {"drafter": "none such"}, env={"TMPDIR": str(tmp_path)})
+    assert not list(tmp_path.rglob("config.json"))
 
 
 def test_undrafted_steps_are_few_behind_long_texts() -> None:
