@@ -1,4 +1,4 @@
-"""Commands about runs and what they leave: report, compare, history."""
+"""Commands about runs and what they leave: report, compare."""
 
 from __future__ import annotations
 
@@ -58,44 +58,4 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     sys.exit(3 if not logged else int(same < logged))
 
 
-@click.group()
-def history() -> None:
-    """Look at histories, and remove what dead runs have left."""
-
-
-@history.command()
-@click.argument("directory", type=DIRECTORY, required=False)
-@as_json
-def inspect(directory: Path | None, as_json: bool) -> None:
-    """Describe histories: what they hold, and when something was added.
-
-    DIRECTORY: a node's history (/dev/shm/das-history-*) or a checkpoint's (das_history); without it all of yours on
-    this node are described.
-    """
-    from das_adapter.tools import histories
-
-    found = [histories.inspect(directory)] if directory else list(histories.here())
-    if as_json:
-        print_json(found)
-        return
-    for one in found:
-        shown = {name: f"{v:,}" if isinstance(v, int) else str(v) for name, v in one.items() if v is not None}
-        print_table(("history", ""), shown.items(), left=2, overflow="fold")
-    if not found:
-        click.echo("No history of yours lies on this node: no run of das-adapter's keeps one here.")
-
-
-@history.command()
-@as_json
-def clean(as_json: bool) -> None:
-    """Remove what dead runs of yours have left in shared memory; what a process writes or uses stays."""
-    from das_adapter.tools import histories
-
-    removed = histories.clean()
-    if as_json:
-        print_json({"removed": removed})
-    else:
-        click.echo("\n".join(f"removed {path}" for path in removed) or "Nothing to remove.")
-
-
-COMMANDS = (report, compare, history)
+COMMANDS = (report, compare)

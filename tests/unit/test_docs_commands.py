@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
 
 from das_adapter.cli import main
-from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
 
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
 COMMANDS = {
-    r"das-adapter (estimate|simulate|report|compare|config|history)( .*)?": HERE,
+    r"das-adapter (estimate|simulate|report|compare|config)( .*)?": HERE,
     r"das-adapter install nemo-rl .*": (
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it"
     ),
@@ -167,12 +165,6 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
     Path("das.yaml").write_text("drafter: history\n")
     rollout = {"name": "vllm", "custom": {"das": {"drafter": "history", "max_draft_tokens": 16}}}
     Path("grpo.yaml").write_text(json.dumps({"actor_rollout_ref": {"rollout": rollout}}))
-    Path("checkpoints/step_100/das_history/index").mkdir(parents=True)
-    with HistoryStore("store") as store:
-        store.add(1, np.arange(30), 3)
-        store.save("checkpoints/step_100/das_history/index/0")
-    facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
-    Path("checkpoints/step_100/das_history/history.json").write_text(json.dumps(facts))
     words = shlex.split(command)[1:]
     if "--tokenizer" in words:
         words[words.index("--tokenizer") + 1] = str(ROOT / "examples/tiny_math/policy")
