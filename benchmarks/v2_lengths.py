@@ -11,6 +11,7 @@ text with mistakes, in stretches of 16 tokens at one rate of 2 to 40 %, and find
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +41,15 @@ ROLLOUTS = 4
 class Text:
     """A response, and what its history says of each token."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.length = int(min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10))
-        rates = np.repeat(rng.choice(RATES, self.length // STRETCH + 2), STRETCH)
+    def __init__(
+        self, rng: np.random.Generator, length: int | None = None, rates: Sequence[float] = RATES, known: float = 0.75
+    ) -> None:
+        """`length`: tokens, None: as the distribution says; `rates`: of mistakes; `known`: chance of a history."""
+        self.length = length or int(min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10))
+        rates = np.repeat(rng.choice(rates, self.length // STRETCH + 2), STRETCH)
         self.chance = (1.0 - rates).astype(np.float32)
         self.right = rng.random(len(self.chance)) >= rates
-        self.known = rng.random() >= 0.25
+        self.known = rng.random() < known
         self.at = 0
 
     def draft(self) -> np.ndarray:
@@ -86,8 +90,9 @@ class Engine:
         offers: dict[str, np.ndarray] = {}
         while live:
             given = self._given(list(live), offers, scheduled)
-            fed = {req_id: 1 + count for req_id, count in given.items()}
-            step = Step(begun, frozenset(ended), fed, given, True, self.now, req_ids=list(live))
+            step = Step(begun, frozenset(ended), given, True, self.now, req_ids=list(live))
+            if self._own:
+                step.admitted = np.array(list(given.values()))
             tokens = len(live) + sum(given.values())
             self.now += self._model.step(tokens, len(live), tokens > len(live))
             real = {req_id: min(count, len(offers.get(req_id, ()))) for req_id, count in given.items()}  # no fillers
@@ -96,6 +101,7 @@ class Engine:
             offers = {r: text.draft() if looked else np.zeros(0, np.float32) for r, text in live.items()}
             step.offer = _offer(list(offers.values())) if looked else None
             begun = []
+            self.lengths.settle()
             new = self.lengths.output(step, [[1] * count for count in got], self.now)
             chosen = [chosen[1], new if isinstance(new, DraftTokens) else DraftTokens(new)]
             ended = {req_id for req_id, text in live.items() if text.at >= text.length}
@@ -107,12 +113,12 @@ class Engine:
         """Return how many draft tokens of each request the step verifies."""
         if not self._own:
             return dict.fromkeys(req_ids, int(chosen))
-        parts = chosen.parts(req_ids)
-        most = [min(int(chosen), longest) for longest, _ in parts]
+        longest, dear, _ = chosen.parts(req_ids)
+        most = np.minimum(longest, int(chosen)).tolist()
         worth = np.zeros((len(req_ids), MOST))
         for row, (req_id, limit) in enumerate(zip(req_ids, most, strict=True)):
             chances = offers.get(req_id, np.zeros(0))[:limit]
-            worth[row, : len(chances)] = np.cumprod(chances) * parts[row][1]
+            worth[row, : len(chances)] = np.cumprod(chances) * float(dear[row])
             worth[row, limit:] = -1.0
         total = min(chosen.total, sum(most))
         rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST
@@ -120,7 +126,7 @@ class Engine:
 
 
 def _begun(req_id: str, problem: int, text: Text) -> LiveRequest:
-    return LiveRequest(req_id, problem, PROMPT, PROMPT + text.length, True, length=PROMPT)
+    return LiveRequest(req_id, problem, PROMPT, PROMPT + text.length, True, length=PROMPT, stops=frozenset([2]))
 
 
 def _offer(drafts: list[np.ndarray]) -> Any:
@@ -128,7 +134,7 @@ def _offer(drafts: list[np.ndarray]) -> Any:
     for row, draft in enumerate(drafts):
         chances[row, : len(draft)] = torch.from_numpy(draft)
     lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int32)
-    return SimpleNamespace(lengths=lengths, chances=chances, by_model=torch.zeros(len(drafts), dtype=torch.bool))
+    return SimpleNamespace(lengths=lengths, chances=chances, by_model=torch.zeros(len(drafts), dtype=torch.int64))
 
 
 def plain(texts: list[Text], model: StepModel) -> float:

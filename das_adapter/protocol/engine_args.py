@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from itertools import count, repeat
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
@@ -37,6 +40,7 @@ DATA_PARALLEL = (
     "together, and those that draft more would wait for the others"
 )
 """Why an engine with several data-parallel ranks runs V1."""
+_NOBODY, _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -143,16 +147,27 @@ class DraftTokens(int):
     """Of each token that a model drafts to be accepted, given those before it."""
     total: int
     """Draft tokens of all requests that the next step verifies, where each request has its own number."""
-    shares: Mapping[str, tuple[int, float]]
-    """The most of each request, and what its tokens are worth beside others'."""
+    req_ids: Sequence[str]
+    """These requests."""
+    most: npt.NDArray[np.int64]
+    """The most of each, int64 [requests]."""
+    worth: npt.NDArray[np.float64]
+    """What a token of each is worth beside one of the dearest, float64 [requests]."""
 
     def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
         if isinstance(tokens, cls):
             return tokens
         made = super().__new__(cls, tokens or 0)
-        made.by_model, made.looks, made.chance, made.total, made.shares = by_model, looks, chance, 0, {}
+        made.by_model, made.looks, made.chance, made.total = by_model, looks, chance, 0
+        made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
         return made
 
-    def parts(self, req_ids: Iterable[str]) -> list[tuple[int, float]]:
-        """Return each request's part of `shares`; of one that joined since then, that of the dearest."""
-        return list(map(self.shares.get, req_ids, repeat((int(self), 1.0))))
+    def parts(self, req_ids: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
+        """Return `most` and `worth` of these requests, and how many have joined since then: they have those of the
+        dearest."""
+        if self.req_ids == req_ids:
+            return self.most, self.worth, 0
+        places = dict(zip(self.req_ids, count(), strict=False))
+        rows = np.fromiter(map(places.get, req_ids, repeat(-1)), np.int64, len(req_ids))
+        most, worth = np.append(self.most, int(self)), np.append(self.worth, 1.0)
+        return most[rows], worth[rows], int(np.count_nonzero(rows < 0))

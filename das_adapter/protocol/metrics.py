@@ -48,18 +48,34 @@ class Counters:
     """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
     accepted. Survives `take`, until the next weight sync."""
 
-    def step(self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0, steps: int = 1) -> None:
+    def step(self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0) -> None:
         """Count a decode step: how many tokens each request of the batch got (0 while its prompt is read), and the
-        draft tokens that each carried into it, integers [b]; or so many steps together, in which nobody did."""
+        draft tokens that each carried into it, integers [b]."""
         tokens, drafted = np.asarray(got), np.asarray(drafts)
         carried = np.where(tokens > 0, drafted, 0)
+        accepted = np.minimum(np.maximum(tokens - 1, 0), carried)
+        sums = int(tokens.sum()), int(np.count_nonzero(carried)), int(carried.sum()), int(accepted.sum())
+        self.add(int(np.count_nonzero(tokens)), 1, seconds, *sums)
+
+    def add(
+        self,
+        requests: int,
+        steps: int,
+        seconds: float,
+        tokens: int | None = None,
+        drafted: int = 0,
+        draft_tokens: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Count decode steps that took so long, in each of which so many requests got tokens; `tokens`: of all, None:
+        one each; `drafted`: requests with draft tokens."""
         self.steps += steps
         self.busy_seconds += seconds
-        self.request_forwards += steps * int(np.count_nonzero(tokens))
-        self.tokens += int(tokens.sum())
-        self.drafted_forwards += int(np.count_nonzero(carried))
-        self.draft_tokens += int(carried.sum())
-        self.accepted_tokens += int(np.minimum(np.maximum(tokens - 1, 0), carried).sum())
+        self.request_forwards += steps * requests
+        self.tokens += steps * requests if tokens is None else tokens
+        self.drafted_forwards += drafted
+        self.draft_tokens += draft_tokens
+        self.accepted_tokens += accepted
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`figures` adds them up over workers), and start again at zero."""

@@ -206,7 +206,9 @@ def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
 def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:
     """Return how many draft tokens of a likely and an unlikely draft of three are verified."""
     manager, wanted = object.__new__(Admission), DraftTokens(3)
-    wanted.total, wanted.shares = total, shares
+    wanted.total, wanted.req_ids = total, list(shares)
+    wanted.most = np.array([most for most, _ in shares.values()], dtype=np.int64)
+    wanted.worth = np.array([worth for _, worth in shares.values()])
     manager.wanted, manager._confidence_probs = wanted, torch.ones(4, 3)
     manager.num_bonus_tokens, manager._max_total_logits = 1, 100
     batch = SimpleNamespace(num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0]))

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from das_adapter.core.backoff import Rest
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.engine.v2.lengths import DraftLengths
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import MissedText
 from das_adapter.engine.v2.speculator import HistorySpeculator
@@ -87,19 +87,19 @@ def noted(act: Callable[[], None]) -> None:
 def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
     work."""
-    counts, propose = Step.counts, HistorySpeculator.propose
+    output, propose = DraftLengths.output, HistorySpeculator.propose
 
     def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
         return propose(self, *args, **kwargs)
 
-    def counted(self: Any) -> Any:
-        if self.admitted is not None:
-            COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(self.admitted.tolist())) > 1)
-        return counts(self)
+    def counted(self: Any, step: Any, sampled: Any, now: float) -> int:
+        if step.admitted is not None:
+            COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(step.admitted.tolist())) > 1)
+        return output(self, step, sampled, now)
 
     HistorySpeculator.propose = proposed  # type: ignore[method-assign]
-    Step.counts = counted  # type: ignore[method-assign]
+    DraftLengths.output = counted  # type: ignore[method-assign]
 
 
 def slow_policy() -> None:

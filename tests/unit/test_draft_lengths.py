@@ -74,8 +74,8 @@ class Engine:
             begun = [LiveRequest(req_id, i, 8, end, True, length=8) for i, req_id in enumerate(ids) if number == 0]
             drafts = DRAFTED if wanted else 0
             offer = THREE_TOKENS if wanted or self.wanting else None
-            scheduled, drafted = (dict.fromkeys(ids, count) for count in (1 + drafts, drafts))
-            step = Step(begun, frozenset(), scheduled, drafted, number > 0, self.now, offer, req_ids=ids)
+            drafted = dict.fromkeys(ids, drafts)
+            step = Step(begun, frozenset(), drafted, number > 0, self.now, offer, req_ids=ids)
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
             wanted = self.chosen = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
@@ -105,9 +105,13 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
     chosen = pickle.loads(pickle.dumps(engine.chosen))  # it crosses from process to process
     assert (chosen, chosen.total) == (STEP_TOKENS // len(IDS) - 1, DRAFTED * len(IDS))
-    assert {req_id: most for req_id, (most, _) in chosen.shares.items()} == {f"{req_id} of 1": 16 for req_id in IDS}
-    assert max(worth for _, worth in chosen.shares.values()) == 1.0
-    assert chosen.parts(["one that joined"]) == [(chosen, 1.0)]
+    assert chosen.req_ids == [f"{req_id} of 1" for req_id in IDS]
+    assert chosen.most.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
+    for req_ids, places in ((chosen.req_ids, [0, 1, 2, 3]), ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1])):
+        most, worth, joined = chosen.parts(req_ids)
+        assert (most.tolist(), worth.tolist(), joined) == ([16] * len(places), chosen.worth[places].tolist(), 0)
+    most, worth, joined = chosen.parts(["one that joined"])
+    assert (most.tolist(), worth.tolist(), joined) == ([chosen], [1.0], 1)
     assert DraftTokens(chosen) is chosen
 
 
@@ -119,15 +123,15 @@ def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_nu
     controller.decide = lambda *args: plan._replace(gain=stock(*args).gain)
     engine.rollout(40, drafted_s=PLAIN_S)
     chosen = pickle.loads(pickle.dumps(engine.chosen))
-    assert (chosen, chosen.by_model, chosen.total, len(chosen.shares)) == (4, 4, 6, 4)
+    assert (chosen, chosen.by_model, chosen.total, len(chosen.most)) == (4, 4, 6, 4)
     assert 0.0 < chosen.chance == controller.drafts.acceptance.rate < 1.0
 
 
 def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:
-    step = Step([], frozenset(), {"a": 5, "b": 5, "c": 1}, {"a": 4, "b": 4}, True, 0.0, req_ids=["b", "a", "c"])
-    assert [part.tolist() for part in step.counts()] == [[5, 5, 1], [4, 4, 0]]
+    step = Step([], frozenset(), {"a": 4, "b": 3}, True, 0.0, req_ids=["b", "a", "c"])
+    assert step.given is not None and step.given.tolist() == [3, 4, 0]
     step.admitted = np.array([1, 3, 0])
-    assert [part.tolist() for part in step.counts()] == [[2, 4, 1], [1, 3, 0]]
+    assert step.given.tolist() == [1, 3, 0]
 
 
 def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:
@@ -195,9 +199,8 @@ def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step
     full = LiveRequest("full", 7, 8, 12, True, length=8, text=[])
     chooses, steps = Engine().lengths, ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
     for number, sampled in enumerate(steps):
-        scheduled = {"full": 1, "stops": 1}
         begun = [stops, full] if number == 0 else []
-        chooses.output(Step(begun, frozenset(), scheduled, {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
+        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
     assert (stops.text, full.text) == ([1, 3], [1, 2, 5, 6])
 
 
@@ -206,7 +209,7 @@ def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
     again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])  # preempted, and a step's output was not heard
     chooses = Engine().lengths
     for begun, sampled in (([first], [4]), ([again], []), ([], [6])):
-        chooses.output(Step(begun, frozenset(), {"a": 1}, {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
+        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
     assert first.text == [4, 5, 6]
 
 
@@ -233,7 +236,7 @@ class Plain:
             begun = [LiveRequest(req_id, i, 8, 4000, True, length=8) for i, req_id in enumerate(ids) if number == 0]
             looks = pending.pop(0)
             offer = NOTHING if looks else None
-            step = Step(begun, frozenset(), dict.fromkeys(ids, 1), {}, number > 0, now, offer, req_ids=ids)
+            step = Step(begun, frozenset(), {}, number > 0, now, offer, req_ids=ids)
             counted = self.lengths.engine.counters.steps
             self.lengths.settle()
             self.worked.append(number == 0 or self.lengths.engine.counters.steps > counted)
@@ -284,7 +287,7 @@ def spoken(steps: int, record: bool) -> DraftLengths:
             if number == 0
         ]
         now = 0.01 * number + 0.001 * (number % 7)
-        step = Step(begun, ended, dict.fromkeys(ids, 1), {}, number > 0, now - 0.009, NOTHING, req_ids=list(ids))
+        step = Step(begun, ended, {}, number > 0, now - 0.009, NOTHING, req_ids=list(ids))
         step.offer = NOTHING if number % 16 == 1 else None
         stopping = {IDS[1]: number == 99, IDS[2]: number == 149}
         chooses.output(step, [[99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids], now)
@@ -330,7 +333,7 @@ def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
 
 def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:
     lengths, request = Engine().lengths, LiveRequest("a", 7, 8, 18, True, length=8)
-    lengths.output(Step([request], frozenset(), {"a": 1}, {}, True, 0.0, req_ids=["a"]), [[4]], 0.0)
+    lengths.output(Step([request], frozenset(), {}, True, 0.0, req_ids=["a"]), [[4]], 0.0)
     counted = lengths.engine.counters
     assert counted.tokens == 0
     lengths.settle()

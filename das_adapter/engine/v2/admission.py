@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
+from operator import sub
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
@@ -53,12 +55,12 @@ class Admission(AdaptiveVerificationManager):
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Return the tokens of a step, whose requests have room for so many draft tokens."""
         plan, req_ids = self._plan, list(num_tokens_per_req)
+        longest, _, joined = plan.parts(req_ids)
         room = list(map(len, map(draft_tokens.get, req_ids, repeat(()))))
-        most = [min(count, longest) for count, (longest, _) in zip(room, plan.parts(req_ids), strict=True)]
-        others = [count - drafts for count, drafts in zip(num_tokens_per_req.values(), room, strict=True)]
+        most = np.minimum(room, longest).tolist()
+        others = list(map(sub, num_tokens_per_req.values(), room))
         rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
-        joined = len(req_ids) - len(plan.shares.keys() & num_tokens_per_req.keys())
-        total = plan.total + (plan.total * joined // len(plan.shares) if plan.shares else 0)  # as much for each
+        total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
         budget = min(total, sum(most), rows)
         drafted, undrafted = (dict(zip(req_ids, counts, strict=True)) for counts in (most, others))
         self._batch_budget = drafted, undrafted, budget
@@ -75,7 +77,8 @@ class Admission(AdaptiveVerificationManager):
         self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
             chances = confidence_probs[: input_batch.num_reqs].clone()
-            weights = torch.tensor([worth for _, worth in plan.parts(input_batch.req_ids)], dtype=torch.float32)
+            _, worth, _ = plan.parts(input_batch.req_ids)
+            weights = torch.from_numpy(worth.astype(np.float32))
             weights = weights.pin_memory() if chances.is_cuda else weights
             chances[:, 0] *= weights.to(chances.device, non_blocking=True)
             self._confidence_probs[input_batch.idx_mapping] = chances

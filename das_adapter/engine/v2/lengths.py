@@ -17,7 +17,7 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Decoded, Ints, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.v2.live import LiveTexts
+from das_adapter.engine.v2.live import LiveTexts, Sums
 from das_adapter.engine.v2.neural import Call
 from das_adapter.engine.v2.speculator import Offer
 from das_adapter.protocol.engine_args import DraftTokens, draft_lengths
@@ -41,10 +41,8 @@ class Step:
     """Requests that joined the batch, or came back to it."""
     ended: Set[str]
     """Requests that had ended before it."""
-    scheduled: dict[str, int]
-    """Tokens that each request has in the forward pass."""
     drafts: dict[str, int]
-    """Draft tokens of these that are scheduled, fillers included."""
+    """Draft tokens of each request that are scheduled, fillers included; those without may be left out."""
     decodes: bool
     """Whether it reads no prompt."""
     began: float
@@ -63,18 +61,17 @@ class Step:
     @property
     def quiet(self) -> bool:
         """Whether nobody joins or leaves, and nothing is drafted, verified or looked for."""
-        changes = self.begun or self.ended or self.offer or self.calls
-        drafted = any(self.drafts.values() if self.admitted is None else self.admitted)
-        return self.decodes and not changes and not drafted
+        if not self.decodes or self.begun or self.ended or self.offer or self.calls:
+            return False
+        given = self.given
+        return given is None or not given.any()
 
-    def counts(self) -> tuple[Ints, Ints]:
-        """Return the tokens that each request has in the forward pass, and the draft tokens of these, int64 [requests]
-        in batch order."""
-        tokens = np.fromiter(map(self.scheduled.__getitem__, self.req_ids), np.int64, len(self.req_ids))
-        if not self.drafts:
-            return tokens, np.zeros_like(tokens)
-        drafts = np.fromiter(map(self.drafts.get, self.req_ids, repeat(0)), np.int64, len(self.req_ids))
-        return (tokens, drafts) if self.admitted is None else (tokens - drafts + self.admitted, self.admitted)
+    @property
+    def given(self) -> Ints | None:
+        """Draft tokens of each request that were verified, int64 [requests] in batch order; None: nobody had any."""
+        if self.admitted is not None or not self.drafts:
+            return self.admitted
+        return np.fromiter(map(self.drafts.get, self.req_ids, repeat(0)), np.int64, len(self.req_ids))
 
 
 _Aside = tuple[Step, Sequence[list[int]], float]
@@ -86,8 +83,8 @@ class _Taken(NamedTuple):
 
     step: Step
     decoded: Decoded
-    tokens: int
-    """Of the requests that go on, in the forward pass."""
+    sums: Sums
+    """Of the requests that go on."""
     now: float
     """When its output came, seconds."""
     ended: float
@@ -107,7 +104,9 @@ class DraftLengths:
                 config.model_tokens, False, always, follows=config.neural, parallel=config.parallel, lengths=lengths
             )
         self.engine = EngineController(config, vllm_config, drafts, lengths=lengths)
-        self._live, self._model_tokens = LiveTexts(config.num_draft_tokens, self.engine.live), config.model_tokens
+        self.texts = LiveTexts(config.num_draft_tokens, self.engine.live)
+        self._model = -1 if drafts is None else 0 if self.engine.history else config.model_tokens
+        """Tokens of the model's drafts, see `LiveTexts.take`."""
         self._lock = threading.Lock()
         self._aside: list[_Aside] = []
         """Outputs that are still to be taken."""
@@ -163,14 +162,14 @@ class DraftLengths:
         self._settle()
         req_ids, steps = aside[0][0].req_ids, len(aside)
         same = all(step.req_ids == req_ids for step, *_ in aside)
-        slots = self._live.take_singles(req_ids, [sampled for _, sampled, _ in aside]) if same else None
+        slots = self.texts.take_singles(req_ids, [sampled for _, sampled, _ in aside]) if same else None
         if slots is None:
             return False
         self._before, self._unheard = aside[-1][0], max(0, self._unheard - steps)
         with self.engine.surviving():
             account, requests = self.engine.controller.account, self.engine.controller.requests
             account.now += steps
-            context = int(np.add.reduce(self._live.length[slots])) - steps * len(slots)
+            context = int(np.add.reduce(self.texts.length[slots])) - steps * len(slots)
             one, busy, since = np.ones_like(slots), 0.0, time.time() - last
             for step, _, now in aside:
                 context += len(slots)
@@ -181,7 +180,8 @@ class DraftLengths:
                         TimedStep(slots, one, len(slots), seconds, context=context, asked=False), since + now
                     )
                 self._last = now
-            self._count(slots, steps * one, None, busy, steps)
+            if training := int(np.count_nonzero(requests.record[slots])):
+                self.engine.counters.add(training, steps, busy)
             requests.skip(slots, steps * one)
         return True
 
@@ -193,11 +193,11 @@ class DraftLengths:
             if before is not None and before.offer is not None:
                 offer = before.offer
                 told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
-                self._live.hear(before.req_ids, *told)
-            places, decoded, tokens = self._decoded(step, sampled)
+                self.texts.hear(before.req_ids, *told)
+            places, decoded, sums = self.texts.take(step.req_ids, sampled, step.given, self._model)
             account = self.engine.controller.account
             asked = account.ask(len(decoded.slots), decoded.carried is not None)
-            self._taken = _Taken(step, decoded, tokens, now, time.time() - since, asked)
+            self._taken = _Taken(step, decoded, sums, now, time.time() - since, asked)
             if asked:
                 return self._choose(step, places, decoded)
             return DraftTokens(0, looks=self._looks(len(decoded.slots)))
@@ -215,9 +215,11 @@ class DraftLengths:
         taken, self._taken = self._taken, None
         if taken is None:
             return
-        step, decoded, _, now, *_ = taken
+        step, decoded, sums, now, *_ = taken
         with self.engine.surviving():
-            self._count(decoded.slots, decoded.got, decoded.carried, now - max(step.began, self._last or 0.0))
+            if sums.forwards:
+                busy = now - max(step.began, self._last or 0.0)
+                self.engine.counters.add(sums.forwards, 1, busy, sums.written, *sums[-3:])
             self._time(taken)
             self._last = now
             self.engine.stop_if_collapsed()
@@ -232,7 +234,7 @@ class DraftLengths:
             self._catch_up()
             self._settle()
             self._close(
-                sorted(req_id for req_id, request in self.engine.live.items() if self._live.ended[request.slot])
+                sorted(req_id for req_id, request in self.engine.live.items() if self.texts.ended[request.slot])
             )
             self._last = None
             return self.engine.refresh(message)
@@ -257,69 +259,49 @@ class DraftLengths:
                 known.length, known.text = request.length, request.text
             else:
                 self.engine.open(request, request.length)
-            self._live.open(self.engine.live[request.req_id])
+            self.texts.open(self.engine.live[request.req_id])
 
     def _close(self, req_ids: Sequence[str]) -> None:
-        self._live.close(req_ids)
+        self.texts.close(req_ids)
         self.engine.close(req_ids)
-
-    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Ints, Decoded, int]:
-        """Return the places in the batch of the requests that go on, what a step brought to them, and their tokens in
-        its forward pass."""
-        places, slots, got = self._live.take(step.req_ids, sampled)
-        tokens, given = step.counts()
-        most, by_model = self._live.offered[slots], None
-        if self.engine.drafts is not None:
-            by_model = self._live.by_model[slots] if self.engine.history else np.full(len(slots), self._model_tokens)
-            most = np.where(by_model > 0, by_model, most)
-        carried = np.minimum(given[places], most)  # some are fillers, of which `most` has none
-        carriers, context = carried if carried.any() else None, self._live.length[slots]
-        by_model = None if by_model is None else carried * (by_model > 0)
-        room = self._live.end[slots] - 1 - context  # the step after writes one token more
-        decoded = Decoded(slots, got, carriers, by_model, room, context=context)
-        return places, decoded, int(np.add.reduce(tokens[places]))
 
     def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
         controller, slots, found = self.engine.controller, decoded.slots, None
-        most = np.zeros(len(slots), dtype=np.int64)
         drafts, history, own = self.engine.drafts, self.engine.history, controller.common is None
         search = controller.search(decoded)
-        if search is not None:
-            most, found = search.limits, None if history is None else self._live.found(slots, *search)
+        if search is not None and history is not None:
+            found = self.texts.found(slots, *search)
         plan = controller.decide(slots, search, found)
-        wanted, total = int(max(plan.history.max(initial=0), plan.model.max(initial=0))), plan.total
-        by_model = 0 if drafts is None else drafts.drafted(int(plan.model.max(initial=0)))
+        total, wanted, by_model = plan.total, 0 if drafts is None else int(plan.model.max(initial=0)), 0
+        if drafts is not None:
+            by_model = drafts.drafted(wanted)
+        most = np.zeros(len(slots), dtype=np.int64) if search is None else search.limits
         if own:  # the device gives them to whom its newest drafts promise most
             total = int(most.sum()) if controller.always else total
-            longest = by_model if history is None else int(most.max(initial=0))
+            longest = by_model if history is None else int(np.maximum.reduce(most, initial=0))
             wanted = min(longest, max(1, self._step_tokens // len(most) - 1)) if total else 0
+        else:
+            wanted = max(wanted, int(np.maximum.reduce(plan.history, initial=0)))
         looks = wanted > 0 or self._looks(len(most))
         chosen = DraftTokens(wanted, by_model, looks, 1.0 if drafts is None else drafts.acceptance.rate)
         if own and total:
-            worth = controller.worth(slots)
-            shares = zip(most.tolist(), (worth / worth.max()).tolist(), strict=True)
-            req_ids = map(step.req_ids.__getitem__, places.tolist())
-            chosen.total, chosen.shares = total, dict(zip(req_ids, shares, strict=True))
+            req_ids, worth = step.req_ids, controller.worth(slots)
+            if len(places) < len(req_ids):
+                req_ids = [req_ids[place] for place in places.tolist()]
+            chosen.total, chosen.req_ids, chosen.most, chosen.worth = total, req_ids, most, worth / worth.max()
         return chosen
 
     def _time(self, taken: _Taken) -> None:
         """Take how long a step took, and the calls of a model that drafts beside it."""
-        step, decoded, tokens, now, ended, _ = taken
+        step, decoded, sums, now, ended, _ = taken
         drafts = self.engine.drafts
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
         if drafts is not None:
             drafts.made += passes
             for call in (call for call in step.calls if call.usual):
                 drafts.timed_pass(call.requests, call.seconds / call.passes)
-        running, seconds = len(decoded.slots), 0.0 if self._last is None else now - self._last - drafting
-        if step.decodes and seconds > 0 and running and decoded.context is not None:
-            asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
-            context = int(np.add.reduce(decoded.context))
-            timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
+        seconds = 0.0 if self._last is None else now - self._last - drafting
+        if step.decodes and seconds > 0 and sums.requests:
+            asked = step.offer is not None or passes > 0 or sums.tokens > sums.requests or not step.unburdened
+            timed = TimedStep(decoded.slots, decoded.got, sums.tokens, seconds, drafting, passes, sums.context, asked)
             self.engine.timed(timed, ended)
-
-    def _count(self, slots: Ints, got: Ints, carried: Ints | None, seconds: float, steps: int = 1) -> None:
-        training = self.engine.controller.requests.record[slots]
-        if training.any():
-            carried = np.zeros_like(got) if carried is None else carried
-            self.engine.counters.step(got * training, carried, seconds, steps)

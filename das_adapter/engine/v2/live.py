@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from das_adapter.core.requests import with_room
-from das_adapter.core.steps import Chances, Ints
+from das_adapter.core.native import native
+from das_adapter.core.requests import NOBODY, with_room
+from das_adapter.core.steps import Chances, Decoded, Ints
 from das_adapter.engine.requests import LiveRequest
+
+_COLUMNS = ("length", "end", "offered", "by_model", "ended", "heard", "record", "chances")
+"""What the native core reads and brings forward, under the same names."""
+
+
+class Sums(NamedTuple):
+    """Of the requests of a step that go on."""
+
+    requests: int
+    tokens: int
+    """In its forward pass, where it reads no prompt."""
+    context: int
+    """Tokens of their texts."""
+    carried: int
+    """Draft tokens, without fillers."""
+    forwards: int
+    """Requests of training rollouts; so is all that follows."""
+    written: int
+    """Tokens."""
+    drafted_forwards: int
+    """Those with draft tokens."""
+    drafted: int
+    accepted: int
 
 
 class LiveTexts:
@@ -20,35 +44,39 @@ class LiveTexts:
         self._requests = requests
         self.length, self.end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
-        self.ended, self.heard = np.zeros((2, 1), dtype=bool)
-        """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered."""
+        self.ended, self.heard, self.record = np.zeros((3, 1), dtype=bool)
+        """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered;
+        whether it is of a training rollout."""
         self.offered, self.by_model = np.zeros((2, 1), dtype=np.int64)
         """Tokens of the last draft from the history; of the model's in its place, 0 if it is not."""
-        self._chances: Chances = np.zeros((1, most), dtype=np.float32)
+        self.chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
+        self._native: Any = None
+        self._make_room(1)
         self._newest: Ints = np.zeros(1, dtype=np.int64)
         """Requests of the last batch that was heard of."""
         self._known: tuple[Sequence[str], Ints] | None = None
         """Requests of the last batch, and their slots; None: some have come or gone since."""
-        self._watched: dict[int, LiveRequest] = {}
-        """By slot, requests that have stops, or whose text somebody needs."""
-        self._told: dict[int, LiveRequest] = {}
-        """Those of them whose text somebody needs."""
-        self._stops: frozenset[int] = frozenset()
+        self._stops: dict[int, frozenset[int]] = {}
+        """By slot, tokens that end a request."""
+        self._texts: dict[int, list[int]] = {}
+        """By slot, texts that somebody needs."""
+        self._all_stops: Ints = NOBODY
+        """Tokens that end some request, rising."""
 
     def open(self, request: LiveRequest) -> None:
         """Take a request that joins the batch, or comes back to it."""
-        slot, columns = request.slot, ("length", "end", "ended", "by_model", "heard", "offered", "_chances")
+        slot = request.slot
         if slot >= len(self.length):
-            vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
-        self.length[slot], self.end[slot] = request.length, request.end
+            self._make_room(slot + 1)
+        self.length[slot], self.end[slot], self.record[slot] = request.length, request.end, request.record
         self.offered[slot] = self.by_model[slot] = 0
         self.ended[slot] = self.heard[slot] = False
-        if request.stops or request.text is not None:
-            self._watched[slot] = request
-            self._stops |= request.stops
+        if request.stops and self._stops.get(slot) != request.stops:
+            self._stops[slot] = request.stops
+            self._all_stops = np.union1d(self._all_stops, np.array(list(request.stops), dtype=np.int64))
         if request.text is not None:
-            self._told[slot] = request
+            self._texts[slot] = request.text
         self._known = None
 
     def close(self, req_ids: Sequence[str]) -> None:
@@ -57,11 +85,15 @@ class LiveTexts:
             return
         for req_id in req_ids:
             if request := self._requests.get(req_id):
-                self._watched.pop(request.slot, None)
-                self._told.pop(request.slot, None)
-        if not self._watched:
-            self._stops = frozenset()
+                self._stops.pop(request.slot, None)
+                self._texts.pop(request.slot, None)
+        if not self._stops:
+            self._all_stops = NOBODY
         self._known = None
+
+    def _make_room(self, slots: int) -> None:
+        vars(self).update({name: with_room(getattr(self, name), slots) for name in _COLUMNS})
+        self._native = native().LiveTexts(**{name: getattr(self, name) for name in _COLUMNS})
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not live."""
@@ -70,67 +102,42 @@ class LiveTexts:
             self._known = list(req_ids), np.array(found, dtype=np.int64)
         return self._known[1]
 
-    def take(self, req_ids: Sequence[str], sampled: Sequence[list[int]]) -> tuple[Ints, Ints, Ints]:
-        """Take the tokens that each request of a batch got in a step; return of those that go on their places in the
-        batch, their slots, and how many of the tokens are their texts', int64 [requests] each: those behind an end are
-        not."""
-        slots, counts = self.slots(req_ids), np.fromiter(map(len, sampled), np.int64, len(sampled))
-        places = np.flatnonzero((counts > 0) & (slots >= 0) & ~self.ended[slots])
-        slots = slots[places]
-        left = self.end[slots] - self.length[slots]
-        got = np.maximum(1, np.minimum(counts[places], left))
-        ended = got >= left
-        if self._watched:
-            stopping = not self._stops.isdisjoint(chain.from_iterable(sampled))
-            watched = self._watched if stopping else self._told
-            for i, slot in enumerate(slots.tolist() if watched else ()):
-                request = watched.get(slot)
-                if request is None:
-                    continue
-                tokens = sampled[places[i]][: int(got[i])]
-                stop = next((at for at, token in enumerate(tokens, 1) if token in request.stops), None)
-                if stop is not None:
-                    got[i], ended[i] = stop, True
-                if request.text is not None:
-                    request.text += tokens[:stop]
-        self.length[slots] += got
-        self.ended[slots] = ended
-        return places, slots, got
+    def take(
+        self, req_ids: Sequence[str], sampled: Sequence[list[int]], given: Ints | None = None, model: int = -1
+    ) -> tuple[Ints, Decoded, Sums]:
+        """Take the tokens that each request of a batch got in a step; tokens behind a text's end are not its own.
+
+        Args:
+            given: draft tokens that were verified, fillers included, int64 [requests]; None: nobody had any.
+            model: tokens of each draft where a model makes all; 0: it makes some, as `hear` was told; -1: none does.
+
+        Returns:
+            The places in the batch of the requests that go on, what the step brought to them, and sums of that.
+        """
+        slots, rows = self.slots(req_ids), np.empty((7, len(req_ids)), dtype=np.int64)
+        told = slots, sampled, NOBODY if given is None else given, model, self._all_stops, self._stops, self._texts
+        sums = Sums(*self._native.take(*told, rows))
+        rows = rows if sums.requests == len(req_ids) else rows[:, : sums.requests]
+        places, slots, got, carried, by_model, room, context = rows
+        of_model = None if model < 0 else by_model
+        decoded = Decoded(slots, got, carried if sums.carried else None, of_model, room, context=context)
+        return places, decoded, sums
 
     def take_singles(self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]) -> Ints | None:
         """Take some steps of a batch, in each of which every request got one token, its end not among them; return the
         requests' slots, int64 [requests]. None: they were no such steps, and are still to be taken."""
-        slots, steps = self.slots(req_ids), len(outputs)
-        left = np.where(self.ended[slots] | (slots < 0), 0, self.end[slots] - self.length[slots])
-        if not len(slots) or left.min() <= steps or set(map(len, chain.from_iterable(outputs))) != {1}:
-            return None
-        if not self._stops.isdisjoint(chain.from_iterable(chain.from_iterable(outputs))):
-            return None
-        if self._told:
-            for slot, text in zip(slots.tolist(), zip(*map(chain.from_iterable, outputs), strict=True), strict=True):
-                request = self._told.get(slot)
-                if request is not None and request.text is not None:
-                    request.text += text
-        self.length[slots] += steps
-        return slots
+        slots = self.slots(req_ids)
+        return slots if self._native.take_singles(slots, outputs, self._all_stops, self._texts) else None
 
-    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
-        """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
+    def hear(self, req_ids: Sequence[str], lengths: np.ndarray, chances: Chances, by_model: np.ndarray) -> None:
+        """Take what was offered to the requests of a batch: tokens, int32 [batch], the chance of each, given those
         before it, float32 [batch, n], and tokens of the model's drafts in their place, int64 [batch]."""
         slots = self.slots(req_ids)
-        rows = np.flatnonzero(slots >= 0)
-        slots = slots[rows]
-        self.offered[slots], self.by_model[slots], self.heard[slots] = lengths[rows], by_model[rows], True
-        self._chances[slots, : chances.shape[1]] = np.cumprod(chances[rows], axis=1)
-        if len(slots):
+        if self._native.hear(slots, lengths, chances, by_model):
             self._newest = slots
 
     def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
-        """Return what was offered last, see `core.steps.HistoryDrafts`."""
-        chances, place = self._chances[slots], np.arange(self._chances.shape[1])
-        there, new = np.minimum(self.offered[slots], limits)[:, None], ~self.heard[slots]
-        if new.any():  # of which nothing is known yet: as of the others, on average
-            chances[new], there[new, 0] = self._chances[self._newest].mean(axis=0), limits[new]
-        kept = np.count_nonzero((place < there) & (chances >= floor), axis=1)
-        offsets = np.concatenate([[0], np.cumsum(kept)])
-        return chances[place < kept[:, None]], offsets
+        """Return what was offered last, see `core.steps.HistoryDrafts`; of requests of which nothing is known yet, what
+        the others were offered on average."""
+        chances, offsets = np.empty(len(slots) * self.chances.shape[1], np.float32), np.empty(len(slots) + 1, np.int64)
+        return chances[: self._native.found(slots, limits, floor, self._newest, chances, offsets)], offsets

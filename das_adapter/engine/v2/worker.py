@@ -143,7 +143,7 @@ class DeviceWorkerState(WorkerState):
         counts = scheduled.num_scheduled_tokens
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
         begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
-        self._step = Step(begun, ended, dict(counts), drafts, decodes, time.perf_counter())
+        self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
 
     def leaves_out(self) -> bool:
         """Return whether the present step verifies no drafts, and nothing is drafted or looked for at its end: it may

@@ -1,0 +1,124 @@
+"""What the host of the V2 runner knows of its requests: the native core's part is what a few lines of Python say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from das_adapter.core.steps import Chances, Ints
+from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2.live import LiveTexts
+
+MOST, STOP, VOCABULARY, MODEL = 5, 3, 12, 4
+
+
+class Plain:
+    """One request."""
+
+    def __init__(self, request: LiveRequest) -> None:
+        self.request, self.length, self.ended = request, request.length, False
+        self.text: list[int] = []
+        self.offer: np.ndarray | None = None
+        """Survival chances of the last offer, float32; None: nothing was heard of it."""
+        self.by_model = 0
+
+    def take(self, tokens: list[int]) -> int | None:
+        """Return how many of the tokens are the text's; None: it does not go on."""
+        if not tokens or self.ended:
+            return None
+        own = tokens[: max(1, self.request.end - self.length)]
+        if stops := [at for at, token in enumerate(own) if token in self.request.stops]:
+            own = own[: stops[0] + 1]
+        self.length += len(own)
+        self.text += own
+        self.ended = bool(stops) or self.length >= self.request.end
+        return len(own)
+
+    def carried(self, given: int, model: int) -> tuple[int, int]:
+        """Return how many draft tokens it carried that were no fillers, and how many of these the model's were."""
+        modelled = self.by_model if model == 0 else max(0, model)
+        real = min(given, modelled or (0 if self.offer is None else len(self.offer)))
+        return real, real if modelled else 0
+
+
+def joined(rng: np.random.Generator, number: int, slot: int) -> LiveRequest:
+    stops = [frozenset[int](), frozenset([STOP]), frozenset([STOP, STOP + 1])][int(rng.integers(3))]
+    end, record, text = 8 + int(rng.integers(1, 40)), bool(rng.integers(2)), [] if rng.integers(2) else None
+    return LiveRequest(str(number), number, 8, end, record, slot=slot, length=8, text=text, stops=stops)
+
+
+def expected(live: dict[str, Plain], found: list[str], limits: Ints, floor: float, newest: list[Chances]) -> list[list]:
+    """Return the chances of each request's draft."""
+    usual = sum(newest) / np.float32(len(newest)) if newest else np.zeros(MOST, dtype=np.float32)
+    offers = [live[req_id].offer for req_id in found]
+    rows = [usual if row is None else row for row in offers]
+    return [[c for c in row[:limit] if c >= np.float32(floor)] for row, limit in zip(rows, limits, strict=True)]
+
+
+@pytest.mark.parametrize("model", [-1, 0, MODEL])
+def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(model: int) -> None:
+    rng, requests, live = np.random.default_rng(model + 1), dict[str, LiveRequest](), dict[str, Plain]()
+    texts, free, newest, ends, unknown = LiveTexts(MOST, requests), list(range(70)), list[np.ndarray](), 0, 0
+    for number in range(300):
+        ended = [req_id for req_id, request in live.items() if request.ended and rng.random() < 0.5]
+        texts.close(ended)
+        for req_id in ended:
+            free.append(requests.pop(req_id).slot)
+            del live[req_id]
+        while free and len(live) < 9 and rng.random() < 0.5:
+            request = joined(rng, 1000 * number + len(live), free.pop(0))
+            requests[request.req_id], live[request.req_id] = request, Plain(request)
+            texts.open(request)
+        batch = rng.permutation([*live, "gone"]).tolist()
+        sampled = [rng.integers(0, VOCABULARY, rng.integers(0, MOST + 2)).tolist() for _ in batch]
+        given = rng.integers(0, MOST + 1, len(batch)) if number % 3 else None
+        places, decoded, sums = texts.take(batch, sampled, given, model)
+        rows, trained = [], []
+        for place, (req_id, tokens) in enumerate(zip(batch, sampled, strict=True)):
+            request = live.get(req_id)
+            got = None if request is None else request.take(tokens)
+            if request is not None and got is not None:
+                carried, modelled = request.carried(0 if given is None else int(given[place]), model)
+                room = request.request.end - 1 - request.length
+                rows.append((place, request.request.slot, got, carried, modelled, room, request.length))
+                trained += [rows[-1][2:4]] if request.request.record else []
+                ends += request.ended
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
+        brought = decoded.carried if decoded.carried is not None else np.zeros(len(rows), dtype=np.int64)
+        assert (decoded.carried is None) == (columns[3].sum() == 0) and (decoded.by_model is None) == (model < 0)
+        by_model = columns[4] if decoded.by_model is None else decoded.by_model
+        assert decoded.context is not None
+        told = [places, decoded.slots, decoded.got, brought, by_model, decoded.room, decoded.context]
+        assert [column.tolist() for column in told] == columns.tolist()
+        drafts = 0 if given is None else int(given[columns[0]].sum())
+        accepted = [min(got - 1, carried) for got, carried in trained]
+        counts = len(trained), sum(got for got, _ in trained), sum(c > 0 for _, c in trained)
+        whole = len(rows), len(rows) + drafts, int(columns[6].sum()), int(columns[3].sum())
+        assert sums == (*whole, *counts, sum(c for _, c in trained), sum(accepted))
+        for request in live.values():
+            assert request.request.text in (None, request.text)
+        limits, floor = rng.integers(0, MOST + 1, len(rows)), float(rng.choice([0.0, 0.2, 0.5]))
+        chances, offsets = texts.found(decoded.slots, limits, floor)
+        found = [batch[place] for place in places]
+        unknown += sum(live[req_id].offer is None for req_id in found if newest)
+        of_each = expected(live, found, limits, floor, newest)
+        assert offsets.tolist() == np.cumsum([0, *map(len, of_each)]).tolist()
+        np.testing.assert_array_equal(chances, [chance for row in of_each for chance in row])
+        newest = (heard(rng, texts, live, batch) if rng.random() < 0.7 else []) or newest
+    assert ends > 20 and unknown > 20
+
+
+def offers(rng: np.random.Generator, requests: int) -> tuple[Ints, Chances, Ints]:
+    lengths = rng.integers(0, MOST + 1, requests).astype(np.int32)
+    return lengths, rng.random((requests, MOST), dtype=np.float32) ** 0.2, rng.integers(0, 3, requests)
+
+
+def heard(rng: np.random.Generator, texts: LiveTexts, live: dict[str, Plain], batch: list[str]) -> list[Chances]:
+    """Have what is offered to a batch heard; return the survival chances of its live requests."""
+    lengths, chances, by_model = offers(rng, len(batch))
+    texts.hear(batch, lengths, chances, by_model)
+    survival = np.cumprod(chances, axis=1)
+    for row, req_id in enumerate(batch):
+        if req_id in live:
+            live[req_id].offer, live[req_id].by_model = survival[row, : lengths[row]], int(by_model[row])
+    return [survival[row] for row, req_id in enumerate(batch) if req_id in live]
