@@ -1,4 +1,5 @@
-"""Measure the processor time of all controller work in one decode step, and of V1's proposer, by batch size.
+"""Measure the processor time of all controller work in one decode step, of V1's proposer, and of V2's choice of draft
+lengths, by batch size.
 
     python benchmarks/controller_overhead.py [--steps 3000] [--out FILE.json]
 
@@ -8,12 +9,17 @@ include everything that a drafter calls in a step: `plan` and `timed`.
 The proposer drafts for requests whose texts agree with their siblings' and their history in nine tokens of ten. A step
 waits for what it does before a forward pass, after it and when its drafts are taken, and for the search as far as it
 outlasts vLLM's scheduler. Shares are of an H100's roofline step of the 1.5B shape at a context of 2048 tokens.
+
+On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output` takes what a step brought and
+chooses, `settle` learns from it while the device works. Of both, `core` is what the controller takes, `hear` and `take`
+what the live texts take.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +36,7 @@ from das_adapter.core.steps import Decoded, TimedStep
 
 TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 GROUP, CONTEXT, VOCABULARY, STEPS = 8, 2048, 151936, 300
+POLICY, CORE = "Qwen/Qwen2.5-1.5B", ("search", "decide", "worth", "learn", "timed")
 SCHEDULER_US = 5.0
 """Of vLLM's scheduler for a request, after a step and before its drafts are taken: 1.36 ms for 256 on vLLM 0.27.1."""
 
@@ -156,6 +163,68 @@ def propose(batch: int) -> dict[str, float]:
     }
 
 
+def clocked(owner: Any, names: Iterable[str], spent: dict[str, float]) -> None:
+    """Have what these methods take added to `spent`, microseconds by name."""
+    for name in names:
+        stock = getattr(owner, name)
+
+        def call(*args: Any, name: str = name, stock: Any = stock) -> Any:
+            begin = time.thread_time()
+            answer = stock(*args)
+            spent[name] = spent.get(name, 0.0) + 1e6 * (time.thread_time() - begin)
+            return answer
+
+        setattr(owner, name, call)
+
+
+def choose(batch: int, known: bool) -> list[dict[str, float]]:
+    """Return what the parts of each step took, microseconds; `known`: whether the history has the texts."""
+    import v2_lengths
+
+    rng, roof = np.random.default_rng(batch), Roofline.of(v2_lengths.sizes(POLICY), DEVICES["h100"])
+    engine = v2_lengths.Engine(True, roof.line().at(v2_lengths.PROMPT + v2_lengths.MEDIAN))
+    lengths, rows, spent = engine.lengths, list[dict[str, float]](), dict[str, float]()
+    clocked(lengths.engine.controller, CORE, spent)
+    clocked(lengths.texts, ("hear", "take", "take_singles", "found"), spent)
+    clocked(lengths, ("settle", "output"), spent)
+    stock = lengths.output
+
+    def output(step: Any, sampled: list[list[int]], now: float) -> Any:
+        answer = stock(step, sampled, now)
+        if len(step.req_ids) == batch:
+            rows.append({"drafts": sum(step.drafts.values()), "got": sum(map(len, sampled)), **spent})
+        spent.clear()
+        return answer
+
+    lengths.output = output
+    engine.rollout(0, [v2_lengths.Text(rng, 1000, (0.02, 0.05, 0.1, 0.2), known) for _ in range(batch)])
+    assert not lengths.engine.failed
+    return rows[30:]
+
+
+def chosen(batch: int) -> dict[str, float]:
+    """Microseconds of a step that drafts, of its parts, and of one of a resting engine."""
+    every, resting = choose(batch, True), choose(batch, False)
+    drafting = [row for row in every if row["drafts"]]
+
+    def of(rows: list[dict[str, float]], *names: str) -> Any:
+        return np.array([sum(row.get(name, 0.0) for name in names) for row in rows])
+
+    found = {}
+    for name, parts in {"": ("output", "settle"), "core_": CORE}.items():
+        took = of(drafting, *parts)
+        found |= {f"{name}mean_us": float(took.mean()), f"{name}p50_us": float(np.median(took))}
+    for name in ("output", "settle", "hear", "take", "found"):
+        found[f"{name}_p50_us"] = float(np.median(of(drafting, name)))
+    rest = of(resting, "output", "settle")
+    return found | {
+        "drafted_share": len(drafting) / len(every),
+        "accepted_share": float((of(drafting, "got").sum() - batch * len(drafting)) / of(drafting, "drafts").sum()),
+        "resting_mean_us": float(rest.mean()),
+        "resting_p50_us": float(np.median(rest)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3000)
@@ -165,11 +234,13 @@ def main() -> None:
 
     rows = {batch: measure(batch, args.steps) for batch in (1, 8, 64, 256)}
     proposers = {batch: propose(batch) for batch in rows}
-    for name, found in {"controller": rows, "proposer": proposers}.items():
+    outputs = {batch: chosen(batch) for batch in rows}
+    for name, found in {"controller": rows, "proposer": proposers, "output": outputs}.items():
         for batch, row in found.items():
             print(f"{name}, batch {batch:4}: " + ", ".join(f"{k} {v:.3g}" for k, v in row.items()))
     if args.out:
-        save(args.out, {"provenance": provenance(), "controller_us_per_step": rows, "proposer_of_h100_step": proposers})
+        parts = {"controller_us_per_step": rows, "proposer_of_h100_step": proposers, "output_us_per_step": outputs}
+        save(args.out, {"provenance": provenance(), **parts})
 
 
 if __name__ == "__main__":
