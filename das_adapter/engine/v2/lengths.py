@@ -31,6 +31,7 @@ looked up, and it comes with the output of the one after that."""
 
 MOST_ASIDE = 28
 """Steps whose outputs are put aside together, at most."""
+_SILENCE = DraftTokens(0, looks=False)
 
 
 @dataclass
@@ -130,7 +131,7 @@ class DraftLengths:
         with self._lock:
             step.unburdened = bool(self._aside)
             self._aside.append((step, sampled, now))
-            return DraftTokens(0, looks=False) if self._silent(step) else self._catch_up()
+            return _SILENCE if self._silent(step) else self._catch_up()
 
     def settle(self) -> None:
         """Learn from the last step that was taken."""
@@ -149,7 +150,7 @@ class DraftLengths:
         return not account.asks_in(len(self._aside) + LATE, len(before.req_ids))
 
     def _catch_up(self) -> DraftTokens:
-        answer, aside, self._aside = DraftTokens(0, looks=False), self._aside, []
+        answer, aside, self._aside = _SILENCE, self._aside, []
         for part in (aside[:1], aside[1:-1], aside[1:][-1:]):  # in the first one the host has worked for das-adapter
             if len(part) < 2 or not self._take_together(part, aside[-1][2]):
                 for step, sampled, now in part:
@@ -201,7 +202,7 @@ class DraftLengths:
             if asked:
                 return self._choose(step, places, decoded)
             return DraftTokens(0, looks=self._looks(len(decoded.slots)))
-        return DraftTokens(0, looks=False)
+        return _SILENCE
 
     def _looks(self, requests: int) -> bool:
         """Return whether the next unscheduled step looks up what there is, while nothing is drafted: once for each time
