@@ -42,14 +42,14 @@ class Text:
     """A response, and what its history says of each token."""
 
     def __init__(
-        self, rng: np.random.Generator, length: int | None = None, rates: Sequence[float] = RATES, known: float = 0.75
+        self, rng: np.random.Generator, length: int | None = None, rates: Sequence[float] = RATES, unknown: float = 0.25
     ) -> None:
-        """`length`: tokens, None: as the distribution says; `rates`: of mistakes; `known`: chance of a history."""
+        """`length`: tokens, None: as the distribution says; `rates`: of mistakes; `unknown`: chance of no history."""
         self.length = length or int(min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10))
         rates = np.repeat(rng.choice(rates, self.length // STRETCH + 2), STRETCH)
         self.chance = (1.0 - rates).astype(np.float32)
         self.right = rng.random(len(self.chance)) >= rates
-        self.known = rng.random() < known
+        self.known = rng.random() >= unknown
         self.at = 0
 
     def draft(self) -> np.ndarray:
