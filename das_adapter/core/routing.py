@@ -75,6 +75,10 @@ class Replicas(Generic[Name]):
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         """Requests in flight, by problem; `_parts` and `_places` know no other problems."""
+        self._ended = set[Name]()
+        """Replicas that have had requests since there were none in flight."""
+        self._lent = Counter[Name]()
+        """Slots of replicas in which responses are written ahead."""
         self._peak, self._expected = 0.0, math.inf
 
     def expect(self, work: float) -> None:
@@ -99,7 +103,7 @@ class Replicas(Generic[Name]):
         if not self._places.get(problem):
             coming = max(1, (group or self._group) - self._running[problem])
             self._places[problem] = self._place(problem, coming)
-        self._running[problem] += 1
+        self._begin(problem)
         if group is None:  # a validation may have more samples of a problem
             self._group = max(self._group, self._running[problem])
         return self._places[problem].pop(0)
@@ -107,12 +111,13 @@ class Replicas(Generic[Name]):
     def stay(self, replica: Name, problem: int) -> None:
         """Count a request that has its replica already: the next turn of a trajectory."""
         if replica in self._parts:
-            self._running[problem] += 1
+            self._begin(problem)
             self._join(replica, problem)
 
     def done(self, replica: Name, problem: int) -> None:
         """Take off a request that ended."""
         self._leave(replica, problem)
+        self._ended.add(replica)
         self._running[problem] -= 1
         if self._running[problem] <= 0:  # samples that have not come by now would be a new group
             del self._running[problem]
@@ -120,6 +125,23 @@ class Replicas(Generic[Name]):
                 self._leave(place, problem)
         if not self._running:
             self._expected, self._peak = self._peak, 0.0
+
+    def lend(self, most: int) -> list[Name]:
+        """Lend at most so many slots for what is written ahead: the replica of each. They are on replicas that have
+        nothing left while others go on; a replica may occur several times."""
+        idle = [replica for replica, parts in self._parts.items() if not parts and replica in self._ended]
+        lent: list[Name] = []
+        while self._running and idle and len(lent) < most:
+            replica = min(idle, key=self._lent.__getitem__)
+            if self._lent[replica] >= self._slots:
+                break
+            self._lent[replica] += 1
+            lent.append(replica)
+        return lent
+
+    def give_back(self, replica: Name) -> None:
+        """Take back a slot that was lent."""
+        self._lent[replica] -= 1
 
     def work(self, problem: int, others: int) -> float:
         """Return what a request adds to the time of all decode steps, in steps, beside `others` of its problem."""
@@ -154,6 +176,11 @@ class Replicas(Generic[Name]):
         for replica, count in Counter(places).items():
             self._join(replica, problem, count)
         return places
+
+    def _begin(self, problem: int) -> None:
+        if not self._running:
+            self._ended.clear()
+        self._running[problem] += 1
 
     def _join(self, replica: Name, problem: int, samples: int = 1) -> None:
         part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))

@@ -19,7 +19,7 @@ from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
 
 POLL_S = 0.2
-"""Seconds until an engine that has nothing left is given something to write ahead (`das_adapter/verl/ahead.py`)."""
+"""Seconds until an engine that has nothing left is given something to write ahead (`service/run_ahead.py`)."""
 STEPS = 4
 """Steps that are written ahead (there, too)."""
 

@@ -119,7 +119,7 @@ def log_figures(stock: Any) -> Any:
             figures = ledger.metrics(step)
             data = {**data, **figures}
             if run := ahead.Ahead.running:
-                run.repeated = figures.get("das/run_ahead_repeated")
+                run.coming.repeated = figures.get("das/run_ahead_repeated")
         return stock(self, data=data, step=step, backend=backend)
 
     return log

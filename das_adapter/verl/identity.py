@@ -21,6 +21,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.identity import prompt_identity, request_seed
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
+from das_adapter.service.run_ahead import Writing, take
 from das_adapter.verl import ahead, settings
 
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -53,7 +54,7 @@ class Sample:
     """Tokens of the longest conversation that was answered, its answer included."""
     again: int = 0
     """How often a request began where noise was drawn before: another answer, and not the next turn."""
-    job: tuple[ahead.Job, Any] | None = None
+    job: tuple[ahead.VerlJob, Any] | None = None
     """Where its first response is only written ahead: for whom, and the replica that does it."""
 
 
@@ -155,7 +156,7 @@ def follow_samples(stock: Any) -> Any:
             validate=bool(trajectory.get("validate")),
             job=kwargs.pop("das_job", None),
         )
-        writing: ahead.Writing | None = getattr(self, "das_writing", None)
+        writing: Writing | None = getattr(self, "das_writing", None)
         if writing and not (sample.validate or sample.job):
             writing.stop(sample.step)
         token = _current.set(sample)
@@ -193,7 +194,7 @@ def label_requests(stock: Any) -> Any:
                 await job.write(server, own, prompt, kwargs["sampling_params"])
             raise ahead.Written
         if own.start == len(prompt):
-            own = replace(own, ahead=ahead.take(own.seed))
+            own = replace(own, ahead=take(own.seed))
         params = own.put_into(kwargs["sampling_params"])
         sample.running += 1
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -35,10 +34,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._problems: dict[str, list[int]] = {}
         """Of the requests in flight: an agent loop may have several under one id."""
         self._acquired = 0
-        self._ended: set[str] = set()
-        """Replicas that have had requests since there were none in flight."""
-        self._lent = Counter[str]()
-        """Slots of replicas in which responses are written ahead."""
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
@@ -54,8 +49,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
             self._replicas.expected = ledger.expected(timeout=5) or self._replicas.expected
-        if not any(self._inflight_requests.values()):
-            self._ended.clear()
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem
@@ -73,29 +66,18 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
-        self._ended.add(server_id)
         if problems := self._problems.pop(request_id or "", None):
             self._replicas.done(server_id, problems.pop())
             if problems:
                 self._problems[request_id or ""] = problems
 
     def lend(self, most: int) -> list[tuple[str, Any]]:
-        """Lend at most so many slots for what is written ahead: a replica and its handle each. They are on replicas
-        that have nothing left while others go on; a replica may occur several times."""
-        running = self._inflight_requests
-        idle = [server for server, requests in running.items() if not requests and server in self._ended]
-        lent: list[tuple[str, Any]] = []
-        while any(running.values()) and idle and len(lent) < most:
-            server = min(idle, key=self._lent.__getitem__)
-            if self._lent[server] >= self.slots:
-                break
-            self._lent[server] += 1
-            lent.append((server, self._servers[server]))
-        return lent
+        """Lend at most so many slots for what is written ahead: a replica and its handle each (see `Replicas.lend`)."""
+        return [(server, self._servers[server]) for server in self._replicas.lend(most)]
 
     def give_back(self, server_id: str) -> None:
         """Take back a slot that was lent."""
-        self._lent[server_id] -= 1
+        self._replicas.give_back(server_id)
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         """Add replicas that joined."""

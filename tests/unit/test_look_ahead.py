@@ -13,7 +13,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from das_adapter.verl.ahead import LookAhead
+from das_adapter.service.run_ahead import LookAhead
 
 ROWS, BATCH = 14, 4  # three batches an epoch, and two rows that are left out
 

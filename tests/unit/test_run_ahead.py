@@ -20,6 +20,7 @@ from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.metrics import RolloutClock, figures
+from das_adapter.service import run_ahead
 from das_adapter.verl import ahead, identity
 
 ROWS = [("gsm8k", 3), ("gsm8k", 4), ("aime", 3), ("aime", 3)]
@@ -99,8 +100,8 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    ahead.texts.clear()
-    monkeypatch.setattr(ahead, "POLL_S", 0.0)
+    run_ahead.texts.clear()
+    monkeypatch.setattr(run_ahead, "POLL_S", 0.0)
     yield
     ahead.Ahead.running = None
 
@@ -214,7 +215,7 @@ def test_a_later_step_is_written_when_the_one_before_it_is(shown: tuple[int, ...
     assert len(set(seeds)) == 4
     assert seeds[2] == seeds[0]  # what was interrupted goes on before the next step
     assert seeds.count(seeds[0]) == seeds.count(seeds[4]) == 2
-    texts = [[list(text) for text in written.values()] for written in ahead.texts]
+    texts = [[list(text) for text in written.values()] for written in run_ahead.texts]
     assert dict(zip(shown, texts, strict=True)) == {2: [[1, 3], [2]], 3: [[4], [5]]}
 
 
@@ -248,19 +249,19 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
         await add(worker, 2, 3, 4)
         worker.das_writing.stop(3)
         await worker.das_writing.task
-        assert [len(written) for written in ahead.texts] == [0, 0, 2]
+        assert [len(written) for written in run_ahead.texts] == [0, 0, 2]
         await add(worker, 5)
         await worker.das_writing.task
 
     asyncio.run(check())
-    assert [len(written) for written in ahead.texts] == [0, 0, 2, 2]
+    assert [len(written) for written in run_ahead.texts] == [0, 0, 2, 2]
 
 
 def test_texts_of_earlier_steps_are_forgotten() -> None:
-    for step in range(ahead.STEPS + 3):
-        ahead.texts.append({10 + step: array("i", [step])})
-    assert [ahead.take(10 + step) is not None for step in range(3)] == [False, False, True]
-    assert ahead.take(12) is None  # it was taken
+    for step in range(run_ahead.STEPS + 3):
+        run_ahead.texts.append({10 + step: array("i", [step])})
+    assert [run_ahead.take(10 + step) is not None for step in range(3)] == [False, False, True]
+    assert run_ahead.take(12) is None  # it was taken
 
 
 def test_a_label_carries_what_was_written_ahead() -> None:
@@ -342,13 +343,13 @@ def test_where_the_next_batch_is_not_known_it_says_so(config: dict[str, Any], wh
 
 
 def test_it_rests_where_nothing_is_repeated() -> None:
-    trainer = SimpleNamespace(global_steps=0, train_dataloader=[])
-    run, shown = ahead.Ahead(trainer), list[bool]()
+    batches = run_ahead.LookAhead([])
+    batches.peek = lambda count: [None] * count  # type: ignore[method-assign]
+    coming, shown = run_ahead.Coming(batches), list[bool]()
     for step in range(40):
-        trainer.global_steps = step
-        written = any(shown[-1 - ahead.STEPS : -1])  # steps after the one that begins were shown, too
-        run.repeated = 0.01 if written else None
-        shown.append(run.worth())
+        written = any(shown[-1 - run_ahead.STEPS : -1])  # steps after the one that begins were shown, too
+        coming.repeated = 0.01 if written else None
+        shown.append(bool([*coming.show(step, 100)]))
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
 
 
