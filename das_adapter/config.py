@@ -84,7 +84,8 @@ class HistoryConfig(_Block):
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
     run_ahead: Literal["auto", "off"] = "off"
-    """Whether idle engines write what the next steps' requests will begin with; in veRL's synchronous trainers."""
+    """Whether idle engines write what the next steps' requests will begin with; in synchronous runs of veRL and
+    NeMo-RL."""
     load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes. `false`: it is neither saved in checkpoints nor read from them."""

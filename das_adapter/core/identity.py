@@ -64,6 +64,12 @@ class FirstTurns:
         self._known: dict[int, tuple[int, int, int]] = {}
         """Of the prompts that were asked, the latest last: their tokens, images, and sum of weighted tokens."""
 
+    def copy(self) -> FirstTurns:
+        """Return one that knows the same prompts, and hears of others by itself."""
+        other = FirstTurns(self._remembered)
+        other._known = self._known.copy()
+        return other
+
     def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
         """Return the 64-bit identity of the conversation's first prompt. In later turns the prompt, int32 [tokens], and
         the hashes of its images begin with those of the first turn."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
+
+logger = logging.getLogger("das_adapter")
 
 
 @patch(
@@ -22,7 +25,7 @@ def begin_history(stock: Any) -> Any:
     when NeMo-RL tells plug-ins that a run begins."""
 
     def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-        begin(master_config, tokenizer)
+        begin(master_config, tokenizer, stock.__module__)
         return stock(master_config, tokenizer, *args, **kwargs)
 
     return setup
@@ -48,14 +51,18 @@ def save_history(stock: Any) -> Any:
     return init_tmp_checkpoint
 
 
-def begin(master_config: Any, tokenizer: Any) -> None:
+def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) -> None:
     """Check the block, choose what the history starts with, and leave in the generation config what labels and
     checkpoints need; before anything is launched. Raises as `settings.check` and `checkpoint.begin`.
+
+    `algorithm`: module of NeMo-RL's algorithm.
     """
     generation = _generation(master_config)
     das = settings.check(generation)
     if das is None:
         return
+    if das.history.run_ahead != "off" and (reason := settings.no_effect(algorithm, master_config)):
+        logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     from das_adapter.service import checkpoint

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,11 @@ REFITS = frozenset(
 
 labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=None)
 """Labels of the requests that the current call of the worker will send, if the driver gave any."""
+
+ahead: ContextVar[list[Any] | None] = ContextVar("das_ahead", default=None)
+"""Where the current call of the worker only writes ahead: a list that gets the last output of the engine."""
+_LAST = 2**62
+"""Priority of what is written ahead, as vLLM counts it."""
 
 
 class EngineHooks:
@@ -153,26 +158,97 @@ class SyncEngineHooks(EngineHooks):
 class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._real = 0
+        """Requests that the engine has, without those with which it writes ahead."""
+        self._ahead = set[str]()
+        """Ids of the latter."""
+        self._calls = 0
+        """Calls of `write_ahead` that go on: their requests may still be on the way."""
+        self._rests = True
+        """Whether no rollout goes on."""
+        self._dropping: asyncio.Task[None] | None = None
+
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
         mark = self._label(prompt, given[0])
+        params, last = self._labelled(sampling_params, mark), ahead.get()
+        if last is not None:
+            async for output in self._begin_ahead(prompt, params, **kwargs):
+                last[:] = [output]
+                yield output
+            return
         if mark is not None and mark.problem is not None:
             if self._order is not None:
                 kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
             self._session.begun([mark.problem])
         texts: dict[int, Any] = {}
         pieces, begin = sampling_params.output_kind.name == "DELTA", time.time()
-        stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
-        async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
-            async for output in stream:
-                for sample in output.outputs:
-                    if pieces:
-                        texts.setdefault(sample.index, []).extend(sample.token_ids)
-                    else:  # all of it; a copy at each step would take the square of its length
-                        texts[sample.index] = sample.token_ids
-                if output.finished:
-                    self._finished(output, list(texts.values()), mark, begin)
+        self._begin()
+        try:
+            stream = self._generate(prompt, params, *args, **kwargs)
+            async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
+                async for output in stream:
+                    for sample in output.outputs:
+                        if pieces:
+                            texts.setdefault(sample.index, []).extend(sample.token_ids)
+                        else:  # all of it; a copy at each step would take the square of its length
+                            texts[sample.index] = sample.token_ids
+                    if output.finished:
+                        self._finished(output, list(texts.values()), mark, begin)
+                    yield output
+        finally:
+            self._real -= 1
+
+    def _begin(self) -> None:
+        """Count a request that is not written ahead; what is ends within a step."""
+        self._real, self._rests = self._real + 1, False
+        if self._calls and (self._dropping is None or self._dropping.done()):
+            self._dropping = asyncio.create_task(self._drop_ahead())
+
+    async def write_ahead(self, generate: Callable[[], AsyncIterator[Any]]) -> tuple[list[int], bool]:
+        """Write what a request of a next step will begin with, until the engine has other requests or the rollout ends;
+        return that, and whether it is the whole response. `generate`: sends the request."""
+        if self._real or self._rests:
+            return [], False
+        last: list[Any] = []
+        token = ahead.set(last)
+        self._calls += 1
+        try:
+            async for _ in generate():
+                pass
+        finally:
+            self._calls -= 1
+            ahead.reset(token)
+        if not last:  # its prompt leaves no room
+            return [], True
+        [sample] = last[0].outputs
+        return list(sample.token_ids), sample.finish_reason != "abort"
+
+    async def _begin_ahead(self, prompt: Any, params: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        if self._order is not None:
+            kwargs["priority"] = _LAST
+        self._ahead.add(kwargs["request_id"])
+        try:
+            async for output in self._generate(prompt, params, **kwargs):
                 yield output
+        finally:
+            self._ahead.discard(kwargs["request_id"])
+
+    async def end_ahead(self) -> None:
+        """End what is written ahead, as a rollout has ended: nothing more is before the next request."""
+        self._rests = True
+        if self._loop is None:
+            await self._drop_ahead()
+        else:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._drop_ahead(), self._loop))
+
+    async def _drop_ahead(self) -> None:
+        """End what is written ahead, within a step; again for what reaches the engine meanwhile."""
+        while self._calls:
+            await self._llm.abort(list(self._ahead))
+            await asyncio.sleep(0.01)
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._rpc(method, *args, **kwargs)

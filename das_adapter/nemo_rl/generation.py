@@ -18,6 +18,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from das_adapter.core import routing
 from das_adapter.core.length import Expected
 from das_adapter.nemo_rl import settings
+from das_adapter.nemo_rl.ahead import Ahead
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.settings import LABELS, media_of
 from das_adapter.protocol.label import Labeller
@@ -41,6 +42,9 @@ live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
 
 class DasVllmGeneration(VllmGeneration):
     """NeMo-RL's generation; stock without an active `das:` block. It is pickled into NeMo-RL's trajectory collector."""
+
+    ahead: Ahead | None = None
+    """Where a run is looked ahead in."""
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
@@ -86,6 +90,8 @@ class DasVllmGeneration(VllmGeneration):
                 yield result
             return
         label = data[LABELS][0]
+        if self.ahead is not None and not self._validating:
+            data[LABELS] = [self.ahead.begin(label)]
         if time.monotonic() > self._expected_until:
             self._expected_until = time.monotonic() + _LENGTHS_FOR_S
             await asyncio.to_thread(self._predict)
@@ -110,7 +116,25 @@ class DasVllmGeneration(VllmGeneration):
         ours = {name: value for name, value in figures(reports, self._told).items() if name.startswith("das/")}
         if reports:
             ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))
+        if self.ahead is not None:
+            self.ahead.coming.repeated = ours.get("das/run_ahead_repeated")
         return {**metrics, **ours}
+
+    def lend(self, most: int) -> list[int]:
+        """Lend at most so many slots of workers for what is written ahead (see `Replicas.lend`); a validation lends
+        none."""
+        with _counting:
+            return [] if self._validating else self._replicas.lend(most)
+
+    def give_back(self, shard: int) -> None:
+        """Take back a slot that was lent."""
+        with _counting:
+            self._replicas.give_back(shard)
+
+    def labeller(self) -> Labeller:
+        """Return one that labels the requests to come as they will be."""
+        with _counting:
+            return self._labeller.copy()
 
     def set_validating(self, on: bool, alone: bool = False) -> None:
         """Mark requests from now on as a validation's, whose text stays out of the history; off: no longer. A worker

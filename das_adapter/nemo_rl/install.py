@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from typing import Any
 
 from das_adapter.nemo_rl.checkpoint import begin_history, save_history
-from das_adapter.nemo_rl.settings import WORKERS, of_generation
+from das_adapter.nemo_rl.settings import WORKERS, no_effect, of_generation
 from das_adapter.patching import patch
 
 
@@ -70,7 +71,34 @@ def mark_validation(stock: Any) -> Any:
     return validate
 
 
-HOOKS = (choose_workers, save_history, use_our_generation, mark_validation, begin_history)
+@patch(
+    "nemo_rl.algorithms.grpo:grpo_train",
+    since="0.6.0",
+    needs="policy_generation, wrapped_dataloader, grpo_save_state, master_config",
+)
+def look_ahead(stock: Any) -> Any:
+    """Without it run-ahead has no effect. Remove this patch when NeMo-RL shows plug-ins the batches that come."""
+    from das_adapter.nemo_rl.ahead import Ahead
+    from das_adapter.service.run_ahead import LookAhead
+
+    def grpo_train(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(stock).bind(*args, **kwargs)
+        found = given.arguments
+        generation, config = found["policy_generation"], found["master_config"]
+        das = getattr(generation, "das", None)
+        if das is None or das.history.run_ahead == "off" or no_effect(stock.__module__, config):
+            return stock(*args, **kwargs)
+        found["wrapped_dataloader"] = batches = LookAhead(found["wrapped_dataloader"])
+        generation.ahead = ahead = Ahead(generation, batches, config, found["grpo_save_state"].total_steps)
+        try:
+            return stock(*given.args, **given.kwargs)
+        finally:
+            ahead.close()
+
+    return grpo_train
+
+
+HOOKS = (choose_workers, save_history, use_our_generation, mark_validation, begin_history, look_ahead)
 """Applied in the driver, each when its module is imported."""
 
 

@@ -9,7 +9,6 @@ from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import check_host
 from das_adapter.core.identity import media_hash
-from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments
 
 GENERATION = "policy.generation"
@@ -19,6 +18,7 @@ WORKERS = {
     f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker",
 }
 BLOCK = f"{GENERATION}.das"
+GRPO = "nemo_rl.algorithms.grpo"
 LABELS = "das_labels"
 """Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its generation only the prompts, so the
 first turn's is a problem's identity (`protocol.label.Labeller`)."""
@@ -47,13 +47,35 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
         return None
     check_host(BLOCK, f"{GENERATION}.backend", generation.get("backend", "vllm"), "vllm")
     refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
-    if das.history.run_ahead != "off":
-        raise ConfigError(f"{BLOCK}.history.run_ahead: found {das.history.run_ahead!r}, allowed under NeMo-RL: 'off'")
     for key in ("quant_cfg", "worker_extension_cls_fqn"):  # their workers would take the place of das-adapter's
         check_host(BLOCK, f"{GENERATION}.{key}", generation.get(key), None)
     check_files(das)
     compat.require("nemo_rl")
     return das
+
+
+def no_effect(algorithm: str, config: Any) -> str | None:
+    """Say why nothing is written ahead in a run; None: it is.
+
+    Args:
+        algorithm: module of NeMo-RL's algorithm.
+        config: of the run.
+    """
+    if algorithm != GRPO:
+        return f"of NeMo-RL's algorithms it is grpo alone that shows its next batch, not {algorithm}"
+    if config.grpo.async_grpo.enabled:
+        return "rollout and training do not take turns"
+    if (config.data_plane or {}).get("enabled"):
+        return "with data_plane the rollouts are in an actor that does not know the next batch"
+    if not config.policy["generation"]["vllm_cfg"].get("async_engine"):
+        return "vllm_cfg.async_engine=false: a synchronous engine answers a worker's batch in one call"
+    if config.env.get("should_use_nemo_gym"):
+        return "NeMo-Gym's requests come past the driver"
+    if config.grpo.use_dynamic_sampling:
+        return "the next batch depends on the rollouts of this one"
+    if config.data.get("use_multiple_dataloader"):
+        return "data.custom_dataloader chooses each batch"
+    return None
 
 
 def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:

@@ -56,7 +56,7 @@ class _Worker:
 
 @ray.remote(runtime_env=_NSIGHT)
 class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
-    """One data-parallel replica of a synchronous run."""
+    """One data-parallel replica with vLLM's synchronous engine."""
 
     hooks_class = SyncEngineHooks
 
@@ -76,9 +76,10 @@ class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
 
 @ray.remote(runtime_env=_NSIGHT)
 class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
-    """One data-parallel replica of an asynchronous run."""
+    """One data-parallel replica with vLLM's asynchronous engine."""
 
     hooks_class = AsyncEngineHooks
+    hooks: AsyncEngineHooks
 
     async def post_init_async(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -90,6 +91,20 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
         engine_hooks.labels.set(data.pop(LABELS, None))
         async for result in super().generate_async(data, greedy=greedy):
             yield result
+
+    async def das_write_ahead(self, data: Any) -> tuple[list[int], bool]:
+        """As `AsyncEngineHooks.write_ahead`, for a sample of a next step."""
+        return await self.hooks.write_ahead(lambda: self.generate_async(data))
+
+    async def sleep_async(self) -> None:
+        """Sleep as the stock worker does: the rollout has ended."""
+        await self.hooks.end_ahead()
+        await super().sleep_async()
+
+    async def reset_prefix_cache_async(self) -> None:
+        """Forget what is cached as the stock worker does: a rollout has ended whose engines do not sleep."""
+        await self.hooks.end_ahead()
+        await super().reset_prefix_cache_async()
 
     async def das_report(self) -> Any:
         """As `_Worker.das_report`."""

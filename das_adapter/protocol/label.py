@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,13 @@ class Labeller:
         self._drawn: Counter[tuple[int, bool]] = Counter()
         self._counts = 0
         """How often counting began anew."""
+
+    def copy(self) -> Labeller:
+        """Return one that labels the requests that come next as this one would, and changes nothing here."""
+        other = copy.copy(self)
+        other._drawn = self._drawn.copy()
+        other._first_turns = self._first_turns and self._first_turns.copy()
+        return other
 
     def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of its images, sound and video);

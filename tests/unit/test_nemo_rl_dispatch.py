@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.nemo_rl.settings import media_of
+from das_adapter.nemo_rl.settings import media_of, no_effect
 from das_adapter.protocol.label import Labeller
 
 
@@ -47,3 +51,51 @@ def test_a_validation_shifts_no_training_sample() -> None:
     label = validated.label(ids(1), validate=False)
     assert label == plain.label(ids(1), validate=False)
     assert label.record
+
+
+def test_a_labellers_copy_foresees_its_labels_and_leaves_it_as_it_is() -> None:
+    one, other = Labeller(5), Labeller(5)
+    for labeller in (one, other):
+        labeller.label(ids(1), validate=False)
+    coming = [ids(2), ids(1), ids(2), ids(2, 7), ids(1, 3)]
+    copied = one.copy()
+    foreseen = [copied.label(prompt, validate=False) for prompt in coming]
+    later = ids(2, 7, 8)  # the copy has seen what it begins with
+    assert copied.label(later, validate=False).problem != one.label(later, validate=False).problem
+    other.label(later, validate=False)
+    labels = [one.label(prompt, validate=False) for prompt in coming]
+    assert labels == foreseen == [other.label(prompt, validate=False) for prompt in coming]
+
+
+GRPO = "nemo_rl.algorithms.grpo"
+
+
+def run(**changed: Any) -> Any:
+    grpo = {"async_grpo": SimpleNamespace(enabled=False), "use_dynamic_sampling": False, **changed}
+    engine = {"async_engine": changed.get("async_engine", True)}
+    return SimpleNamespace(
+        grpo=SimpleNamespace(**grpo),
+        policy={"generation": {"vllm_cfg": engine}},
+        data_plane=changed.get("data_plane"),
+        env={"should_use_nemo_gym": changed.get("gym", False)},
+        data={"use_multiple_dataloader": changed.get("several", False)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config", "why"),
+    [
+        (GRPO, {}, None),
+        (GRPO, {"data_plane": {"enabled": False}}, None),
+        ("nemo_rl.algorithms.ppo", {}, "grpo alone"),
+        (GRPO, {"async_grpo": SimpleNamespace(enabled=True)}, "take turns"),
+        (GRPO, {"data_plane": {"enabled": True}}, "data_plane"),
+        (GRPO, {"async_engine": False}, "vllm_cfg.async_engine=false"),
+        (GRPO, {"gym": True}, "NeMo-Gym"),
+        (GRPO, {"use_dynamic_sampling": True}, "depends on the rollouts"),
+        (GRPO, {"several": True}, "custom_dataloader"),
+    ],
+)
+def test_where_the_next_batch_is_not_known_it_says_so(algorithm: str, config: dict[str, Any], why: str | None) -> None:
+    said = no_effect(algorithm, run(**config))
+    assert said is None if why is None else why in (said or "")

@@ -17,7 +17,6 @@ from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
-from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.metrics import RolloutClock, figures
 from das_adapter.service import run_ahead
@@ -368,11 +367,9 @@ def test_a_batch_is_dispatched_before_the_next_ones_are_read(monkeypatch: pytest
     assert order == ["dispatched", "shown", "written"]
 
 
-def test_what_shows_no_next_batch_refuses_it() -> None:
+def test_an_engine_without_a_host_refuses_it() -> None:
     block = {"history": {"run_ahead": "auto"}}
     config = parse(block)
     assert config is not None
-    with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed under NeMo-RL: 'off'"):
-        nemo_rl.check({"das": block})
     with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host"):
         prepare_standalone(SimpleNamespace(additional_config={}), config)
