@@ -7,11 +7,10 @@ seeds, and the count of what each worker has. What is written stays in it, and t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,29 +61,18 @@ class Ahead:
         return replace(label, ahead=take(label.seed))
 
     def close(self) -> None:
-        """Write nothing ahead any more."""
+        """Begin nothing more."""
         self._generation.ahead = None
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._writing.stop, self._last)
 
     def _show(self) -> None:
-        with self._or_none():
-            shown = [*self.coming.show(self._step, self._last)]
-            coming = [(step, batch, new_texts() if new else None) for step, batch, new in shown]
-            self._loop.call_soon_threadsafe(self._add, coming, self._generation.labeller())
-
-    def _add(self, coming: Sequence[tuple[int, Any, dict[int, array[int]] | None]], labeller: Labeller) -> None:
-        """Take the batches of the next steps in their order; `None`: one is known."""
-        with self._or_none():
-            for step, batch, texts in coming:
-                jobs = jobs_of(batch, self._samples, labeller, {} if texts is None else texts)
-                if texts is not None:
-                    self._writing.add(step, jobs)
-
-    @contextlib.contextmanager
-    def _or_none(self) -> Iterator[None]:
-        """An error ends nothing but run-ahead."""
+        """Take the batches that come; an error ends nothing but run-ahead."""
         try:
-            yield
+            labeller = self._generation.labeller()
+            for step, batch, new in self.coming.show(self._step, self._last):
+                jobs = jobs_of(batch, self._samples, labeller, new_texts() if new else {})
+                if new:
+                    self._loop.call_soon_threadsafe(self._writing.add, step, jobs)
         except Exception:
             logger.exception("das: no responses are written ahead any more; the run goes on")
             self.close()

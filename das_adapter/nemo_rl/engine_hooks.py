@@ -20,6 +20,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
+from das_adapter.service.run_ahead import Aside
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -160,22 +161,14 @@ class AsyncEngineHooks(EngineHooks):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._real = 0
-        """Requests that the engine has, without those with which it writes ahead."""
-        self._ahead = set[str]()
-        """Ids of the latter."""
-        self._calls = 0
-        """Calls of `write_ahead` that go on: their requests may still be on the way."""
-        self._rests = True
-        """Whether no rollout goes on."""
-        self._dropping: asyncio.Task[None] | None = None
+        self._aside = Aside(lambda ids: self._llm.abort(ids))
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
         mark = self._label(prompt, given[0])
         params, last = self._labelled(sampling_params, mark), ahead.get()
         if last is not None:
-            async for output in self._begin_ahead(prompt, params, **kwargs):
+            async for output in self._generate_ahead(prompt, params, **kwargs):
                 last[:] = [output]
                 yield output
             return
@@ -185,9 +178,8 @@ class AsyncEngineHooks(EngineHooks):
             self._session.begun([mark.problem])
         texts: dict[int, Any] = {}
         pieces, begin = sampling_params.output_kind.name == "DELTA", time.time()
-        self._begin()
-        try:
-            stream = self._generate(prompt, params, *args, **kwargs)
+        stream = self._generate(prompt, params, *args, **kwargs)
+        with self._aside.request():
             async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
                 async for output in stream:
                     for sample in output.outputs:
@@ -198,57 +190,41 @@ class AsyncEngineHooks(EngineHooks):
                     if output.finished:
                         self._finished(output, list(texts.values()), mark, begin)
                     yield output
-        finally:
-            self._real -= 1
 
-    def _begin(self) -> None:
-        """Count a request that is not written ahead; what is ends within a step."""
-        self._real, self._rests = self._real + 1, False
-        if self._calls and (self._dropping is None or self._dropping.done()):
-            self._dropping = asyncio.create_task(self._drop_ahead())
-
-    async def write_ahead(self, generate: Callable[[], AsyncIterator[Any]]) -> tuple[list[int], bool]:
-        """Write what a request of a next step will begin with, until the engine has other requests or the rollout ends;
-        return that, and whether it is the whole response. `generate`: sends the request."""
-        if self._real or self._rests:
-            return [], False
-        last: list[Any] = []
-        token = ahead.set(last)
-        self._calls += 1
-        try:
-            async for _ in generate():
-                pass
-        finally:
-            self._calls -= 1
-            ahead.reset(token)
-        if not last:  # its prompt leaves no room
-            return [], True
-        [sample] = last[0].outputs
-        return list(sample.token_ids), sample.finish_reason != "abort"
-
-    async def _begin_ahead(self, prompt: Any, params: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def _generate_ahead(self, prompt: Any, params: Any, **kwargs: Any) -> AsyncIterator[Any]:
         if self._order is not None:
             kwargs["priority"] = _LAST
-        self._ahead.add(kwargs["request_id"])
+        self._aside.ids.add(kwargs["request_id"])
         try:
             async for output in self._generate(prompt, params, **kwargs):
                 yield output
         finally:
-            self._ahead.discard(kwargs["request_id"])
+            self._aside.ids.discard(kwargs["request_id"])
+
+    async def write_ahead(self, generate: Callable[[], AsyncIterator[Any]]) -> tuple[Sequence[int], bool]:
+        """Write what a request of a next step will begin with, as `Aside.write` does; `generate`: sends it."""
+
+        async def ask() -> tuple[Sequence[int], bool]:
+            token = ahead.set(last := list[Any]())
+            try:
+                async for _ in generate():
+                    pass
+            finally:
+                ahead.reset(token)
+            if not last:  # its prompt leaves no room
+                return [], True
+            [sample] = last[0].outputs
+            return list(sample.token_ids), sample.finish_reason != "abort"
+
+        return await self._aside.write(ask)
 
     async def end_ahead(self) -> None:
-        """End what is written ahead, as a rollout has ended: nothing more is before the next request."""
-        self._rests = True
+        """End what is written ahead, as a rollout has ended."""
+        ended = self._aside.end()
         if self._loop is None:
-            await self._drop_ahead()
+            await ended
         else:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._drop_ahead(), self._loop))
-
-    async def _drop_ahead(self) -> None:
-        """End what is written ahead, within a step; again for what reaches the engine meanwhile."""
-        while self._calls:
-            await self._llm.abort(list(self._ahead))
-            await asyncio.sleep(0.01)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(ended, self._loop))
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._rpc(method, *args, **kwargs)

@@ -55,12 +55,7 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
 
 
 def no_effect(algorithm: str, config: Any) -> str | None:
-    """Say why nothing is written ahead in a run; None: it is.
-
-    Args:
-        algorithm: module of NeMo-RL's algorithm.
-        config: of the run.
-    """
+    """Say why nothing is written ahead in a run of an algorithm, NeMo-RL's module, with a config; None: it is."""
     if algorithm != GRPO:
         return f"of NeMo-RL's algorithms it is grpo alone that shows its next batch, not {algorithm}"
     if config.grpo.async_grpo.enabled:

@@ -92,7 +92,7 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    async def das_write_ahead(self, data: Any) -> tuple[list[int], bool]:
+    async def das_write_ahead(self, data: Any) -> Any:
         """As `AsyncEngineHooks.write_ahead`, for a sample of a next step."""
         return await self.hooks.write_ahead(lambda: self.generate_async(data))
 

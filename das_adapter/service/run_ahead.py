@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections import deque
@@ -206,3 +207,49 @@ class Writing:
             logger.warning("das: a response is not written ahead: %r", error)
         finally:
             self._give_back(slot)
+
+
+class Aside:
+    """What an engine writes ahead, beside its requests: while it has none, and a rollout goes on. `request` and `end`
+    belong on the event loop on which the engine is called."""
+
+    def __init__(self, abort: Callable[[list[str]], Awaitable[None]]) -> None:
+        """`abort`: the engine's, of requests by their ids."""
+        self._abort = abort
+        self.ids = set[str]()
+        """Of the requests with which it writes ahead."""
+        self._calls = 0
+        """Calls that write ahead: their requests may still be on the way to the engine."""
+        self._requests, self._rests = 0, True
+        """Other requests, and whether no rollout goes on."""
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Have a request answered; what is written ahead ends within a step."""
+        self._requests, self._rests = self._requests + 1, False
+        if self._calls and (self._ending is None or self._ending.done()):
+            self._ending = asyncio.create_task(self._end())
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+    async def write(self, ask: Callable[[], Awaitable[tuple[Sequence[int], bool]]]) -> tuple[Sequence[int], bool]:
+        """Write ahead what a request will begin with, until the engine has others or the rollout ends; return that, and
+        whether it is the whole response. `ask`: sends the request, and returns the same."""
+        self._calls += 1  # first: a request may begin at the same moment, on another thread
+        try:
+            return ([], False) if self._requests or self._rests else await ask()
+        finally:
+            self._calls -= 1
+
+    async def end(self) -> None:
+        """End what is written ahead, as the rollout has ended; nothing more is before the next request."""
+        self._rests = True
+        await self._end()
+
+    async def _end(self) -> None:
+        while self._calls:  # again for what reaches the engine meanwhile
+            await self._abort(list(self.ids))
+            await asyncio.sleep(0.01)

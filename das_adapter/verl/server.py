@@ -18,6 +18,7 @@ from das_adapter.core.routing import start_order
 from das_adapter.protocol.engine_args import engine_args
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
+from das_adapter.service.run_ahead import Aside
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED, MEDIA
@@ -40,11 +41,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._order = None if hosts else start_order(das, self.config.n)
         self._last = 2**62 if hosts or self._order else 0
         """Priority of what is written ahead, as vLLM counts it."""
-        self._real = 0
-        """Requests of the present step, or of a validation, that the engine has."""
-        self._ahead: set[str] = set()
-        """Ids of the requests with which it writes ahead."""
-        self._dropping: asyncio.Task[None] | None = None
+        self._aside = Aside(lambda ids: self.engine.abort(ids))
         self._sleeps = False
         """Whether no rollout goes on."""
 
@@ -76,40 +73,31 @@ class DasVLLMHttpServer(vLLMHttpServer):
             kwargs["priority"] = self._order.priority(label.problem_of(prompt_ids), begun)
         self._session.begun([label.problem_of(prompt_ids)])
         begin = time.time()
-        self._real += 1
-        if self._ahead and (self._dropping is None or self._dropping.done()):
-            self._dropping = asyncio.create_task(self._drop_ahead())
-        try:
+        with self._aside.request():
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        finally:
-            self._real -= 1
         if output.stop_reason not in ABORTED:
             text = [*prompt_ids[label.start_in(len(prompt_ids)) :], *output.token_ids]
             self._session.finished(label, text, begin, time.time(), int(self.global_steps or 0))
         return output
 
-    async def write_ahead(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], bool]:
-        """Write what a request of the next step will begin with, until the engine has other requests or sleeps; return
-        that, and whether it is the whole response."""
-        if self._real or self._sleeps:
-            return [], False
-        self._ahead.add(request_id := uuid.uuid4().hex)
-        try:
-            output = await super().generate(prompt_ids, sampling_params, request_id, priority=self._last)
-        finally:
-            self._ahead.discard(request_id)
-        return list(output.token_ids), output.stop_reason not in ABORTED
+    async def write_ahead(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> tuple[Sequence[int], bool]:
+        """Write what a request of a next step will begin with, as `Aside.write` does."""
+        self._aside.ids.add(request_id := uuid.uuid4().hex)
 
-    async def _drop_ahead(self) -> None:
-        """End what is written ahead, within a step; again for what reaches the engine meanwhile."""
-        while self._ahead:
-            await self.engine.abort(list(self._ahead))
-            await asyncio.sleep(0.01)
+        async def ask() -> tuple[Sequence[int], bool]:
+            output = await generate(prompt_ids, sampling_params, request_id, priority=self._last)
+            return list(output.token_ids), output.stop_reason not in ABORTED
+
+        generate = super().generate
+        try:
+            return await self._aside.write(ask)
+        finally:
+            self._aside.ids.discard(request_id)
 
     async def sleep(self) -> None:
         """Sleep as the stock server does: the rollout has ended."""
         self._sleeps = True
-        await self._drop_ahead()
+        await self._aside.end()
         await super().sleep()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

@@ -1,0 +1,96 @@
+"""Runs of NeMo-RL's trainer on two workers, of which the one that has nothing left writes ahead for the next step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "nemo_rl"))
+import arms
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+STEADY = Path(__file__).resolve().parents[1] / "contract" / "steady"
+FOUR_STEPS = [
+    "grpo.max_num_steps=4",
+    *("--problems", "16"),
+    "grpo.num_prompts_per_step=4",
+    "grpo.val_period=2",
+    "policy.train_global_batch_size=16",
+    "policy.max_total_sequence_length=420",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "cluster.gpus_per_node=2",
+    "checkpointing.enabled=true",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+]
+AHEAD = [*arms.ARMS["history"], f"{arms.DAS}.history.run_ahead=auto"]
+
+
+@dataclass
+class Runs:
+    """Four steps, in which every problem is met once, off and with run-ahead, and the last two again, resumed."""
+
+    off: arms.Steps
+    ahead: arms.Steps
+    resumed_off: arms.Steps
+    resumed: arms.Steps
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    out = tmp_path_factory.mktemp("ahead")
+
+    def run(name: str, arm: list[str], saved: str) -> arms.Steps:
+        steps = arms.run(name, [*arm, *FOUR_STEPS, f"checkpointing.checkpoint_dir={out / saved}"], out)
+        assert "written ahead" not in (out / f"{name}.log").read_text()  # nothing to complain of
+        return steps
+
+    with pytest.MonkeyPatch.context() as patch:  # as in test_nemo_rl_runs.py
+        where = [str(STEADY), str(STEADY.parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, where)))
+        whole = [run("off", arms.ARMS["off"], "of_off"), run("ahead", AHEAD, "of_ahead")]
+        for saved in ("of_off", "of_ahead"):
+            shutil.rmtree(out / saved / "step_4")
+        rest = [run("resumed_off", arms.ARMS["off"], "of_off"), run("resumed", AHEAD, "of_ahead")]
+    return Runs(*whole, *rest)
+
+
+def same(some: arms.Steps, others: arms.Steps) -> None:
+    for a, b in zip(some, others, strict=True):
+        for key in ("das/token_hash", "reward", "loss", "grad_norm", "mean_gen_tokens_per_sample"):
+            assert a[key] == b[key], key
+
+
+def test_tokens_rewards_and_gradients_are_the_same(runs: Runs) -> None:
+    assert len(runs.off) == 4
+    same(runs.off, runs.ahead)
+
+
+def test_requests_draft_what_was_written_ahead_and_repeat_it(runs: Runs) -> None:
+    first, *later = runs.ahead
+    assert "das/run_ahead_tokens" not in first
+    assert all(step["das/health"] == 1 for step in runs.ahead)
+    written = [step for step in later if "das/run_ahead_tokens" in step]
+    assert written  # the first step has a tail at least; one that drafts much may have none
+    tokens = sum(step["das/run_ahead_tokens"] for step in written)
+    assert sum(step["das/run_ahead_repeated"] * step["das/run_ahead_tokens"] for step in written) > 0.3 * tokens
+
+
+def test_what_is_written_ahead_is_not_in_the_history(runs: Runs) -> None:
+    written = 0.0
+    for before, step in itertools.pairwise(runs.ahead):
+        written += 16 * before["mean_gen_tokens_per_sample"]
+        assert step["das/history_tokens"] == pytest.approx(written)
+
+
+def test_a_resumed_run_reads_the_same_batches(runs: Runs) -> None:
+    assert len(runs.resumed) == 2
+    same(runs.resumed_off, runs.resumed)
