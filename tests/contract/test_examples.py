@@ -106,6 +106,7 @@ def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -
     """As in a validation, after a reward model has had the GPU."""
     from verl.workers.rollout.replica import RolloutMode
 
+    from das_adapter.service.run_ahead import Aside
     from das_adapter.verl.server import DasVLLMHttpServer
 
     async def validate() -> None:
@@ -122,6 +123,6 @@ def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -
     vars(server).update(
         node_rank=0, rollout_mode=RolloutMode.STANDALONE, config=SimpleNamespace(free_cache_engine=True)
     )
-    vars(server).update(_session=session, _order=None, _ahead=set(), _sleeps=False)
+    vars(server).update(_session=session, _order=None, _aside=Aside(server.abort_request), _sleeps=False)
     asyncio.run(validate())
     assert synced == [3, 3]
