@@ -18,6 +18,7 @@ what the live texts take.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -86,6 +87,8 @@ def measure(batch: int, steps: int) -> dict[str, float]:
 
 def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.ndarray]], roof: Roofline) -> Any:
     """V1's proposer for requests with these texts, whose problems have a history, on that roofline."""
+    from vllm import SamplingParams
+
     from das_adapter.engine.requests import LABEL
     from das_adapter.engine.v1.proposer import Proposer
     from das_adapter.protocol.engine_args import SETTINGS_KEY
@@ -99,7 +102,7 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
         model_config=SimpleNamespace(**model, quantization="unknown"),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    drafter, params = Proposer(vllm_config), SimpleNamespace(max_tokens=None)
+    drafter, params = Proposer(vllm_config), SamplingParams(max_tokens=None)
     drafter.engine.controller.account.time.engine = StepTimes(roof.line())
     requests = {
         str(i): SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params, **{LABEL: Label(problem)})
@@ -149,8 +152,8 @@ def propose(batch: int) -> dict[str, float]:
         clock.append(time.thread_time())
         drafts = drafter.propose(sampled, lengths, texts)
         clock.append(time.thread_time())
-        begin, _ = time.perf_counter(), drafter.engine.history.index.generation  # waits for the search
-        search, settled = time.perf_counter() - begin, time.thread_time()
+        begin, _ = time.process_time(), drafter.engine.history.index.generation  # waits for the search
+        search, settled = time.process_time() - begin, time.thread_time()
         drafter.settle()
         own = clock[1] - clock[0] + clock[3] - clock[2] + time.thread_time() - settled
         rows.append((1e6 * (own + max(0.0, search - 1e-6 * SCHEDULER_US * batch)), 1e6 * own, 1e6 * seconds))
@@ -236,6 +239,9 @@ def main() -> None:
     from provenance import provenance, save
 
     rows = {batch: measure(batch, args.steps) for batch in (1, 8, 64, 256)}
+    propose(1)  # imports what it needs
+    gc.collect()
+    gc.freeze()  # as vLLM does in a worker that has warmed up
     proposers = {batch: propose(batch) for batch in rows}
     outputs = {batch: chosen(batch) for batch in rows}
     for name, found in {"controller": rows, "proposer": proposers, "output": outputs}.items():

@@ -414,13 +414,9 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
                                                    double min_chance) {
-  constexpr size_t kAtOnce = 32;  // as many take about as long as a thread to begin, ten times over
   std::vector<Draft> drafts(count);
-  parallel((count + kAtOnce - 1) / kAtOnce, 2, [&](size_t part) {
-    Scratch scratch;
-    for (size_t i = part * kAtOnce; i < std::min(count, (part + 1) * kAtOnce); ++i)
-      draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
-  });
+  Scratch scratch;
+  for (size_t i = 0; i < count; ++i) draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
   return drafts;
 }
 

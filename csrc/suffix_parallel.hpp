@@ -3,46 +3,35 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace das {
 
-// Calls function(item) for every item below `count`, and returns when all are done: it does not wait for threads that
-// have not begun by then. If items fail, one of the failures is rethrown.
+// Calls function(item) for every item below `count`. If items fail, one of the failures is rethrown when all threads
+// are done.
 template <class Function>
-void parallel(size_t count, size_t threads, const Function& function) {
-  struct Shared {
-    std::atomic<size_t> next{0};
-    std::mutex mutex;
-    std::condition_variable done;
-    size_t left;
-    std::exception_ptr failure;
-  };
-  const auto shared = std::make_shared<Shared>();
-  shared->left = count;
-  const auto work = [shared, count, &function] {  // `function` is there as long as an item is left
-    for (size_t i; (i = shared->next++) < count;) {
-      std::exception_ptr failure;
-      try {
-        function(i);
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      const std::lock_guard<std::mutex> lock(shared->mutex);
-      if (failure) shared->failure = failure;
-      if (!--shared->left) shared->done.notify_one();
+void parallel(size_t count, size_t threads, Function&& function) {
+  std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex failing;
+  const auto work = [&] {
+    try {
+      for (size_t i; (i = next++) < count;) function(i);
+    } catch (...) {
+      next = count;
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
     }
   };
-  for (size_t worker = 1; worker < std::min(threads, count); ++worker) std::thread(work).detach();
+  std::vector<std::thread> others;
+  for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work);
   work();
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  shared->done.wait(lock, [&] { return !shared->left; });
-  if (shared->failure) std::rethrow_exception(shared->failure);
+  for (auto& thread : others) thread.join();
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace das

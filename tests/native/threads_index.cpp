@@ -16,7 +16,7 @@ namespace {
 
 using namespace das;
 constexpr uint64_t kProblems = 6, kGuests = 3;  // guests follow the problems
-constexpr size_t kTokens = 60, kRequests = 70;  // more than one thread drafts for
+constexpr size_t kTokens = 60, kRequests = 18;
 
 void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) {
   for (uint64_t problem = first; problem < first + count; ++problem) {
@@ -27,7 +27,7 @@ void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) 
   index.seal(8, false, 1, 0, UINT64_MAX);
 }
 
-// Opens requests, drafts for them in the threads of the index or where the next call comes, and closes them.
+// Opens requests, drafts for them in the thread of the index or where the next call comes, and closes them.
 void draft(SharedIndex& shared, int rounds, std::atomic<int>& failures) {
   const Token text[] = {1, 2, 3, 5, 8};
   for (int round = 0; round < rounds; ++round) {
