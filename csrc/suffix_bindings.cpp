@@ -92,6 +92,8 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
   index.check_open(handles.data(), handles.size());
 }
 
+constexpr size_t kFew = 4;  // requests that are drafted for before a thread has woken
+
 // Drafts that the index's thread makes, and how much of each it keeps where it shares them out.
 struct Drafting {
   struct Found {
@@ -173,7 +175,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     found->gain =
         allocate(flat.chances.data(), flat.offsets.data(), worth.data(), worth.size(), priced, found->keep.data());
   };
-  return {shared, found, shared.begin(check, std::move(work))};
+  return {shared, found, shared.begin(check, n > kFew, std::move(work))};
 }
 
 // The rules of drafting, which the kernels of vLLM's V2 runner take from here.

@@ -20,7 +20,7 @@ class SharedIndex {
   SharedIndex() = default;
   ~SharedIndex() {
     finish();
-    if (desk_) desk_->put({}, false);
+    if (desk_) desk_->close();
   }
 
   // Returns call(index), when all calls before are done.
@@ -32,15 +32,16 @@ class SharedIndex {
   }
 
   // Begins call(index) in a thread; all later calls wait for it, and make it themselves if the thread has not begun.
-  // `check(index)` is called at once, and may throw.
+  // `check(index)` is called at once, and may throw. `wake`: whether the thread is woken, which takes as long as a
+  // draft or two; else the next call makes it.
   template <class Check, class Call>
-  std::shared_future<void> begin(Check&& check, Call call) {
+  std::shared_future<void> begin(Check&& check, bool wake, Call call) {
     return use([&](SuffixIndex& index) {
       check(index);
       if (!desk_) std::thread([desk = desk_ = std::make_shared<Desk>()] { desk->serve(); }).detach();
       Work work([&index, call = std::move(call)]() mutable { call(index); });
       begun_ = work.get_future().share();
-      desk_->put(std::move(work));
+      desk_->put(std::move(work), wake);
       return begun_;
     });
   }
@@ -55,10 +56,18 @@ class SharedIndex {
     Work work;
     bool open = true;
 
-    void put(Work next, bool stays = true) {
+    void put(Work next, bool wake) {
       {
         const std::lock_guard<std::mutex> lock(mutex);
-        work = std::move(next), open = stays;
+        work = std::move(next);
+      }
+      if (wake) changed.notify_one();
+    }
+
+    void close() {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        open = false;
       }
       changed.notify_one();
     }

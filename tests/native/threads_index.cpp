@@ -38,7 +38,7 @@ void draft(SharedIndex& shared, int rounds, std::atomic<int>& failures) {
     const std::vector<int64_t> budgets(handles.size(), 6);
     const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), handles.size()); };
     std::vector<SuffixIndex::Draft> drafts;
-    const auto done = shared.begin(check, [handles, budgets, &text, &drafts](SuffixIndex& index) {
+    const auto done = shared.begin(check, round % 2, [handles, budgets, &text, &drafts](SuffixIndex& index) {
       for (int64_t handle : handles) index.extend(handle, text, 5);
       drafts = index.draft(handles.data(), budgets.data(), handles.size(), 0);
     });

@@ -191,8 +191,8 @@ class SuffixIndex:
         costs: tuple[Any, ...] = (),
     ) -> Any:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
-        both in a thread without the GIL, or, if that has not begun by then, where the result is taken or the index is
-        used again. Where anything is wrong, nothing is appended.
+        both in a thread without the GIL, or, if that has not begun by then, or they are few, where the result is taken
+        or the index is used again. Where anything is wrong, nothing is appended.
 
         Args:
             handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
