@@ -1,7 +1,6 @@
 // The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,22 +9,21 @@
 #include <utility>
 #include <vector>
 
-#include "allocate.hpp"
 #include "columns.hpp"
 
 namespace nb = nanobind;
 
 namespace {
 
-double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, double token,
-                double bend, double knee, double draft, const std::vector<double>& sizes, Out<int64_t> keep) {
+double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const nb::tuple& costs,
+                Out<int64_t> keep) {
   const size_t batch = worth.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument("allocate: worth, offsets and keep differ in their number of requests");
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != static_cast<int64_t>(chances.size()) || !std::is_sorted(at, at + batch + 1))
     throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
-  return das::allocate(chances.data(), at, worth.data(), batch, {token, bend, knee, draft, sizes}, keep.data());
+  return das::allocate(chances.data(), at, worth.data(), batch, costs_of(costs), keep.data());
 }
 
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.
@@ -121,10 +119,11 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("token"),
-        nb::arg("bend"), nb::arg("knee"), nb::arg("draft"), nb::arg("sizes"), nb::arg("keep"),
-        "Choose how many draft tokens of each request to verify, into keep int64 [b], given the fields of StepModel of "
-        "these names. Return the expected gain in seconds.");
+  m.def(
+      "allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("costs"),
+      nb::arg("keep"),
+      "Choose how many draft tokens of each request to verify, into keep int64 [b], given StepModel.costs. Return the "
+      "expected gain in seconds.");
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),

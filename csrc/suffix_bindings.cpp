@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "allocate.hpp"
 #include "columns.hpp"
 #include "suffix_shared.hpp"
 
@@ -156,11 +155,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
   const auto copied = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
-  TokenCosts priced{};
-  if (worth.size()) {
-    const auto cost = [&](size_t i) { return nb::cast<double>(costs[i]); };
-    priced = {cost(0), cost(1), cost(2), cost(3), nb::cast<std::vector<double>>(costs[4])};
-  }
+  TokenCosts priced = worth.size() ? costs_of(costs) : TokenCosts{};
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
   const auto found = std::make_shared<Drafting::Found>();
   auto work = [found, min_chance, written = std::move(written), counts = std::move(counts), handles = copied(handles),

@@ -25,7 +25,7 @@ from das_adapter.core.length import LengthModel, Responses, classes, expected_re
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
-from das_adapter.core.requests import PACE_STEPS, RequestTable
+from das_adapter.core.requests import NOBODY, PACE_STEPS, RequestTable
 from das_adapter.core.steps import Chances, Decoded, Floats, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
@@ -174,9 +174,11 @@ class Controller:
         nothing was looked for."""
         if search is None:
             return StepPlan.nothing(len(slots))
-        found = drafts if isinstance(drafts, StepPlan) else None
-        nothing = _NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64)
-        chances, offsets = nothing if drafts is None or isinstance(drafts, StepPlan) else drafts
+        found, chances, offsets = None, _NO_DRAFTS, NOBODY  # neither is read where there is a plan
+        if isinstance(drafts, StepPlan):
+            found = drafts
+        else:
+            chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
         model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut), found)
