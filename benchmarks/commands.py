@@ -24,9 +24,6 @@ NEEDED = {
 """What makes a model that commands name, or that lies under what they name, in this order, where it is not there."""
 COMMANDS = {
     "agreement.json": "benchmarks/agreement.py --out OUT",
-    "calibration.json": f"-m das_adapter.cli calibrate {POLICY} --batches 1,2,4,8,16 --contexts 32,512,2048"
-    " --drafts 0,1,3,7 --rounds 6"
-    """ --engine '{"dtype": "float32", "enforce_eager": true, "kv_cache_memory_bytes": 900000000}' --out OUT""",
     "chaos.json": "benchmarks/soak.py --seed 0 --seed 1 --seed 2 --out OUT",
     "controller.json": "benchmarks/controller.py --out OUT",
     "controller_overhead.json": "benchmarks/controller_overhead.py --steps 6000 --out OUT",

@@ -158,9 +158,6 @@ class DasConfig(_Block):
     from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long
     start first, and where requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to the
     replica with the fewest requests in flight; `host`: the host's own balancer."""
-    calibration: UserPath | None = None
-    """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
-    decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
     log_dir: UserPath | None = None
     """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
     written."""
@@ -318,8 +315,6 @@ def check_files(config: DasConfig) -> None:
     """Refuse files and directories of the block that are not on this machine, or can't be written to."""
     if config.drafter == "none":
         return
-    if config.calibration is not None and not os.path.isfile(config.calibration):
-        raise wrong("calibration", config.calibration, "expected a file that das-adapter calibrate wrote")
     if config.history.load and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None and (there := unwritable(config.log_dir)):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 SUCCESSORS = {
-    "das.toggle": "das.speculate and das.calibration",
+    "das.toggle": "das.speculate",
     "das.history.persist": "das.history.load",
     "das.self.max_tokens": "das.max_draft_tokens",
     "das.draft.tokens": "das.max_draft_tokens",

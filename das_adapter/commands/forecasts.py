@@ -1,10 +1,7 @@
-"""Commands that say, without a training run, what drafts would save: estimate, simulate, calibrate."""
+"""Commands that say, without a training run, what drafts would save: estimate, simulate, bench."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,45 +9,6 @@ from typing import Any
 import click
 
 from das_adapter.commands.output import EXISTING, FILE, as_json, bar, print_json, print_table
-
-
-def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
-
-
-def _json(_: click.Context, __: click.Parameter, text: str) -> Any:
-    try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise click.BadParameter(f"found {text!r}, expected JSON such as {{}}: {error}") from None
-
-
-@click.command()
-@click.argument("model")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
-@click.option("--batches", default="1,2,4,8,16,32,64", callback=_numbers, show_default=True, help="Requests.")
-@click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Mean tokens of a request.")
-@click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
-@click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
-@click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
-def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int, ...]) -> None:
-    """Measure what decode steps of MODEL take here.
-
-    With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
-    points, and write a file. MODEL is a directory or name with a Hugging Face config; its weights are not read.
-    """
-    from das_adapter.bench import calibrate as sweep
-
-    with bar(2 * len(grid["batches"]) * len(grid["contexts"])) as progress:
-        stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, progress, **engine)
-        samples, captured = sweep.measure(model, rounds=rounds, progress=progress, **grid, **engine)
-    result = sweep.analyse(samples, captured, stock)
-    sweep.write(out, model, samples, result, shlex.join(["das-adapter", *sys.argv[1:]]))
-    click.echo(json.dumps(result["validation"], indent=2))
-    click.echo(str(out))
 
 
 @click.command()
@@ -158,4 +116,4 @@ def bench(arguments: tuple[str, ...]) -> None:
     run(arguments)
 
 
-COMMANDS = (estimate, simulate, calibrate, bench)
+COMMANDS = (estimate, simulate, bench)

@@ -62,8 +62,6 @@ class Account:
         """Decode steps since the engine's start."""
         self.look = Backoff(2, LOOK_STEPS)
         self.probe_wait = PROBE_STEPS
-        self.slow: str | None = None
-        """How much slower than stock vLLM's the last rollout's steps were, with drafts or without; None: no slower."""
         self._speculate = speculate
         self._rest, self.model_rest = Rest(), Rest()
         """Of all drafting; of the model that drafts."""
@@ -181,7 +179,6 @@ class Account:
             "of_stock": self.time.of_stock() if self._speculate == "auto" else None,  # else the user decides
             "state": self.state.value,
             "reason": None if self.state is State.FAILED else self.reason,
-            "slow": self.slow,
         }
 
     # Inside
@@ -198,19 +195,13 @@ class Account:
         return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"
 
     def _judge(self, model_may_rest: bool) -> None:
-        """Say which of the next rollouts begin at rest, and how this one compares with stock."""
+        """Say which of the next rollouts begin at rest."""
         if self._speculate != "auto":
             return
-        took, saved, compared = self._model_took, self._model_saved, self.time.compare()
+        took, saved, reason = self._model_took, self._model_saved, self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
         words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
         if self.model_rest.judge(words, gained=took > 0 and not lost):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        reason, scatter = compared or (None, 0.0)
-        if self._rest.judge(reason, gained=compared is not None and not reason):
+        if self._rest.judge(reason or None, gained=reason == ""):
             self._news = f"das: drafting rests for a while: {reason}"
-        share = self.time.of_stock()
-        self.slow = None
-        if compared is not None and share is not None and self.time.stock is not None:
-            if share > 1.0 + LOSS + 3.0 * scatter:
-                self.slow = f"decode steps took {share:.2f} of those of the calibration's stock engine"

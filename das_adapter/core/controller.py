@@ -62,12 +62,11 @@ class Controller:
         drafts: ModelDrafts | None = None,
         common: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
-        stock: StepModel | None = None,
     ) -> None:
         """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one,
         see `StepTimes`; `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all
-        requests of a step share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
-        time = PlainTime(StepTimes(prior, sizes=sizes), stock, sizes)
+        requests of a step share one, None: each has its own; `sizes`: see `StepModel`."""
+        time = PlainTime(StepTimes(prior, sizes=sizes), sizes)
         self.account = Account(time, config.speculate)
         self.lengths = LengthModel(limit)
         self.drafts = drafts

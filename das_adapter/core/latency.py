@@ -7,21 +7,18 @@ so the fit chooses the best of a few small models, of which the line is one.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log2
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.steps import Floats
-from das_adapter.errors import DasError
 
 SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again early."""
@@ -292,25 +289,9 @@ def _robust(
         keep.remove(below[-1])
 
 
-class Calibration(NamedTuple):
-    """What is known of an engine before its first step: by `das-adapter calibrate`, or by a roofline."""
+class Prior(NamedTuple):
+    """What is known of an engine before its first step."""
 
     steps: StepModel
     passes: StepModel | None = None
-    """Of the policy copy, by a roofline; None: not known."""
-    stock: StepModel | None = None
-    """Of vLLM without das-adapter, by a calibration; None: not known."""
-
-
-def read_calibration(path: str, key: str = "das.calibration") -> Calibration:
-    """Read the fitted step models of a calibration file, which the config's `key` names.
-
-    Raises:
-        DasError: the file does not exist, or `das-adapter calibrate` did not write it.
-    """
-    try:
-        content = json.loads(Path(path).read_text())
-        stock = content.get("stock")
-        return Calibration(StepModel.of(content["line"]), stock=stock and StepModel.of(stock["line"]))
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DasError(f"{key}={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote") from None
+    """Of the policy copy; None: not known."""

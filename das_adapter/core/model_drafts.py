@@ -67,7 +67,7 @@ class ModelDrafts:
         return float(accepted @ worth[mine])
 
     def expect(self, passes: StepModel | None) -> None:
-        """Take what a pass costs by a calibration, or a roofline; None: it is not known."""
+        """Take what a pass costs by a roofline; None: it is not known."""
         self.passes = StepTimes(passes, kinds=1)
 
     def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:

@@ -2,8 +2,7 @@
 
 A baseline step carries no drafts, and no drafter is asked at its end: it does what a step of stock vLLM does. Where
 these are known, plain decoding takes what they take; until then, what the engine's latency model says of steps without
-drafts. Step times of a stock engine, whose scheduling may be asynchronous, come from a calibration: no engine can
-measure them in itself.
+drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.latency import StepTimes
 from das_adapter.core.requests import with_room
 from das_adapter.core.steps import Floats, Ints, TimedStep
 
@@ -74,12 +73,10 @@ class _Batch:
 class PlainTime:
     """The decode steps since the last weight sync, and what they would have taken without drafts."""
 
-    def __init__(self, engine: StepTimes, stock: StepModel | None = None, sizes: tuple[int, ...] = ()) -> None:
-        """`engine`: times of its steps; `stock`: of a calibration's stock engine, None: stock takes what baseline steps
-        take; `sizes`: `StepModel.sizes` of the engine."""
+    def __init__(self, engine: StepTimes, sizes: tuple[int, ...] = ()) -> None:
+        """`engine`: times of its steps; `sizes`: `StepModel.sizes` of the engine."""
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
-        self.stock = stock
         self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
         self.restart()
 
@@ -152,10 +149,9 @@ class PlainTime:
         plain = self._plain(batch.usual)
         return 0.0 if plain is None else batch.plain(plain) - batch.seconds
 
-    def compare(self) -> tuple[str | None, float] | None:
+    def compare(self) -> str | None:
         """Compare the rollout so far with what its tokens would have taken where no drafter is asked: say why it has
-        lost, which it has where it took longer beyond doubt, and return the relative error of the latter, one standard
-        deviation. None: too little is known."""
+        lost, which it has where it took longer beyond doubt; empty: it has not; None: too little is known."""
         self.baseline.fit()
         steps, seconds = (sum(getattr(batch, name) for batch in self._batches) for name in ("steps", "seconds"))
         unasked, baseline = self._unasked()
@@ -164,17 +160,18 @@ class PlainTime:
         seconds, plain = seconds + baseline, self.total()
         scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
         scatter *= 1.0 - baseline / max(plain, 1e-9)
-        lost = (
+        if seconds <= plain * (1.0 + LOSS + 3.0 * scatter):
+            return ""
+        return (
             f"drafting lost a whole rollout: {seconds:.2f} s of decode steps, {plain:.2f} s where no drafter is asked"
         )
-        return lost if seconds > plain * (1.0 + LOSS + 3.0 * scatter) else None, scatter
 
     def of_stock(self) -> float | None:
         """Return the time of all steps relative to stock's; None: too little is known."""
         self.baseline.fit()
         if not self.known:
             return None
-        model, share = (self.stock, 1.0) if self.stock else (self.baseline.model, float(np.mean(self._ratios())))
+        model, share = self.baseline.model, float(np.mean(self._ratios()))
         plain = 0.0
         for batch in self._batches:
             plain += batch.plain(model.at(batch.usual).plain)

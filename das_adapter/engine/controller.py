@@ -63,7 +63,6 @@ class EngineController:
             drafts,
             lengths,
             sizes,
-            known and known.stock,
         )
 
     # Requests

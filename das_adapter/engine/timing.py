@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
 from das_adapter.core.hardware import recognise
-from das_adapter.core.latency import Calibration, read_calibration
+from das_adapter.core.latency import Prior
 from das_adapter.core.requests import NOBODY
 from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Roofline
 from das_adapter.core.steps import TimedStep
@@ -64,11 +64,9 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
 
 
-def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibration | None:
-    """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
-    there is neither, as where the table of devices lacks the GPU or `Roofline.of` does not know the model's family."""
-    if config.calibration:
-        return read_calibration(config.calibration)
+def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior | None:
+    """Return what steps take before any was timed, by the roofline of model and GPU; None where there is none, as where
+    the table of devices lacks the GPU or `Roofline.of` does not know the model's family."""
     model = vllm_config.model_config
     if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
         return None
@@ -77,4 +75,4 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibra
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
     roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
-    return Calibration(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)
+    return Prior(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)

@@ -195,7 +195,7 @@ def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    kinds = ("error", "alarm", "slow")
+    kinds = ("error", "alarm")
     found = {kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"

@@ -35,12 +35,9 @@ class HardwareBlock(_Block):
 class StepsBlock(_Block):
     """How long a decode step takes."""
 
-    kind: Literal["roofline", "calibration", "line"] = "roofline"
-    """`roofline`: from model and hardware; `calibration`: the line in a file of `das-adapter calibrate`; `line`: base +
-    token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of context, and `draft` with
-    drafts."""
-    file: str | None = None
-    """`calibration`: the file."""
+    kind: Literal["roofline", "line"] = "roofline"
+    """`roofline`: from model and hardware; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c
+    seconds, with c tokens of context, and `draft` with drafts."""
     line: dict[str, float] = {}
     """`line`: the coefficients."""
     overhead_ms: Annotated[float, Field(ge=0)] = 1.0

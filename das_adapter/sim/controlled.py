@@ -9,7 +9,7 @@ import numpy.typing as npt
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
 from das_adapter.core.ladder import Ladder
-from das_adapter.core.latency import Calibration
+from das_adapter.core.latency import Prior
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Decoded, TimedStep
@@ -38,8 +38,7 @@ class Controlled(Drafting):
         history: Source,
         copy: Given | None = None,
         pass_seconds: Seconds | None = None,
-        prior: Calibration | None = None,
-        graphs: tuple[int, ...] = (),
+        prior: Prior | None = None,
         stride: int = 1,
     ) -> None:
         """
@@ -49,14 +48,13 @@ class Controlled(Drafting):
             copy: what the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts.
             pass_seconds: time of one pass of that model.
             prior: what the controllers know of step times before the first.
-            graphs: tokens for which CUDA graphs are captured, as in `StepModel.sizes`.
             stride: a controller that knows what steps take is asked once in so many of them, and again at once if it
                 begins or stops drafting, which may be a probe; in between, a request drafts tokens whose chance is at
                 least that at which the controller ended its draft.
         """
         self._das, self._requests, self._stride = das, requests, stride
         self.history, self.copy, self.pass_seconds = history, copy, pass_seconds
-        self.controllers = [self._controller(limit, prior, graphs) for _ in range(engines)]
+        self.controllers = [self._controller(limit, prior) for _ in range(engines)]
         self._shared = engines > SHARED
         for controller in self.controllers[1:] if self._shared else ():
             first = self.controllers[0]
@@ -71,12 +69,12 @@ class Controlled(Drafting):
         if self._ladder:
             self._agree(self._ladder.length)
 
-    def _controller(self, limit: int, prior: Calibration | None, graphs: tuple[int, ...]) -> Controller:
+    def _controller(self, limit: int, prior: Prior | None) -> Controller:
         das = self._das
         model = ModelDrafts(das.model_tokens, not das.neural, parallel=das.parallel) if self.copy else None
         if model is not None and prior is not None:
             model.expect(prior.passes)
-        return Controller(das, limit, prior and prior.steps, model, sizes=graphs)
+        return Controller(das, limit, prior and prior.steps, model)
 
     def walk(self, rows: Ints) -> Walk | None:
         if not self._left.any():

@@ -12,7 +12,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import device
-from das_adapter.core.latency import Calibration, StepModel, read_calibration
+from das_adapter.core.latency import Prior, StepModel
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, SimConfig
@@ -117,19 +117,16 @@ class Simulation:
             raise ConfigError("arms: stride needs acceptance.history given, and no model that drafts")
         limit = self.config.rollout.cap + self.config.rollout.prompt
         limit = max([limit, *(len(r.prompt) + len(r.tokens) for r in self.rollouts or ())])
-        graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
-        return Controlled(das, requests, self.engines, limit, source, copy, passes, self._prior(das), graphs, stride)
+        return Controlled(das, requests, self.engines, limit, source, copy, passes, self._prior(das), stride)
 
-    def _prior(self, das: DasConfig) -> Calibration | None:
-        """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
-        if das.calibration:
-            return read_calibration(das.calibration)
+    def _prior(self, das: DasConfig) -> Prior | None:
+        """What controllers know before the first step, as in a run."""
         if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
         gpu, bytes_per_weight = device(config.hardware.gpu), WEIGHT_BYTES[config.precision]
         roof = Roofline.of(sizes(config.model), gpu, config.hardware.per_engine, bytes_per_weight)
-        return Calibration(roof.line())
+        return Prior(roof.line())
 
     def _copy_pass(self, das: DasConfig) -> Seconds:
         """Return the time of a pass of the policy copy."""
@@ -150,7 +147,7 @@ def step_times(config: SimConfig) -> Steps:
     """Return the step times that a config asks for.
 
     Raises:
-        ConfigError, DasError: a key is missing, or a file can't be read.
+        ConfigError, DasError: a key is missing.
     """
     block, hardware = config.steps, config.hardware
     if block.kind == "line":
@@ -161,10 +158,6 @@ def step_times(config: SimConfig) -> Steps:
                 f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
                 "context, attention; needed: base and token"
             ) from None
-    if block.kind == "calibration":
-        if block.file is None:
-            raise ConfigError("steps.file: needed with `kind: calibration`")
-        return Line(read_calibration(block.file, "steps.file").steps)
     own = {f"{name}_s": 1e-3 * getattr(block, f"{name}_ms") for name in ("overhead", "draft_overhead", "pass_overhead")}
     return instance(sizes(config.model), device(hardware.gpu), hardware.per_engine, config.precision, **own)
 

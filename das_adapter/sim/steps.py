@@ -60,7 +60,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Line(Steps):
-    """A fitted `StepModel`, such as a calibration's."""
+    """A fitted `StepModel`."""
 
     model: StepModel
 

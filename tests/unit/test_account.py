@@ -26,9 +26,9 @@ SIMPLE = StepModel(base=1.0, token=0.1)
 ONE = np.ones(8, dtype=int)
 
 
-def make(speculate: object = "auto", stock: StepModel | None = None, model: StepModel | None = None) -> Account:
+def make(speculate: object = "auto", model: StepModel | None = None) -> Account:
     engine = StepTimes(model)
-    return Account(PlainTime(engine, stock), speculate)  # type: ignore[arg-type]
+    return Account(PlainTime(engine), speculate)  # type: ignore[arg-type]
 
 
 def timed_step(got: Ints, seconds: float, drafted: bool, context: int = 0, asked: bool = True) -> TimedStep:
@@ -70,9 +70,9 @@ def rollout(
     return seconds, unasked
 
 
-def knowing(stock: StepModel | None = None) -> Account:
+def knowing() -> Account:
     """One that knows from a rollout without drafts what plain steps take."""
-    account = make(stock=stock)
+    account = make()
     rollout(account, asking=1.0)
     account.sync()
     return account
@@ -280,17 +280,6 @@ def test_a_few_steps_are_no_evidence() -> None:
     rollout(account, asking=1.5, tokens=LEAST_STEPS // 2)
     assert account.time.compare() is None
     assert judged(account) is None
-
-
-def test_stock_is_what_a_calibration_says() -> None:
-    account = make(stock=StepModel(base=0.008, token=0.0))
-    rollout(account, asking=1.0)
-    assert account.time.of_stock() == pytest.approx(PLAIN.step(8, 8, False) / 0.008, abs=0.01)
-    assert judged(account) is None  # it is the engine that is slow, not its drafts
-    assert account.slow == "decode steps took 1.35 of those of the calibration's stock engine"
-    rollout(account, asking=1.3, pace=4)
-    account.sync()
-    assert account.slow is None
 
 
 def model_rests(account: Account, took: float, saved: float, may_rest: bool = True) -> bool:

@@ -130,9 +130,8 @@ def test_to_dict_reads_back_equal(given: dict[str, Any]) -> None:
 
 def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    config = parsed({"history": {"load": "~/h"}, "calibration": "~/c.json", "log_dir": "~/logs"})
-    found = config.history.load, config.calibration, config.log_dir
-    assert found == ("/home/someone/h", "/home/someone/c.json", "/home/someone/logs")
+    config = parsed({"history": {"load": "~/h"}, "log_dir": "~/logs"})
+    assert (config.history.load, config.log_dir) == ("/home/someone/h", "/home/someone/logs")
     for given, model in {"~/eagle": "/home/someone/eagle", "hub/eagle": "hub/eagle"}.items():
         assert parsed({"drafter": "eagle3", "draft": {"model": given}}).draft.model == model
 
@@ -181,7 +180,6 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
             for value in (True, "on", 1.5, -1, False, None, 0)
         ),
         ({"routing": "random"}, ["das.routing", "'random'", "'least_loaded'"]),
-        ({"calibration": 1}, ["das.calibration", "1", "string"]),
         ({"log_dir": 5}, ["das.log_dir", "5", "string"]),
         ({"self": {"weights": "int2"}}, ["das.self.weights", "'int2'", "'int4'", "'int8'"]),
         ({"drafter": "self", "self": {"ladder": [5, 3]}}, ["das.self.ladder", "[5, 3]", "rising"]),
@@ -266,7 +264,6 @@ VALUES: dict[str, Any] = {
     "speculate": 3,
     "budget": "das",
     "routing": "host",
-    "calibration": "x",
     "log_dir": "x",
     "verify.noise": "keyed",
     "verify.seed": 3,
@@ -353,18 +350,17 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "good.json"
     file.write_text("{}")
     for key, value, words in [
-        ("calibration", tmp_path / "none.json", "das-adapter calibrate wrote"),
-        ("calibration", tmp_path, "das-adapter calibrate wrote"),
         ("history.load", tmp_path / "none", "a directory that exists"),
+        ("history.load", file, "a directory that exists"),
         ("log_dir", file, "a directory that can be written to"),
         ("log_dir", file / "logs", "a directory that can be written to"),
     ]:
         config = parsed(block({key: str(value)}))
         with pytest.raises(ConfigError, match=rf"^das\.{key}: found '{value}'.*{re.escape(words)}"):
             check_files(config)
-    keys = {"calibration": file, "history.load": tmp_path, "log_dir": tmp_path / "new" / "logs"}
+    keys = {"history.load": tmp_path, "log_dir": tmp_path / "new" / "logs"}
     check_files(parsed(block({key: str(value) for key, value in keys.items()})))
-    check_files(parsed({"drafter": "none", "verify": {"noise": "keyed"}, "calibration": "nowhere.json"}))
+    check_files(parsed({"drafter": "none", "verify": {"noise": "keyed"}, "history": {"load": "nowhere"}}))
 
 
 def under_verl(das: Any = None, **rollout: Any) -> DictConfig:
@@ -384,7 +380,7 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"custom": {"das": None}}, "actor_rollout_ref.rollout.custom.das: found an empty block"),
         (None, {"custom": {"dass": {}}}, "actor_rollout_ref.rollout.custom.dass: unknown key; did you mean 'das'?"),
         ({"self": {"ladder": [3]}}, {}, "das.self.ladder=[3] has an effect only with"),
-        ({"calibration": "nowhere.json"}, {}, "das.calibration: found 'nowhere.json'"),
+        ({"history": {"load": "nowhere"}}, {}, "das.history.load: found 'nowhere'"),
         ({}, {"full_determinism": True}, "and actor_rollout_ref.rollout.full_determinism both choose a router: set"),
         (
             {},
@@ -421,7 +417,6 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
             {"das": {}, "vllm_kwargs": {"additional_config": '{"a": 1}'}},
             "policy.generation.vllm_kwargs.additional_config: found '{\"a\": 1}', expected a mapping",
         ),
-        ({"das": {"calibration": "nowhere.json"}}, "das.calibration: found 'nowhere.json'"),
         ({"das": {"history": {"load": "x"}}}, "das.history.load: found 'x', expected a directory that exists"),
         (
             {"backend": "sglang", "das": {}},

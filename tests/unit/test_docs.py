@@ -107,7 +107,7 @@ def alarms(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and node.name in REASONS:
             said = [part for part in ast.walk(node) if isinstance(part, (ast.Assign, ast.Return))]
         elif isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "slow", "_refused") for t in node.targets
+            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "_refused") for t in node.targets
         ):
             said = [node]
         else:
@@ -123,7 +123,7 @@ def test_every_alarm_is_explained_word_for_word() -> None:
     for line in explained:
         assert any(line in text for text in source), f"no such line in the source: {line}"
     spoken = {alarm for tree in trees for alarm in alarms(tree)}
-    assert len(spoken) >= 7
+    assert len(spoken) >= 6
     assert spoken <= set(explained), f"not explained: {spoken - set(explained)}"
 
 

@@ -29,7 +29,6 @@ COMMANDS = {
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it"
     ),
     r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
-    r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
     r"pip install dist/das_adapter-\*\.whl": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
     r"(uv )?pip install \.|pip uninstall das-adapter": (
         "tests/wheel/test_wheel.py::test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled"

@@ -114,7 +114,7 @@ def test_every_fault_has_a_reason() -> None:
     half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
     assert faults([half]) == {}
     assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
-    assert faults([{"slow": "steps took 1.1"}, {"slow": None}]) == {"slow": "steps took 1.1"}
+    assert faults([{"error": "no"}, {"error": None}]) == {"error": "a drafter failed: no"}
 
 
 def test_the_copys_figures_are_the_slowest_replicas() -> None:

@@ -1,10 +1,7 @@
-"""What simulated steps take: rooflines, calibrations, and the passes of models that draft."""
+"""What simulated steps take: rooflines, lines, and the passes of models that draft."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,13 +72,10 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
     assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
 
 
-def test_a_calibration_is_simulated_with_what_it_fitted(tmp_path: Path) -> None:
-    model = StepModel(base=0.01, token=1e-4, context=1e-7)
-    line = asdict(model) | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({"line": line}))
-    steps = {"kind": "calibration", "file": str(path)}
-    simulation = simulated(steps=steps, arms={"off": OFF, "self": {"das": {"drafter": "self"}}})
+def test_a_line_is_simulated_as_it_is() -> None:
+    line = {"base": 0.01, "token": 1e-4, "context": 1e-7}
+    model, arms = StepModel(**line), {"off": OFF, "self": {"das": {"drafter": "self"}}}
+    simulation = simulated(steps={"kind": "line", "line": line}, arms=arms)
     b = np.array([4.0, 16.0])
     assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(model.seconds(4 * b, b, True, 100 * b))
     off, ours = (sum(step.rollout_s for step in simulation.run(arm).steps) for arm in ("off", "self"))
@@ -117,24 +111,11 @@ def test_the_rate_of_a_draft_gives_its_length() -> None:
         rate_of(4.2, 3)
 
 
-def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_path: Path) -> None:
-    def first(**changed: Any) -> Any:
-        arms = {"a": {"das": {"drafter": "history+self", **changed}}}
-        line = {"kind": "line", "line": LINE}
-        return controllers(simulated(model="Qwen/Qwen2.5-7B", steps=line, arms=arms))[0]
-
-    path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({"line": LINE}))
-    assert not first().times.known  # steps that belong to no GPU
-    assert first(calibration=str(path)).times.model == StepModel(**LINE)
+def test_controllers_know_before_the_first_step_what_those_of_a_run_know() -> None:
+    line = {"kind": "line", "line": LINE}
+    assert not controllers(simulated(steps=line, arms={"a": {}}))[0].times.known  # steps that belong to no GPU
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
     begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
     assert controllers(of_gpu)[0].times.model == begin.line()
     assert not controllers(of_gpu, "b")[0].times.known
-    path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))
-    fleet, work = simulated(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}}).fleet("a")
-    rows = fleet.requests.add(**work.steps[0])
-    fleet.submit(rows, rows % 2, rows * 0, 0.0)
-    fleet.run()
-    assert fleet.drafting.controllers[0].times.model.sizes == (8, 16)
