@@ -38,7 +38,8 @@ AHEAD = [*arms.ARMS["history"], f"{arms.DAS}.history.run_ahead=auto"]
 
 @dataclass
 class Runs:
-    """Four steps, in which every problem is met once, off and with run-ahead, and the last two again, resumed."""
+    """Four steps, in which every problem is met once, off and with run-ahead, and the last two again, resumed; with
+    run-ahead after a run that was killed in the third step, while it wrote the fourth."""
 
     off: arms.Steps
     ahead: arms.Steps
@@ -61,7 +62,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         whole = [run("off", arms.ARMS["off"], "of_off"), run("ahead", AHEAD, "of_ahead")]
         for saved in ("of_off", "of_ahead"):
             shutil.rmtree(out / saved / "step_4")
-        rest = [run("resumed_off", arms.ARMS["off"], "of_off"), run("resumed", AHEAD, "of_ahead")]
+        resumed_off = run("resumed_off", arms.ARMS["off"], "of_off")
+        patch.setenv("DAS_TEST_KILLED_IN", "3")
+        with pytest.raises(SystemExit):
+            run("killed", AHEAD, "of_ahead")
+        assert not (out / "killed.jsonl").exists() or not arms.steps(out / "killed.jsonl")
+        patch.delenv("DAS_TEST_KILLED_IN")
+        rest = [resumed_off, run("resumed", AHEAD, "of_ahead")]
     return Runs(*whole, *rest)
 
 
@@ -81,6 +88,7 @@ def test_what_is_written_ahead_is_not_in_the_history(runs: Runs) -> None:
         assert step["das/history_tokens"] == pytest.approx(written)
 
 
-def test_a_resumed_run_reads_the_same_batches(runs: Runs) -> None:
+def test_a_run_that_was_killed_while_it_wrote_ahead_is_resumed_as_it_was(runs: Runs) -> None:
     assert len(runs.resumed) == 2
+    assert drafted_ahead(runs.resumed)
     same(runs.resumed_off, runs.resumed, FIGURES)

@@ -1,6 +1,6 @@
 """Have das-adapter's engines in every process of a test run decide by the same step times on every machine, and hosts
 start and end sooner: what they import stays, and looking for garbage in it again and again is a quarter of the time;
-nobody is started again and looks for the history of a run that has ended.
+nobody is started again and looks for the history of a run that has ended. `DAS_TEST_KILLED_IN` asks for a run's death.
 
 Python imports it at its start where this directory is on PYTHONPATH, and the one above, too.
 """
@@ -8,6 +8,8 @@ Python imports it at its start where this directory is on PYTHONPATH, and the on
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from typing import Any
 
 import wrapt
@@ -25,3 +27,16 @@ def steady(_: Any) -> None:
 @wrapt.when_imported("das_adapter.protocol.spool")
 def short(spool: Any) -> None:
     spool.GRACE_S = 2.0
+
+
+@wrapt.when_imported("das_adapter.service.run_ahead")
+def killed(run_ahead: Any) -> None:
+    """Kill the process that writes ahead in this step of the run, when it has its first text."""
+    last, stop = int(os.environ.get("DAS_TEST_KILLED_IN", "0")), run_ahead.Writing.stop
+
+    def begun(writing: Any, step: int) -> None:
+        stop(writing, step)
+        if step == last:
+            run_ahead.Job.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    run_ahead.Writing.stop = begun
