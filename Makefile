@@ -28,7 +28,7 @@ demo: env  # run GRPO through veRL with speculation off and on, and compare
 	$(BIN)/python examples/verl/demo.py
 
 gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM): at most 25 minutes
-	$(PYTHON) -m das_adapter.bench --out benchmarks/results
+	$(PYTHON) -P -m das_adapter.bench --out benchmarks/results
 
 gputests:  # run contract tests on a GPU, in the environment of PYTHON (with pytest); test_ranks.py needs two, of 8.9 or newer
 	$(ON_GPU) tests/contract/test_on_gpu.py
@@ -80,7 +80,7 @@ wheel: env  # build sdist and wheel in dist/, and try the wheel where there is n
 env: $(VENV)/.built  # set up the environment in $(VENV)
 
 $(VENV)/.installed: constraints-cpu.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "das-adapter needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "veRL, with which the tests run, needs Python 3.11 or 3.12: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" -c constraints-cpu.txt 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
 	$(PIP) -c constraints-cpu.txt $$($(BIN)/python tools/requirements.py verl-cpu dev docs)

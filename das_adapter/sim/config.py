@@ -107,8 +107,8 @@ class AcceptanceBlock(_Block):
     length: Annotated[float, Field(ge=1)] | None = None
     """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens."""
     pass_share: Annotated[float, Field(ge=0)] | None = None
-    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: as `steps.file`
-    has it, else 0.05. Of what reading the context takes, EAGLE-3 and MTP have the share of one layer with `roofline`,
+    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: 0.05.
+    Of what reading the context takes, EAGLE-3 and MTP have the share of one layer with `roofline`,
     others this one."""
 
 

@@ -66,9 +66,9 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
 
     Args:
         path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`, `prompt_offsets`), `.jsonl`, or a
-            directory of `.jsonl`. A JSON line is veRL's (`input`, `output`, `step`), NeMo-RL's
-            (`token_ids` and `token_loss_mask`), or has `problem`, `response` and perhaps `step`, `run`
-            or `model`.
+            directory of `.jsonl`, of which NeMo-RL's validations are left out. A JSON line is veRL's (`input`,
+            `output`, `step`), NeMo-RL's (`token_ids` and `token_loss_mask`), or has `problem`, `response` and perhaps
+            `step`, `run` or `model`.
         tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds text and no token ids.
 
     Raises:
@@ -78,7 +78,8 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
         if path.suffix == ".npz":
             rollouts = _from_arrays(path)
         else:
-            files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+            inside = (file for file in sorted(path.glob("*.jsonl")) if not file.name.startswith("val_data_step"))
+            files = list(inside) if path.is_dir() else [path]
             # numbers in the order in which they are first asked for
             problems, runs = (defaultdict[str, int](itertools.count().__next__) for _ in range(2))
             tokenize = _tokenizer(tokenizer) if tokenizer else None

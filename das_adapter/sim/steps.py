@@ -17,7 +17,7 @@ from das_adapter.sim.requests import Floats
 Seconds = Callable[[Floats, Floats], Floats]
 """Times by requests and by the context tokens that these have together, float64 [n] each."""
 PASS_SHARE = 0.05
-"""Time of a pass of a neural drafter, as a share of a plain step, where it is neither given nor measured."""
+"""Time of a pass of a neural drafter, as a share of a plain step, where it is not given."""
 NETWORK = 50e9
 """Bytes per second of a device between NVLink domains: 400 Gb/s, NVIDIA's reference design for HGX systems."""
 HOP_S = 8e-6
@@ -43,8 +43,7 @@ class Steps:
         raise NotImplementedError
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        """Return the time of a pass of a neural drafter: a share of a plain step; None: as measured, else
-        `PASS_SHARE`."""
+        """Return the time of a pass of a neural drafter: a share of a plain step; None: `PASS_SHARE`."""
         raise NotImplementedError
 
     def _shared_pass(self, part: float, read: float | None = None, extra: float = 0.0) -> Seconds:

@@ -56,6 +56,10 @@ def _native_core() -> Finding:
 
 def _host(host: str) -> Finding:
     version, known = compat.version(host), compat.HOSTS[host]
+    if version is None and host == "vllm" and compat.version("nemo_rl"):
+        return Finding(
+            host, "absent", "not installed here: NeMo-RL's workers have theirs; call das-adapter doctor there"
+        )
     if version is None:
         return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
     try:

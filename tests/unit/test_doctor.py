@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+from das_adapter import compat
 from das_adapter.tools import doctor
 from das_adapter.tools.doctor import equality, examine
 
@@ -31,6 +32,14 @@ def test_the_installed_package_is_sound() -> None:
 )
 def test_it_says_which_equality_the_machine_gives(gpu: str, environment: dict[str, str], words: str) -> None:
     assert words in equality(gpu, environment)
+
+
+@pytest.mark.parametrize(("others", "state"), [({}, "broken"), ({"nemo_rl": "0.8.0"}, "absent")])
+def test_only_nemo_rls_driver_needs_no_vllm(
+    others: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "version", others.get)
+    assert {finding.name: finding.state for finding in examine()}["vllm"] == state
 
 
 def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:

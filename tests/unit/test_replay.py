@@ -57,7 +57,9 @@ def test_nemo_rl_s_dump_needs_no_tokenizer(tmp_path: Path) -> None:
         "input_lengths": [4],
         "idx": 0,
     }
-    (one,) = read(write(tmp_path / "train_data_step7.jsonl", row))
+    write(tmp_path / "train_data_step7.jsonl", row)
+    write(tmp_path / "val_data_step7.jsonl", {"content": ["2+2="], "rewards": 1.0})  # is of no training step
+    (one,) = read(tmp_path)
     assert (one.step, one.prompt.tolist(), one.tokens.tolist()) == (7, [5, 6], [7, 8])
 
 
