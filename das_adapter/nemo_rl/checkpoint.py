@@ -65,8 +65,9 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
         logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
     from nemo_rl.utils.checkpoint import CheckpointManager
 
-    from das_adapter.service import checkpoint
+    from das_adapter.service import checkpoint, ledger
 
+    ledger.end_earlier()
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))

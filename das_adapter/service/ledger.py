@@ -3,6 +3,7 @@ training step, and what the run's history starts from."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,6 +23,8 @@ logger = logging.getLogger("das_adapter")
 
 _LOOK_S = 5.0
 """How often an actor of a run looks whether its job has ended."""
+_END_S = 30.0
+"""How long a run waits for what an earlier run of its job has left."""
 
 
 class Synced(NamedTuple):
@@ -155,9 +158,12 @@ HISTORY = "das_history"
 def histories() -> tuple[str, ...]:
     """Return the names of the histories of this run's nodes, sorted; each ends in `:` and Ray's id of its node."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    names = (found["name"] for found in ray.util.list_named_actors(all_namespaces=True))
-    own = (name for name in names if name.startswith(f"{name_of(HISTORY)}:"))
+    own = (name for name in _names() if name.startswith(f"{name_of(HISTORY)}:"))
     return tuple(sorted(name for name in own if name.rpartition(":")[2] in alive))
+
+
+def _names() -> set[str]:
+    return {found["name"] for found in ray.util.list_named_actors(all_namespaces=True)}
 
 
 def history_of(node: str = "") -> str:
@@ -189,6 +195,21 @@ def named(name: str, kind: type, *args: Any, **options: Any) -> Any:
         options = {"scheduling_strategy": "DEFAULT", **options}  # not in the placement group of an engine
         started = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(kind)
         return started.options(name=name, namespace=NAMESPACE, get_if_exists=True).remote(*args)
+
+
+def end_earlier() -> None:
+    """End what an earlier run of this job has left, before anything of a run is started: its lengths, figures and
+    history, whose weight versions may be higher, are not the next one's."""
+    names = {name_of("das_ledger"), *histories()} & _names() if ray.is_initialized() else set[str]()
+    if not names:
+        return
+    answers([actor(name).end.remote() for name in names if name.startswith(HISTORY)], _END_S, "end")
+    for name in names:
+        with contextlib.suppress(ValueError):
+            ray.kill(actor(name))
+    until = time.monotonic() + _END_S
+    while names & _names() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def end_with_job() -> None:

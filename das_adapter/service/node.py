@@ -4,6 +4,7 @@ the ledger and to the histories of other nodes."""
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 import threading
 import time
@@ -125,6 +126,12 @@ class NodeHistory:
         finally:
             path.unlink(missing_ok=True)
 
+    def end(self) -> None:
+        """Remove the history: its run has ended, and another one of its job begins."""
+        with self.writer.lock:
+            self.writer.store.close()
+            shutil.rmtree(self.writer.directory, ignore_errors=True)
+
     @ray.method(concurrency_group="checkpoints")
     def flush(self) -> int:
         """Bring all texts here to their homes, and lengths to the ledger, and wait for that, for a checkpoint; return
@@ -204,7 +211,10 @@ class NodeHistory:
             try:
                 call = self._sending.pop(path.name, None)
                 if peer not in self._nodes:  # it went
-                    path.rename(path.with_name(f"{TEXTS}-{rest}"))
+                    if self.writer.policy.config.scope == "global":  # which this node has, too
+                        path.unlink()
+                    else:
+                        path.rename(path.with_name(f"{TEXTS}-{rest}-{peer.rpartition(':')[2]}"))
                 elif call is None:
                     call = ledger.actor(peer).receive.remote(f"{TEXTS}-{rest}", path.read_bytes())
                     self._sending[path.name] = call

@@ -224,7 +224,11 @@ class Session:
                     calls.append(actor(name).give.remote(asked))
             for history in answers(calls, _GUESTS_WAIT_S, "give"):
                 file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
-                write(file, history)
+                try:
+                    write(file, history)
+                except BaseException:  # there may be no room for all of it
+                    file.unlink(missing_ok=True)
+                    raise
                 self._arrived.append(file)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)

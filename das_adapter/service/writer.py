@@ -22,6 +22,9 @@ from das_adapter.service import janitor
 
 logger = logging.getLogger("das_adapter")
 
+_MOST_FILES = 512
+"""Files that wait in the spool until they are published: every look lists them."""
+
 
 class Writer:
     """The one writer of a directory. A file of the spool is removed when its texts are published: one that is left by a
@@ -92,6 +95,8 @@ class Writer:
     def work(self, seconds: float) -> bool:
         """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget;
         return whether there is more."""
+        if len(self._kept) >= _MOST_FILES:
+            self.publish()
         until, more = time.monotonic() + seconds, True
         if self._grown:
             self._grown = False

@@ -34,10 +34,14 @@ followed = threading.Event()
 )
 def check_at_start(stock: Any) -> Any:
     """Without it a wrong `das:` block is found when engines start, or never; `fully_async_main` starts without
-    `validate_config`. Remove this patch when veRL lets plug-ins check the config of every pipeline."""
+    `validate_config`. And a second run of one process would go on with what the first has learned. Remove this patch
+    when veRL lets plug-ins check the config of every pipeline."""
 
     def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
-        settings.check(config)
+        if settings.check(config):
+            from das_adapter.service import ledger
+
+            ledger.end_earlier()
         return stock(config, *args, **kwargs)
 
     return check_first

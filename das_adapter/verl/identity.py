@@ -185,7 +185,10 @@ def label_requests(stock: Any) -> Any:
         sample = _current.get()
         if self._das is None or sample is None:
             return await stock(self, *args, **kwargs)
-        prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
+        from verl.utils.tokenizer import normalize_token_ids
+
+        prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
+        media = any(kwargs.get(name) for name in MEDIA)
         sample.again += sample.running > 0 or len(prompt) < sample.drawn
         own = label(self._das, sample, prompt, media)
         if sample.job is not None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from das_adapter.core.identity import media_hash
@@ -63,7 +64,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
     ) -> Any:
         """Generate as the stock server does; a finished training response goes into the history, with what it wrote
         before it was interrupted, and what tools answered since the previous turn."""
-        label = Label.of(sampling_params.get("extra_args"))
+        prompt_ids, label = normalize_token_ids(prompt_ids), Label.of(sampling_params.get("extra_args"))
         if label.problem is None:
             media = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
             label = self._label_stranger(prompt_ids, media)
@@ -93,6 +94,11 @@ class DasVLLMHttpServer(vLLMHttpServer):
             return await self._aside.write(ask)
         finally:
             self._aside.ids.discard(request_id)
+
+    async def wait_for_requests_to_drain(self) -> None:
+        """Wait as the stock server does, before it sleeps: what is written ahead is waited for by nobody."""
+        await self._aside.end()
+        await super().wait_for_requests_to_drain()
 
     async def sleep(self) -> None:
         """Sleep as the stock server does: the rollout has ended."""

@@ -126,3 +126,30 @@ def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -
     vars(server).update(_session=session, _order=None, _aside=Aside(server.abort_request), _sleeps=False)
     asyncio.run(validate())
     assert synced == [3, 3]
+
+
+def test_the_end_of_a_rollout_does_not_wait_for_what_is_written_ahead() -> None:
+    """Engines of several data-parallel ranks are asked whether they are done before they sleep."""
+    from das_adapter.service.run_ahead import Aside
+    from das_adapter.verl.server import DasVLLMHttpServer
+
+    async def check() -> None:
+        aborted = asyncio.Event()
+
+        async def abort(_: Any) -> None:
+            aborted.set()
+
+        async def endless() -> tuple[list[int], bool]:
+            await aborted.wait()
+            return [1], False
+
+        aside, server = Aside(abort), object.__new__(DasVLLMHttpServer)
+        with aside.request():
+            pass  # the rollout has begun, and this engine has nothing left
+        writing = asyncio.create_task(aside.write(endless))
+        await asyncio.sleep(0)
+        vars(server).update(_aside=aside, engine=SimpleNamespace(wait_for_requests_to_drain=lambda: writing))
+        await asyncio.wait_for(server.wait_for_requests_to_drain(), 10)
+        assert writing.result() == ([1], False)
+
+    asyncio.run(check())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import resource
 import shutil
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +74,15 @@ class Engine(test_history.Engine):
     def limit(self, size: int) -> None:
         """Let this process write no file that is larger."""
         limited(os.getpid(), size)
+
+    def warned(self, problems: list[int]) -> str:
+        """Begin requests of problems whose history does not come; return the line in the log."""
+        lines = BufferingHandler(1000)
+        logging.getLogger("das_adapter").addHandler(lines)
+        self.begin(problems)
+        until(lambda: lines.buffer)
+        logging.getLogger("das_adapter").removeHandler(lines)
+        return str(lines.buffer[0].getMessage())
 
 
 class Run:
@@ -247,6 +258,17 @@ def test_an_engine_gets_the_history_of_other_nodes_and_one_that_starts_again_tha
     run.engines.append(run.engine(run.nodes[1].node_id))  # as a host starts an engine again
     run.goes_on(*problems)
     assert run.tokens == before
+
+
+def test_history_of_another_node_that_finds_no_room_leaves_nothing_behind(run: Run) -> None:
+    away = run.write(1, home=1)
+    run.goes_on(away)
+    node = run.figures(0)["directory"]
+    before = sorted(os.listdir(node))
+    ray.get(run.engines[0].limit.remote(16))
+    assert "requests go on without the history" in ray.get(run.engines[0].warned.remote([away]))
+    ray.get(run.engines[0].limit.remote(resource.RLIM_INFINITY))
+    assert sorted(os.listdir(node)) == before
 
 
 def test_all_engines_go_and_what_they_started_stays(run: Run) -> None:

@@ -86,8 +86,8 @@ def job(ray_address: str) -> Iterator[None]:
 class Alone(NodeHistory):
     """A history in this process, at home in all problems."""
 
-    def __init__(self, root: Path, name: str = "history"):
-        super().__init__(CONFIG, name, root=str(root), grace_s=1.0)
+    def __init__(self, root: Path, name: str = "history", config: HistoryConfig = CONFIG):
+        super().__init__(config, name, root=str(root), grace_s=1.0)
 
     def leave(self, engine: str, *trajectories: Trajectory) -> None:
         """Let an engine leave what it wrote."""
@@ -467,6 +467,16 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
 
 
+@pytest.mark.parametrize("scope", ["problem", "global"])
+def test_texts_for_nodes_that_go_together_stay_once_each(job: None, tmp_path: Path, scope: Any) -> None:
+    history = Alone(tmp_path, config=HistoryConfig(max_bytes=2**26, scope=scope))
+    history.published(1)
+    for node in ("one", "two"):  # parts of a batch, of which this node keeps a part as well, or with `global` all
+        put(history.directory(), f"away-{node}-engine-1", pack([Trajectory(1, POEM.tobytes(), 1)]))
+    history.tick()
+    assert tokens(history.published(2)) == {"problem": 60, "global": 0}[scope]
+
+
 def test_a_node_that_texts_do_not_reach_is_named_once(
     writer: Alone, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,3 +495,19 @@ def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(j
         engine.write(5, POEM, 50)
         engine.session.sync(51)
         assert [report["engines_behind"] for report in engine.session.report(52)] == [behind]
+
+
+def test_another_run_of_the_job_begins_with_nothing_of_the_first(job: None) -> None:
+    first = Engine()
+    first.write(1, POEM, 70)
+    directory = first.sync(71).history.directory
+    ledger_module.end_earlier()
+    assert not Path(directory).exists()
+    with pytest.raises(ValueError):
+        ledger_module.running()
+    second = Engine()
+    second.write(1, POEM[:20], 0)
+    heard = second.sync(1)
+    assert heard.responses.tolist() == [(1, 20, 0)]
+    assert tokens(heard.history) == 20
+    assert [step["engines_behind"] for step in second.session.report(1)] == [0]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+from transformers import BatchEncoding
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import media_hash, prompt_identity
@@ -25,7 +26,7 @@ OFF = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "none"}}}
 def requests(
     config: dict,
     trajectory: dict,
-    prompts: list[list[int]],
+    prompts: list[Any],
     stops: Sequence[str] = (),
     images: list[Any] | None = None,
     **kwargs: Any,
@@ -60,6 +61,15 @@ def test_problems_that_differ_only_in_their_images_are_different_ones() -> None:
     one, other, next_epoch = (first.problem for first, _ in problems)
     assert one == next_epoch != other
     assert labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=0))[0].problem == prompt_identity([1, 2]) != one
+
+
+def test_a_prompt_is_labelled_as_the_server_reads_it() -> None:
+    """An agent loop may pass what Transformers 5 makes of a chat, or ids in another list."""
+    plain, *others = (
+        labels(requests(ON, TRAJECTORY, [prompt], session_id=0))[0]
+        for prompt in ([1, 2, 3], BatchEncoding({"input_ids": [1, 2, 3]}), [[1, 2, 3]])
+    )
+    assert others == [plain, plain]
 
 
 def test_media_are_told_apart_by_what_they_show() -> None:

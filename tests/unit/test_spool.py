@@ -184,3 +184,16 @@ def test_a_spool_that_is_another_thing_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(IndexFileError, match="no link"):
         put_batch(tmp_path, "engine", SOME)
+
+
+def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(tmp_path: Path) -> None:
+    writer, most = opened(tmp_path), 0
+    for number in range(2000):
+        put_batch(writer.directory, "engine", [written(number)])
+        if number % 100 == 99:
+            for file, texts in writer.read():
+                writer.keep(file, texts)
+            writer.work(0.0)
+            most = max(most, len(writer.waiting("batch")))
+    assert most < 1000
+    assert take(writer) == 2000 * 30
