@@ -105,7 +105,8 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
-    assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0", "misleading", "after misleading"}
+    drafted = {"first", "earlier", "corrupted 0.0", "corrupted 1.0", "misleading", "after misleading"}
+    assert set(arms) == {"stock", *drafted}
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
     assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
 

@@ -463,7 +463,7 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     put(writer.directory(), "away--engine-4", b"")
     os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
     writer.tick()  # the node that most were for has gone: they stay here
-    assert writer.files == ["away--engine-4", "texts-engine-2", "texts-engine-3"]
+    assert writer.files == ["away--engine-4", "texts-engine-2-gone", "texts-engine-3-gone"]
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
 
 
