@@ -82,6 +82,8 @@ _VLLM = _symbols("""
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         Sampler.topk_topp_sampler
+    vllm.v1.sample.logits_processor.builtin: MinTokensLogitsProcessor.min_toks
+        MinTokensLogitsProcessor.update_state(batch_update)
     vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device)
         RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)
 """)

@@ -10,7 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
-from vllm.v1.sample.logits_processor import LogitsProcessors  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.sample.logits_processor import (  # noqa: E402
+    BatchUpdate,
+    LogitsProcessors,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
@@ -78,6 +83,20 @@ def test_no_more_logits_are_processed_at_once_than_fit(monkeypatch: pytest.Monke
     parts = verified("cpu", **asked)
     assert rows[1:] == [9, 9, 6]
     assert torch.equal(parts.sampled_token_ids, whole.sampled_token_ids)
+
+
+@pytest.mark.parametrize("rows", [ROWS, 5])
+def test_min_tokens_hold_of_the_request_that_asked_in_each_chunk(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request joins beside drafts, and all tokens but one would end it."""
+    joins, free = DRAFTED.index(0), verified("cpu").sampled_token_ids[:, 0].tolist()
+    only = next(token for token in range(VOCABULARY) if token not in free)
+    asked = SamplingParams(min_tokens=1, stop_token_ids=[token for token in range(VOCABULARY) if token != only])
+    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    processor.update_state(BatchUpdate(len(DRAFTED), removed=[], added=[(joins, asked, [1], [])], moved=[]))
+    monkeypatch.setattr(verification, "_CHUNK_BYTES", 4 * VOCABULARY * rows)
+    for _ in range(2):  # vLLM's processor is as it was
+        output = verified("cpu", logitsprocs=LogitsProcessors([processor]))
+        assert output.sampled_token_ids[:, 0].tolist() == [*free[:joins], only, *free[joins + 1 :]]
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

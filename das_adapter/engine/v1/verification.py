@@ -7,6 +7,7 @@ log-probability are the same bit for bit, whatever was drafted. Models draw thei
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
@@ -134,7 +136,22 @@ def by_row(sampling: SamplingMetadata, metadata: SpecDecodeMetadata, rows: slice
             if request in sampling.bad_words_token_ids:
                 words[i] = sampling.bad_words_token_ids[request]
         spread |= {"output_token_ids": texts, "bad_words_token_ids": words}
+    spread["logitsprocs"] = _at_rows(sampling.logitsprocs, rows, starts)
     return replace(sampling, generators={}, spec_token_ids=None, **spread)
+
+
+def _at_rows(processors: LogitsProcessors, rows: slice, starts: Ints) -> LogitsProcessors:
+    """Return vLLM's logits processors for some rows of logits: beside drafts there is that of `min_tokens` alone, and a
+    request whose end it still excludes has no draft, and one row."""
+    found = []
+    for processor in processors.all:
+        first = {int(starts[request]) - rows.start: held for request, held in processor.min_toks.items()}
+        processor = copy.copy(processor)
+        processor.min_toks = {row: held for row, held in first.items() if 0 <= row < rows.stop - rows.start}
+        moved = [(row, row, MoveDirectionality.UNIDIRECTIONAL) for row in processor.min_toks]  # tensors anew
+        processor.update_state(BatchUpdate(len(moved), removed=[], added=[], moved=moved))
+        found.append(processor)
+    return LogitsProcessors(found)
 
 
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
