@@ -81,7 +81,7 @@ _VLLM = _symbols("""
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.uniform_decode_query_len
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-        Sampler.topk_topp_sampler
+        Sampler.topk_topp_sampler Sampler.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
     vllm.v1.sample.logits_processor.builtin: MinTokensLogitsProcessor.min_toks
         MinTokensLogitsProcessor.update_state(batch_update)
     vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device)

@@ -99,6 +99,28 @@ def test_min_tokens_hold_of_the_request_that_asked_in_each_chunk(rows: int, monk
         assert output.sampled_token_ids[:, 0].tolist() == [*free[:joins], only, *free[joins + 1 :]]
 
 
+@pytest.mark.parametrize("drafts", [[[], []], [[4, 4], [4]]])
+def test_a_thinking_budget_ends_the_thoughts_of_its_own_request(drafts: list[list[int]]) -> None:
+    """The second request has used its budget up, in an engine that speculates; all would write 4."""
+    state = pytest.importorskip("vllm.v1.sample.thinking_budget_state")
+    begin, end, texts = 17, 18, [[5, 5], [17, 4, 4]]
+    reasoning = SimpleNamespace(reasoning_start_token_ids=[begin], reasoning_end_token_ids=[end])
+    holder = state.maybe_create_thinking_budget_state_holder(reasoning, 2, 16, torch.device("cpu"), False)
+    asked = SamplingParams(thinking_token_budget=2)
+    holder.sync_batch(BatchUpdate(2, removed=[], added=[(1, asked, [1], texts[1])], moved=[]))
+    rows = len(drafts) + sum(map(len, drafts))
+    logits, sampler = torch.zeros(rows, VOCABULARY), KeyedSampler()
+    logits[:, 4], sampler.keys = 30.0, Keys(torch.arange(rows), torch.arange(rows))
+    told = {"output_token_ids": texts, "spec_token_ids": drafts, "thinking_budget_state_holder": holder}
+    sampling = metadata("cpu", temperature=torch.ones(2), **told)
+    if any(drafts):
+        given = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+        output = KeyedRejectionSampler(sampler, None, torch.device("cpu"))(given, None, logits, sampling)
+    else:
+        output = sampler(logits, sampling)
+    assert output.sampled_token_ids[:, 0].tolist() == [4, end]
+
+
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without content: whoever wanted to read them would fail."""
 

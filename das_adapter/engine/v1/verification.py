@@ -39,6 +39,14 @@ class KeyedSampler(Sampler):
         super().__init__(logprobs_mode)
         self.topk_topp_sampler.forward = self._draw
 
+    def apply_logits_processors(self, logits: torch.Tensor, sampling: SamplingMetadata, *args: Any) -> torch.Tensor:
+        """As vLLM's. With thinking budgets each request has one row (`_expands`); where an engine speculates, vLLM
+        looks for as many as it has draft tokens."""
+        if _has_thinking_budgets(sampling):
+            sampling.thinking_budget_state_holder.in_spec_mode = False
+            sampling = replace(sampling, spec_token_ids=None)
+        return super().apply_logits_processors(logits, sampling, *args)
+
     def _draw(
         self, logits: torch.Tensor, _: Any, top_k: torch.Tensor | None, top_p: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -164,8 +172,12 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
 
 def _expands(sampling: SamplingMetadata) -> bool:
     """Thinking budgets and log-probabilities of chosen tokens can't be spread over a request's rows."""
+    return not _has_thinking_budgets(sampling) and not sampling.logprob_token_ids
+
+
+def _has_thinking_budgets(sampling: SamplingMetadata) -> bool:
     holder = getattr(sampling, "thinking_budget_state_holder", None)
-    return not (holder is not None and holder.has_tracked_requests()) and not sampling.logprob_token_ids
+    return holder is not None and holder.has_tracked_requests()
 
 
 def of_rows(sampling: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
