@@ -34,17 +34,14 @@ class Live {
       insert(stream, static_cast<uint32_t>(stream.text.size() - 1));
       stream.text.push_back(tokens[i]);
     }
-    if (stream.text.size() > stream.found_from + 2 * kFound) {
-      stream.found_from = static_cast<uint32_t>(stream.text.size()) - kFound;
-      sweep();
-    }
+    const auto size = static_cast<uint32_t>(stream.text.size());
+    if (size > stream.found_from + 2 * kFound) forget_before(stream, size - kFound);
   }
 
-  // Forgets a stream's text; its places stay in the chains, where searches skip them, until they outnumber the others.
+  // Forgets a stream's text.
   void forget(Stream& stream) {
     stream.state = Stream::kForgotten;
-    forgotten_ += stream.text.size();
-    if (2 * forgotten_ > log_.size() + streams.size()) sweep();
+    forget_before(stream, static_cast<uint32_t>(stream.text.size()));
   }
 
   void forget_closed() {
@@ -66,7 +63,7 @@ class Live {
       uint32_t count = 0;
       for (uint32_t i = head(gram(context, level)); i != kNone && count < kMost; i = log_[i].previous[level]) {
         const Place& p = log_[i];
-        if (p.stream->state == Stream::kForgotten) continue;
+        if (p.position < p.stream->found_from) continue;
         __builtin_prefetch(&p.stream->text[p.position]);
         walked[count++] = &p;
       }
@@ -97,6 +94,14 @@ class Live {
     uint64_t gram = 0;  // 0: empty
     uint32_t latest = kNone;
   };
+
+  // Forgets the text of a stream before a position. Its places stay in the chains, where searches skip them, until they
+  // outnumber the others.
+  void forget_before(Stream& stream, uint32_t position) {
+    forgotten_ += position - stream.found_from;
+    stream.found_from = position;
+    if (2 * forgotten_ > log_.size() + streams.size()) sweep();
+  }
 
   // Rebuilds the chains without forgotten streams, and without what is found no more of the others.
   void sweep() {
@@ -158,7 +163,7 @@ class Live {
   std::vector<Place> log_;  // in the order of their arrival
   std::vector<Slot> slots_;  // open addressing; a power of two
   size_t used_ = 0;       // slots that are taken
-  size_t forgotten_ = 0;  // tokens of forgotten streams, kStart included
+  size_t forgotten_ = 0;  // tokens that were forgotten since the last sweep, kStart included
 };
 
 }  // namespace das

@@ -4,6 +4,7 @@ files, and thins nothing out."""
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
 GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
+FOUND = 2**14  # tokens at a live text's end that are found; at times twice as many are
 OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; the newest history has a sibling's
 VOTES = [(i + 1) ** 6 for i in range(200)]
 PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # weights of a kind's prior, of a source's, and of the past at most, tokens
@@ -46,6 +48,7 @@ class Request:
     drafted: list[tuple[int, Kind]] = field(default_factory=list)
     is_open: bool = True
     ahead: list[int] = field(default_factory=list)  # empty once it has written something else, or all of it
+    found_from: int = 0  # places before are found no more
 
 
 @dataclass
@@ -221,10 +224,13 @@ class ReferenceIndex:
             if 2 * found >= MOST:
                 break
             gram = _gram(context, size)
-            alike = [
-                p for p in reversed(self._live.get(request.problem, [])) if _gram(p[0].text[: p[1] + 1], size) == gram
-            ]
-            for r, i in alike[:MOST]:
+            places = reversed(self._live.get(request.problem, []))
+            alike = (
+                (r, i)
+                for r, i in places
+                if i >= r.found_from and _gram(r.text[max(0, i + 1 - size) : i + 1], size) == gram
+            )
+            for r, i in itertools.islice(alike, MOST):
                 if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
                     found += 1
                     length = _agreement(context, r.text[: i + 1], DEPTH)
@@ -271,6 +277,8 @@ class ReferenceIndex:
         for token in tokens:
             self._live.setdefault(request.problem, []).append((request, len(request.text) - 1))
             request.text.append(token)
+        if len(request.text) > request.found_from + 2 * FOUND:
+            request.found_from = len(request.text) - FOUND
 
     def _forget(self, kept: Callable[[Request], bool]) -> None:
         for problem, places in list(self._live.items()):

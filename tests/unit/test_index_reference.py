@@ -254,3 +254,22 @@ def test_long_random_texts_with_loops_agree_with_the_reference(tokens: int) -> N
         assert native == reference
         (draft,) = same_drafts(*both, [native], [12], 0.0)
         assert draft
+
+
+def test_of_long_responses_the_ends_alone_are_found() -> None:
+    """Three siblings repeat passages, each more seldom than places are visited; one by one they become too long, and
+    one of them is forgotten."""
+    rng, both = np.random.default_rng(0), (SuffixIndex(), ReferenceIndex())
+    passages, drafted = rng.integers(0, 5000, (400, 30)), 0
+    handles, _ = ([index.open(1, [], []) for _ in range(3)] for index in both)
+    for step in range(11):
+        new = passages[rng.integers(0, 400, 400)].flatten()[: rng.integers(11_000, 12_000)].tolist()
+        for index in both:
+            index.extend(handles[step % len(handles)], new)
+        if step == 9:
+            gone = handles.pop(0)
+            for index in both:
+                index.close(gone, keep=False)
+        if step > 5:
+            drafted += sum(map(len, same_drafts(*both, handles, [6] * len(handles), 0.0)))
+    assert drafted > 60

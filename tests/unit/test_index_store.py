@@ -559,3 +559,15 @@ def test_the_index_of_a_long_response_is_bounded(store: HistoryStore) -> None:
     text = rng.integers(0, 100_000, 20)
     index.extend(handle, np.concatenate([text, text[:10]]))
     assert index.draft([handle], [10], 0.0)[0][0].tolist() == text[10:].tolist()
+
+
+def test_responses_of_a_problem_that_grow_long_together_are_tidied_up_together() -> None:
+    """For each of them that becomes too long to be found whole, the places of all were looked through again."""
+    index, rng, tidied = SuffixIndex(), np.random.default_rng(0), 0
+    handles = [index.open(1, []) for _ in range(8)]
+    for _ in range(50):
+        for handle in handles:
+            before = index.live_bytes
+            index.extend(handle, rng.integers(0, 1000, 1000))
+            tidied += index.live_bytes < before
+    assert 1 <= tidied <= 3
