@@ -1,4 +1,4 @@
-// Runs independent items of work on as many threads as the caller asks for.
+// Runs independent items of work on as many threads as the caller asks for and the system gives.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,10 @@ void parallel(size_t count, size_t threads, Function&& function) {
     }
   };
   std::vector<std::thread> others;
-  for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work);
+  try {
+    for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work);
+  } catch (const std::exception&) {  // the system gives no more of them: those that there are do all the work
+  }
   work();
   for (auto& thread : others) thread.join();
   if (failure) std::rethrow_exception(failure);

@@ -5,6 +5,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -38,7 +39,7 @@ class SharedIndex {
   std::shared_future<void> begin(Check&& check, bool wake, Call call) {
     return use([&](SuffixIndex& index) {
       check(index);
-      if (!desk_) std::thread([desk = desk_ = std::make_shared<Desk>()] { desk->serve(); }).detach();
+      if (!desk_) start();
       Work work([&index, call = std::move(call)]() mutable { call(index); });
       begun_ = work.get_future().share();
       desk_->put(std::move(work), wake);
@@ -87,6 +88,14 @@ class SharedIndex {
       }
     }
   };
+
+  void start() {
+    desk_ = std::make_shared<Desk>();
+    try {
+      std::thread([desk = desk_] { desk->serve(); }).detach();
+    } catch (const std::system_error&) {  // the system gives none: whoever waits does the work
+    }
+  }
 
   void finish() {
     if (!begun_.valid()) return;
