@@ -139,7 +139,9 @@ class LiveRequest:
     def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
         """Make the record of a request of vLLM's (its prompt, parameters and `mm_features` are read); `longest`:
         tokens of a text at most."""
-        prompt, params, label = request.prompt_token_ids or (), request.sampling_params, label_of(request)
+        prompt, params, label = request.prompt_token_ids, request.sampling_params, label_of(request)
+        if prompt is None:  # it has embeddings in their place
+            prompt = [0] * len(request.prompt_embeds)
         limit = (params.max_tokens if params else None) or longest
         problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
         ahead, stops = np.frombuffer(label.ahead or b"", dtype=np.int32), frozenset[int]()

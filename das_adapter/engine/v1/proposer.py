@@ -275,7 +275,7 @@ class Proposer:
         self._close([req_id])
         request, before = self.runner.requests[req_id], len(text) - got
         live = LiveRequest.of(req_id, request, self._max_model_len)
-        self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
+        self.engine.open(live, before, np.asarray(request.prompt_token_ids or (), dtype=np.int32), text)
         slot = live.slot
         columns = self._ends, self._lengths, self._by_model
         self._ends, self._lengths, self._by_model = (with_room(column, slot + 1) for column in columns)

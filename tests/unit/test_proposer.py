@@ -1,0 +1,70 @@
+"""The drafter of an engine on vLLM's V1 runner, without an engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+from vllm import SamplingParams  # noqa: E402
+
+from das_adapter.engine.v1.proposer import Proposer  # noqa: E402
+from das_adapter.protocol.engine_args import SETTINGS_KEY  # noqa: E402
+
+LOOP, LONGEST = [5, 6, 7], 400
+
+
+class Engine:
+    """Requests that write a loop, and the drafter that looks for what follows."""
+
+    def __init__(self, **prompts: list[int] | torch.Tensor) -> None:
+        """`prompts`: token ids or embeddings."""
+        block = {"drafter": "history", "speculate": "always", "budget": "unlimited"}
+        model = SimpleNamespace(
+            max_model_len=LONGEST, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None
+        )
+        self.drafter = Proposer(
+            SimpleNamespace(
+                additional_config={SETTINGS_KEY: block},
+                parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+                speculative_config=SimpleNamespace(),
+                model_config=model,
+                compilation_config=SimpleNamespace(cudagraph_mode=None),
+            )
+        )
+        self.lengths, self.tokens = np.zeros(len(prompts), np.int64), np.zeros((len(prompts), LONGEST), np.int32)
+        requests: dict[str, Any] = {}
+        for row, (req_id, prompt) in enumerate(prompts.items()):
+            ids = prompt if isinstance(prompt, list) else None
+            requests[req_id] = SimpleNamespace(
+                prompt_token_ids=ids,
+                prompt_embeds=None if ids else prompt,
+                sampling_params=SamplingParams(max_tokens=20, extra_args={"das_problem": row}),
+            )
+            self.tokens[row, : len(prompt)] = 99 if ids is None else ids  # what another request has left there
+            self.lengths[row] = len(prompt)
+        self.drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=[*requests]))
+        self._written = 0
+
+    def step(self) -> list[list[int]]:
+        """Have each request write a token, and return the drafts."""
+        token = LOOP[self._written % len(LOOP)]
+        self._written += 1
+        for row, length in enumerate(self.lengths):
+            self.tokens[row, length] = token
+        self.lengths += 1
+        drafts = self.drafter.propose([[token]] * len(self.lengths), self.lengths, self.tokens)
+        self.drafter.settle()
+        return drafts
+
+
+def test_a_prompt_of_embeddings_is_drafted_for_as_any_other() -> None:
+    engine = Engine(embedded=torch.zeros(300, 8), plain=[1, 2, 99, 99])
+    drafts = [engine.step() for _ in range(19)]
+    assert engine.drafter.stats()["error"] is None
+    assert drafts[6] == [(LOOP * 5)[1:13]] * 2  # as far as the next step may write, which adds a token of its own
+    assert drafts[18] == [[], []]
