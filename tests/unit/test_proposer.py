@@ -14,6 +14,7 @@ from vllm import SamplingParams  # noqa: E402
 
 from das_adapter.engine.v1.proposer import Proposer  # noqa: E402
 from das_adapter.protocol.engine_args import SETTINGS_KEY  # noqa: E402
+from das_adapter.protocol.messages import Refresh  # noqa: E402
 
 LOOP, LONGEST = [5, 6, 7], 400
 
@@ -68,3 +69,21 @@ def test_a_prompt_of_embeddings_is_drafted_for_as_any_other() -> None:
     assert engine.drafter.stats()["error"] is None
     assert drafts[6] == [(LOOP * 5)[1:13]] * 2  # as far as the next step may write, which adds a token of its own
     assert drafts[18] == [[], []]
+
+
+def test_a_weight_sync_is_no_part_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seconds = Engine(first=[1, 2], second=[3]), []
+    monkeypatch.setattr(engine.drafter.engine, "timed", lambda step, _: seconds.append(step.seconds))
+    counts = dict.fromkeys(("first", "second"), 1)
+    for now in (1.0, 1.5, 2.0, 9.0, 9.25):
+        if now == 9.0:  # requests are under way
+            engine.drafter.refresh(Refresh(1))
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=counts,
+            scheduled_new_reqs=[],
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=len(counts),
+        )
+        engine.drafter.begin_step(scheduled, now)
+        engine.step()
+    assert seconds == [0.5, 0.5, 0.25]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm import SamplingParams
 from das_adapter.config import parse
 from das_adapter.engine import alone
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v1.worker import HostWorkerState
 from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.messages import Refresh, Refreshed
 
@@ -75,3 +77,19 @@ def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(m
     for _ in range(2):  # the second step seals the text of the first
         state.begin_standalone(step)
         assert "brought no weight of the drafter" in str(state.counters.alarm)
+
+
+def test_a_weight_sync_is_no_part_of_the_step_that_follows() -> None:
+    class Synced(HostWorkerState):
+        at = 0.0
+
+        def refresh(self, message: Refresh) -> Refreshed:
+            self.at = time.perf_counter()
+            return super().refresh(message)
+
+    state = Synced(SimpleNamespace(), parse({"drafter": "ngram"}))
+    state.stand_alone(None, "no history")
+    assert state.standalone is not None
+    state.standalone.weights_changed()
+    state.begin_step(SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1))
+    assert 0.0 < state.at < state.began

@@ -178,6 +178,7 @@ class Proposer:
         """Bring the history and the model up to date, at a weight sync."""
         self.settle()
         self.catch_up()
+        self.timer = StepTimer()  # the next step begins after a pause
         self._close_gone()
         if self.engine.failed:  # they are opened again: who knows their state
             self._close(list(self.engine.live))

@@ -108,8 +108,8 @@ class HostWorkerState(WorkerState):
 
     def begin_step(self, scheduled: Any) -> None:
         """Note that a step begins (vLLM's `SchedulerOutput`)."""
+        self.begin_standalone(scheduled)  # it may bring everything up to date, which is no part of a step
         self.began = time.perf_counter()
-        self.begin_standalone(scheduled)
         if self.drafter:
             self.drafter.begin_step(scheduled, self.began)
 
