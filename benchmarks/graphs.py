@@ -22,8 +22,8 @@ from das_adapter.config import parse
 from das_adapter.protocol.engine_args import v2_speculative_config
 
 
-def captured(requests: int, speculative: dict[str, Any] | None, own_lengths: bool) -> dict[str, int]:
-    """Return the number of graphs by kind.
+def manager(requests: int, speculative: dict[str, Any] | None, own_lengths: bool) -> Any:
+    """Return vLLM's manager of the graphs of an engine, as if it had captured them.
 
     Args:
         requests: most requests of a step.
@@ -59,10 +59,34 @@ def captured(requests: int, speculative: dict[str, Any] | None, own_lengths: boo
         ),
         mock.patch.object(cudagraph_utils, "current_platform", platform),
     ):
-        manager = cudagraph_utils.CudaGraphManager(
+        found = cudagraph_utils.CudaGraphManager(
             config, torch.device("cpu"), mode, decode_query_len=1 + most, varlen_decode=own_lengths
         )
-    return {kind.name.lower(): len(graphs) for kind, graphs in manager._capture_descs.items()}
+    found._graphs_captured = True
+    return found
+
+
+def captured(engine: Any) -> dict[str, int]:
+    """Return the number of graphs by kind."""
+    return {kind.name.lower(): len(graphs) for kind, graphs in engine._capture_descs.items()}
+
+
+def plain_as_stock(engines: dict[str, Any], requests: int) -> int:
+    """Return for how many batches, of 1, 2, ... requests, a step without drafts replays the same graph as stock's."""
+    batches = range(1, requests + 1)
+    graphs = ([e.dispatch(n, n, 1, 0, max_query_len=1) for n in batches] for e in engines.values())
+    return sum(one == other for one, other in zip(*graphs, strict=True))
+
+
+def drafted_fit(engine: Any, requests: int, tokens: int) -> bool:
+    """Return whether steps with drafts replay full graphs of unequal lengths, as far as these go."""
+    (largest, *_) = (d for kind in engine._capture_descs.values() for d in kind if d.max_query_len)
+    steps = ((n, n + drafted) for n in range(1, requests + 1) for drafted in range(1, tokens * n + 1))
+    return all(
+        engine.dispatch(n, total, None, 0, max_query_len=tokens + 1).max_query_len
+        for n, total in steps
+        if total <= largest.num_tokens
+    )
 
 
 @click.command()
@@ -71,14 +95,24 @@ def captured(requests: int, speculative: dict[str, Any] | None, own_lengths: boo
 @click.option("--out", type=click.Path(path_type=Path))
 def main(requests: int, tokens: int, out: Path | None) -> None:
     """Print the graphs of three engines as JSON."""
+    from das_adapter.engine.v2.admission import capture_plain_steps
+
     das = parse({"drafter": "history", "max_draft_tokens": tokens})
     assert das is not None
     speculative = v2_speculative_config(das)
     ways = {"stock": (None, False), "one_length": (speculative, False), "own_lengths": (speculative, True)}
-    counts = {name: captured(requests, *way) for name, way in ways.items()}
-    print(json.dumps(counts, indent=1))
+    capture_plain_steps.apply()
+    engines = {name: manager(requests, *way) for name, way in ways.items()}
+    stock_and_own = {name: engines[name] for name in ("stock", "own_lengths")}
+    found = {
+        "requests": requests,
+        "graphs": {name: captured(engine) for name, engine in engines.items()},
+        "plain_as_stock": plain_as_stock(stock_and_own, requests),
+        "drafted_fit": drafted_fit(engines["own_lengths"], requests, tokens),
+    }
+    print(json.dumps(found, indent=1))
     if out is not None:
-        save(out, {"provenance": provenance(), "requests": requests, "graphs": counts})
+        save(out, {"provenance": provenance(), **found})
 
 
 if __name__ == "__main__":

@@ -104,6 +104,9 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.input_batch: InputBatch.num_draft_tokens InputBatch.has_structured_output_reqs
     vllm.v1.worker.gpu.spec_decode.utils: DraftTokensHandler.set_draft_tokens(input_batch, draft_tokens)
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
+    vllm.v1.worker.gpu.cudagraph_utils: CudaGraphManager._capture_descs CudaGraphManager._candidates
+        CudaGraphManager.max_num_reqs BatchExecutionDescriptor.max_query_len
+        BatchExecutionDescriptor.uniform_token_count
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)

@@ -46,13 +46,14 @@ def bind_worker(stock: Any) -> Any:
         if v2 and on_cpu:
             import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before V2's is imported
         if v2:
-            from das_adapter.engine.v2.admission import admit_by_worth, allow_no_graphs, rank_uncompiled
+            from das_adapter.engine.v2 import admission
             from das_adapter.engine.v2.verification import verify_by_equality
 
             build_speculator.apply()
-            admit_by_worth.apply()
-            rank_uncompiled.apply()
-            allow_no_graphs.try_apply()
+            admission.admit_by_worth.apply()
+            admission.capture_plain_steps.apply()
+            admission.rank_uncompiled.apply()
+            admission.allow_no_graphs.try_apply()
             if config.keyed:
                 verify_by_equality.apply()
         stock(self)

@@ -9,12 +9,14 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, repeat
 from operator import sub
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
@@ -112,6 +114,23 @@ def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional:
     return next((f"{name} has no full CUDA graphs for unequal lengths" for name in uniform), None)
 
 
+def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
+    """Let a manager of CUDA graphs capture as well what stock vLLM captures for steps without drafts, and of the graphs
+    for unequal lengths, `unequal`, largest first, only those that are an eighth apart."""
+    most = max(d.num_tokens for d in unequal if d.num_tokens <= manager.max_num_reqs)
+    plain, drafted = [], unequal[:1]
+    for desc in unequal:
+        n = desc.num_tokens
+        if n == most or (n < most and (n % 8 == 0 or n in (1, 2, 4))):  # other sizes are of draft lengths
+            plain.append(replace(desc, num_reqs=n, max_query_len=None, uniform_token_count=1))
+        if 9 * n <= 8 * drafted[-1].num_tokens:
+            drafted.append(desc)
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted([*drafted, *plain], key=lambda d: -d.num_tokens)
+    for (tokens, _), found in manager._candidates.items():
+        fit = (next((d for d in reversed(kind) if d.num_tokens >= tokens), None) for kind in (plain, drafted))
+        found[:] = [*filter(None, fit), *(d for d in found if d.cg_mode is not CUDAGraphMode.FULL)]
+
+
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
@@ -127,6 +146,21 @@ def allow_no_graphs(stock: Any) -> Any:
     """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
     tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
     return lambda mode, **kwargs: stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+
+@patch("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates", since="0.29")
+def capture_plain_steps(stock: Any) -> Any:
+    """Without it, where each request has its own number of draft tokens, steps without drafts replay graphs that were
+    captured for the longest drafts (V2 runner): their attention takes longer, and FlashAttention 3 computes it with the
+    tiles of these drafts from a plan for one token, which is wrong with heads of 64. Remove this patch when vLLM's
+    adaptive verification captures steps without drafts."""
+
+    def init(self: Any) -> None:
+        stock(self)
+        if unequal := [d for d in self._capture_descs.get(CUDAGraphMode.FULL, ()) if d.max_query_len]:
+            with_plain_graphs(self, unequal)
+
+    return init
 
 
 @patch("vllm.v1.worker.gpu.spec_decode.adaptive_verification:_assign_draft_token_budget_compiled", since="0.29")
