@@ -33,7 +33,11 @@ BARS = (
     Bar(
         "seconds to quantise the policy, at worst", 1.0, lambda f: max(x["requantise_s"] for x in f["formats"].values())
     ),
-    Bar("errors of the policy copy after sleep", 0, lambda f: max(bool(x["error"]) for x in f["formats"].values())),
+    Bar(
+        "formats whose copy failed, or drafted nothing, before or after sleep",
+        0,
+        lambda f: sum(bool(x["error"]) or not x["draft_tokens"] for x in f["formats"].values()),
+    ),
 )
 
 
@@ -52,14 +56,20 @@ def _measure(plan: Plan, weights: str) -> Found:
     das: dict[str, Any] = {"drafter": "self", "self": {"weights": weights}, "budget": "unlimited"}
     context = min(512, *plan.contexts)
     llm = engine(plan, das | {"speculate": "always"}, max_model_len=context + 4 * plan.steps + 16, **sleeps)
-    seconds = []
-    for turn in range(SLEEPS):
+    seconds, told = [], []
+    for turn in range(SLEEPS + 1):
         step_seconds(llm, min(plan.batches), context, plan.steps, SHAPES[plan.shape]["vocab_size"], rounds=1)
+        told.append(llm.collective_rpc("das_rpc", args=("stats", {}))[0])  # what failed is over at a weight sync
+        if turn == SLEEPS:
+            break
         if sleeps:
             llm.sleep(1 + turn % 2)
             llm.wake_up()
         llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))
-        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        seconds.append(stats["requantise_s"])
-    about = {name: stats[name] for name in ("error", "drafter_bytes", "draft_tokens")}
-    return {"requantise_s": max(seconds), **about}
+        seconds.append(llm.collective_rpc("das_rpc", args=("stats", {}))[0]["requantise_s"])
+    return {
+        "requantise_s": max(seconds),
+        "drafter_bytes": told[-1]["drafter_bytes"],
+        "draft_tokens": min(stats["draft_tokens"] for stats in told),
+        "error": next((stats["error"] for stats in told if stats["error"]), None),
+    }

@@ -82,7 +82,8 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
         strict = environment.get("MKL_CBWR") == "AUTO,STRICT"
         return f"CPU: a float32 policy writes {same}" + ("" if strict else " once MKL_CBWR=AUTO,STRICT is set")
     if environment.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        return f"{gpu}: {same}, where vLLM has batch-invariant kernels for the policy's layers and attention"
+        where = "where vLLM has batch-invariant kernels for the policy's layers and attention (heads over 64)"
+        return f"{gpu}: {same}, {where}"
     return (
         f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
         "same tokens set VLLM_BATCH_INVARIANT=1, which is slower"

@@ -45,7 +45,7 @@ def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
     last commit that changed them."""
     return {
         "command": " ".join(["python", *_arguments()]),
-        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
+        "versions": {d.name: d.version for d in reversed([*distributions()]) if d.name in PACKAGES},  # the first counts
         "revision": _revision(measures),
         "measures": [*measures],
         "hardware": _hardware(),

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import ENV
 
-from das_adapter.bench import engines, gate, profile, replay
+from das_adapter.bench import copy, engines, gate, profile, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
@@ -35,7 +35,7 @@ EXACT = {
     "lossless": [
         "responses to long prompts that differ with batch-invariant kernels",
     ],
-    "copy": ["errors of the policy copy after sleep"],
+    "copy": ["formats whose copy failed, or drafted nothing, before or after sleep"],
 }
 """Bars that hold on any device."""
 
@@ -228,6 +228,15 @@ def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
 def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(run: Any) -> None:
     assert run.chosen([], None) == [(n, s) for n in run.PARTS for s in ("7b", "1.5b") if s == "7b" or n == "gate"]
     assert run.chosen(["gate", "copy"], "1.5b") == [("gate", "1.5b"), ("copy", "1.5b")]
+
+
+@pytest.mark.parametrize(
+    ("after_sleep", "verdict"), [({}, "kept"), ({"error": "no kernel"}, "MISSED"), ({"draft_tokens": 0}, "MISSED")]
+)
+def test_a_copy_that_failed_or_drafted_nothing_misses_its_bar(after_sleep: dict[str, Any], verdict: str) -> None:
+    good = {"requantise_s": 0.1, "error": None, "draft_tokens": 7}
+    content = {"state": "done", "formats": {"int4": good, "fp8": good | after_sleep}}
+    assert copy.BARS[1].verdict(content)["verdict"] == verdict
 
 
 def test_the_command_runs_the_kit(run: Any, tmp_path: Path) -> None:
