@@ -17,6 +17,7 @@ import torch
 
 from das_adapter.config import parse
 from das_adapter.core.account import LOOK_STEPS, State
+from das_adapter.core.index import IndexFileError
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
@@ -192,6 +193,26 @@ def test_a_request_that_the_history_refuses_takes_no_slot() -> None:
         with pytest.raises(TypeError):
             engine.open(LiveRequest(str(number), 1, 0, 8, True), 0)
     assert not engine.live and len(engine.controller.requests.written) == 64
+
+
+def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_others() -> None:
+    chooses: Any = Engine().lengths
+    stock = chooses.engine.history.open
+
+    def open_one(request: LiveRequest, *texts: Any) -> None:
+        if request.req_id == "refused":
+            raise IndexFileError("damaged")
+        stock(request, *texts)
+
+    chooses.engine.history.open = open_one
+    first, refused, last = (
+        LiveRequest(req_id, 7, 8, 100, True, length=8, text=[]) for req_id in ("first", "refused", "last")
+    )
+    for begun, sampled in (([first], [[1]]), ([refused, last], [[2], [5], [6]]), ([], [[3], [5], [7]])):
+        req_ids = ["first", "refused", "last"][: len(sampled)]
+        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=req_ids), sampled, 0.0)
+    assert (first.text, refused.text, last.text) == ([1, 2, 3], [], [6, 7])
+    assert "damaged" in chooses.engine.counters.error
 
 
 def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:

@@ -258,9 +258,11 @@ class DraftLengths:
         for request in step.begun:
             if known := self.engine.live.get(request.req_id):  # it was preempted
                 known.length, known.text = request.length, request.text
-            else:
+                self.texts.open(known)
+                continue
+            with self.engine.surviving():  # the others' tokens are taken all the same
                 self.engine.open(request, request.length)
-            self.texts.open(self.engine.live[request.req_id])
+                self.texts.open(request)
 
     def _close(self, req_ids: Sequence[str]) -> None:
         self.texts.close(req_ids)
