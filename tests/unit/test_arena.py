@@ -71,6 +71,15 @@ def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
     assert members(found, 1) == [1, *(k.text for k in reversed(kept[1:]) if k)]
 
 
+def test_a_request_searches_its_own_text_however_many_began_after_it() -> None:
+    found = arena()
+    for slot in range(4):
+        found.open(slot, 7, 0, 0)
+    assert [members(found, slot) for slot in range(4)] == [[3, 2, 0], [3, 2, 1], [3, 2, 1], [3, 2, 1]]
+    found.close(3)
+    assert [members(found, slot) for slot in range(3)] == [[2, 1, 0]] * 3
+
+
 def test_every_text_has_a_place_of_its_own_until_the_arena_is_full() -> None:
     found = arena()
     found.open(0, 7, 0, 0)

@@ -82,9 +82,9 @@ class Arena:
     """The arena of an engine. A text is numbered by its request's slot, and from `slots` on once that has ended."""
 
     def __init__(self, words: torch.Tensor, slots: int, closed: int, members: int, beside: bool) -> None:
-        """Allocate `words`, int32, for the requests in so many slots, so many texts of ended requests, and the newest
-        `members` texts of a problem, which are searched. `beside`: a thread looks sealed text up, for which no step
-        waits; else a step brings all that is missing."""
+        """Allocate `words`, int32, for the requests in so many slots, and so many texts of ended requests. A request
+        searches its own text and the newest ones of its problem, `members` in all. `beside`: a thread looks sealed text
+        up, for which no step waits; else a step brings all that is missing."""
         self.tables = Tables(slots, slots + closed, members)
         self.changed = True
         """Whether the tables must be copied to the device."""
@@ -212,7 +212,9 @@ class Arena:
         tables, slots = self.tables, np.array(known.open, dtype=np.int64)
         texts = [*known.open[::-1], *known.closed[::-1]][: tables.width]
         tables.member_count[slots] = len(texts)
-        tables.members.reshape(-1, tables.width)[slots, : len(texts)] = texts
+        rows, older = tables.members.reshape(-1, tables.width), slots[: -tables.width]
+        rows[slots, : len(texts)] = texts
+        rows[older, -1] = older  # not among the newest, but each request drafts from its own text
         at, tokens, places = known.sealed or (0, 0, 0)
         tables.sealed_texts[slots], tables.sealed_places[slots], tables.sealed_count[slots] = at, at + tokens, places
 
