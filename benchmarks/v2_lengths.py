@@ -72,11 +72,7 @@ class Engine:
         config = parse({"drafter": "history", "max_draft_tokens": MOST, **das})
         assert config is not None
         shape = SimpleNamespace(max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
-        vllm_config: Any = SimpleNamespace(
-            model_config=shape,
-            compilation_config=SimpleNamespace(cudagraph_mode=None),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        )
+        vllm_config: Any = SimpleNamespace(model_config=shape, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
         if own:
             self.lengths.engine.controller.common = None

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from das_adapter.engine.settings import alone, runs_v2, settings
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DRAFT_LENGTH
+from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens, draft_lengths
 
 _WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update")
 """Names under which trainers' worker extensions take new weights."""
 
 
 class DraftLength:
-    """Stands where vLLM looks up how many tokens are drafted for each request of a batch of some size."""
+    """Stands where vLLM looks up how many tokens are drafted for each request of a batch of some size: as many as a
+    worker has chosen, if the next step has room for them. There they are counted before any prompt is, verified or not:
+    where prompts wait or are read in chunks, half of it is theirs."""
 
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
+        """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
+        self.chosen = DraftTokens(0)
+        self._scheduler, self._lengths = scheduler, lengths
 
-    def __getitem__(self, requests: int) -> int:
-        return self.tokens
+    def __getitem__(self, requests: int) -> DraftTokens:
+        scheduler, chosen = self._scheduler, self.chosen
+        running, waiting = scheduler.get_request_counts()
+        each = scheduler.max_num_scheduled_tokens // max(requests, running)
+        room = each // 2 - 1
+        if room < chosen and not waiting and not any(request.is_prefill_chunk for request in scheduler.running):
+            room = each - 1
+        if room < chosen and (chosen.by_model or not chosen.total):  # a model's passes, or steps of one length
+            room = max((length for length in self._lengths if length <= room), default=0)
+        return chosen.at_most(max(0, room))
 
 
 @patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
@@ -35,7 +48,7 @@ def reserve_draft_slots(stock: Any) -> Any:
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
         if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
-            self.dynamic_sd_lookup = DraftLength(0)
+            self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
 
     return init
 
@@ -53,7 +66,7 @@ def hear_draft_length(stock: Any) -> Any:
         chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
         if chosen is not None and isinstance(lookup, DraftLength):
-            lookup.tokens = chosen
+            lookup.chosen = chosen
         return stock(self, scheduler_output, model_runner_output)
 
     return update_from_output

@@ -162,6 +162,12 @@ class DraftTokens(int):
         made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
         return made
 
+    def at_most(self, tokens: int) -> DraftTokens:
+        """Return the same with at most so many tokens for each request."""
+        made = DraftTokens(min(self, tokens))
+        vars(made).update(vars(self))
+        return made
+
     def parts(self, req_ids: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
         """Return `most` and `worth` of these requests, and how many have joined since then: they have those of the
         dearest."""

@@ -39,6 +39,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "controlled": {"das": SMALL},
     "drafted": {"das": SMALL, "sabotage": "slow policy"},
+    "small steps": {"das": SMALL, "engine": {"max_num_batched_tokens": 40}, "sabotage": "slow policy"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "preempted": {"das": SMALL, "engine": {"block_size": 32, "num_gpu_blocks_override": 18}, "sabotage": "slow policy"},
@@ -82,7 +83,7 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         for text, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(text) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-    if arm in ("history", "crowded", "drafted", "garbage"):
+    if arm in ("history", "crowded", "drafted", "small steps", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
     if arm in CONTROLLED:
         assert_logged(read(tmp_path), result)

@@ -21,6 +21,7 @@ from das_adapter.core.index import IndexFileError
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.scheduler import DraftLength
 from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.live import LiveTexts
@@ -29,7 +30,7 @@ from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
 
-DRAFTED, PLAIN_S, STEP_TOKENS = 3, 0.01, 64
+DRAFTED, PLAIN_S = 3, 0.01
 IDS = [f"request {i}" for i in range(4)]
 THREE_TOKENS: Any = SimpleNamespace(
     lengths=torch.full((len(IDS),), DRAFTED),
@@ -46,11 +47,7 @@ class Engine:
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         config = parse({"drafter": "history", **das})
         assert config is not None
-        compilation, scheduler = (
-            SimpleNamespace(cudagraph_mode=None),
-            SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
-        )
-        vllm_config = SimpleNamespace(model_config=model, compilation_config=compilation, scheduler_config=scheduler)
+        vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths = DraftLengths(config, vllm_config)
         known = StepTimes(StepModel(base=PLAIN_S, token=0.0))  # as the data sheet of a GPU says
         self.lengths.engine.controller.account.time.engine = known
@@ -100,12 +97,12 @@ def test_a_rollout_that_lost_is_followed_by_one_of_silence() -> None:
 
 
 def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_total(tmp_path: Path) -> None:
-    """And room for the longest draft of each, as far as all fit into a step."""
+    """And each has room for as much of it as it may get."""
     engine = Engine()
     engine.lengths.engine.controller.common = None
     engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
     chosen = pickle.loads(pickle.dumps(engine.chosen))  # it crosses from process to process
-    assert (chosen, chosen.total) == (STEP_TOKENS // len(IDS) - 1, DRAFTED * len(IDS))
+    assert (chosen, chosen.total) == (DRAFTED * len(IDS), DRAFTED * len(IDS))
     assert chosen.req_ids == [f"{req_id} of 1" for req_id in IDS]
     assert chosen.most.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
     for req_ids, places in ((chosen.req_ids, [0, 1, 2, 3]), ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1])):
@@ -114,6 +111,38 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     most, worth, joined = chosen.parts(["one that joined"])
     assert (most.tolist(), worth.tolist(), joined) == ([chosen], [1.0], 1)
     assert DraftTokens(chosen) is chosen
+
+
+def scheduled(chosen: DraftTokens, running: int, waiting: int = 0, chunks: bool = False) -> DraftTokens:
+    """Return the draft tokens of each request in a step of 8192 tokens."""
+    requests = [SimpleNamespace(is_prefill_chunk=chunks and i == running - 1) for i in range(running)]
+    scheduler = SimpleNamespace(max_num_scheduled_tokens=8192, running=requests)
+    scheduler.get_request_counts = lambda: (running, waiting)
+    length = DraftLength(scheduler, (1, 2, 4, 8, 16))
+    length.chosen = chosen
+    return length[running - chunks]
+
+
+@pytest.mark.parametrize(
+    ("total", "by_model", "running", "fit", "beside_prompts"),
+    [
+        (900, 0, 240, 16, 16),
+        (900, 0, 500, 15, 7),
+        (0, 0, 500, 8, 4),  # of one length
+        (900, 4, 500, 8, 4),
+        (900, 4, 1500, 4, 1),
+        (900, 0, 3000, 1, 0),
+        (0, 0, 5000, 0, 0),
+    ],
+)
+def test_draft_tokens_leave_half_of_a_step_to_prompts_that_wait(
+    total: int, by_model: int, running: int, fit: int, beside_prompts: int
+) -> None:
+    chosen = DraftTokens(16, by_model)
+    chosen.total, chosen.req_ids = total, IDS
+    assert scheduled(chosen, running) == fit
+    assert scheduled(chosen, running, waiting=3) == scheduled(chosen, running, chunks=True) == beside_prompts
+    assert vars(scheduled(chosen, running)) == vars(chosen)
 
 
 def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> None:

@@ -119,7 +119,6 @@ class DraftLengths:
         """When the last output came, seconds; None: after a pause."""
         self._unheard = 0
         """Outputs until one hears of the last look that was asked for while nothing was drafted."""
-        self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
         """Take the output of a step that came `now`: the tokens that each of its requests got, in batch order, none
@@ -282,7 +281,7 @@ class DraftLengths:
         if own:  # the device gives them to whom its newest drafts promise most
             total = int(most.sum()) if controller.always else total
             longest = by_model if history is None else int(np.maximum.reduce(most, initial=0))
-            wanted = min(longest, max(1, self._step_tokens // len(most) - 1)) if total else 0
+            wanted = min(longest, max(total, by_model)) if total else 0
         else:
             wanted = max(wanted, int(np.maximum.reduce(plan.history, initial=0)))
         looks = wanted > 0 or self._looks(len(most))
