@@ -47,13 +47,14 @@ def bind_worker(stock: Any) -> Any:
             import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before V2's is imported
         if v2:
             from das_adapter.engine.v2 import admission
-            from das_adapter.engine.v2.verification import verify_by_equality
+            from das_adapter.engine.v2.verification import drop_drafts_beside_chosen_tokens, verify_by_equality
 
             build_speculator.apply()
             admission.admit_by_worth.apply()
             admission.capture_plain_steps.apply()
             admission.rank_uncompiled.apply()
             admission.allow_no_graphs.try_apply()
+            drop_drafts_beside_chosen_tokens.apply()
             if config.keyed:
                 verify_by_equality.apply()
         stock(self)

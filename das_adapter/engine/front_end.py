@@ -26,6 +26,8 @@ logger = logging.getLogger("vllm.das_adapter")
 
 VERIFIES = "_das_verifies"
 """Attribute of vLLM's speculative config: the model runner, 1 or 2, on which our keyed verification checks drafts."""
+SHARDED = "_das_sharded"
+"""Attribute of vLLM's speculative config: whether each rank draws for a part of the batch."""
 LABELS = "_das_labels"
 """Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
 
@@ -66,8 +68,10 @@ def choose_runner(stock: Any) -> Any:
 def _checked(made: Any, config: DasConfig) -> Any:
     refuse(config, made)
     ours = ("custom_class", "ngram_gpu", config.method)
-    if config.keyed and made.speculative_config is not None and made.speculative_config.method in ours:
-        setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
+    if made.speculative_config is not None and made.speculative_config.method in ours:
+        if config.keyed:
+            setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
+        setattr(made.speculative_config, SHARDED, getattr(made.parallel_config, "enable_batch_sharded_sampling", False))
     return made
 
 
@@ -88,17 +92,21 @@ def allow_look_up(stock: Any) -> Any:
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
 def judge_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted
-    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected. Remove this patch
-    when vLLM's verification applies all three to drafted positions."""
+    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected, and
+    logprob_token_ids where ranks draw for parts of the batch, which then get none. Remove this patch when vLLM's
+    verification applies all four to drafted positions."""
 
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
+        refused = None
         if runner == 1 and self.min_tokens > 1:  # a request's first token is never drafted
+            refused = f"found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0, 1"
+        if getattr(speculative_config, SHARDED, False) and self.logprob_token_ids:
+            refused = "found logprob_token_ids, allowed beside drafts without enable_batch_sharded_sampling"
+        if refused:
             from vllm.exceptions import VLLMValidationError
 
-            raise VLLMValidationError(
-                f"das: found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0, 1"
-            )
+            raise VLLMValidationError(f"das: {refused}")
         if runner != 2:
             stock(self, speculative_config)
 

@@ -194,6 +194,11 @@ class Engine:
             "tokens": texts,
             "routing": [getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs],
             "logprobs": [] if part.brief else logprobs,
+            "chosen": [
+                [{token: found.logprob for token, found in step.items()} for step in o.outputs[0].logprobs]
+                for r, o in zip(asked, outputs, strict=True)
+                if "logprob_token_ids" in r.params
+            ],
             "refused": [refusal(self.llm, requests[0], label) for label in part.refused],
             "cached": sum(o.num_cached_tokens or 0 for o in outputs),
             "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,24 @@ def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
     result = v2_engine(das={**HISTORY, "verify": {"noise": "stock"}}, rounds=rounds)
     assert result[1]["stats"]["accepted_tokens"] > 50
     assert result[1]["tokens"] != reference[1]["tokens"]
+
+
+@pytest.mark.parametrize("sabotage", [None, *nightly("small chunks")])
+def test_log_probabilities_of_chosen_tokens_are_stock_vllms(v2_engine: Any, sabotage: str | None) -> None:
+    """Others verify drafts meanwhile, but in no step that such a request is in."""
+    chosen = {"temperature": 1.0, "logprobs": None, "logprob_token_ids": [25, 31, 42], "max_tokens": 20}
+    rounds = synced(two_rounds(requests([*shortened(PLAIN, 60), chosen])))
+    reference, result = (
+        v2_engine(das=None, rounds=stock(rounds)),
+        v2_engine(das=HISTORY, rounds=rounds, sabotage=sabotage),
+    )
+    for expected, found in zip(reference, result, strict=True):
+        assert found["tokens"] == expected["tokens"]
+        assert len(found["chosen"]) == 6
+        for a, b in zip(chain(*expected["chosen"]), chain(*found["chosen"]), strict=True):
+            assert b == pytest.approx(a, abs=2e-5)
+            assert b.keys() >= {"25", "31", "42"}
+        assert found["stats"]["accepted_tokens"] > 10
 
 
 STOPS = [

@@ -78,6 +78,7 @@ def install(compared: bool) -> None:
         (gumbel, "_temperature_kernel", temper),
         (logprob, "_topk_log_softmax_kernel", log_softmax),
         (logprob, "_ranks_kernel", rank),
+        (logprob, "_fill_logprob_token_ids_kernel", choose_ids),
         (penalties, "_penalties_kernel", penalise),
         (logit_bias, "_bias_kernel", bias_logits),
         (bad_words, "_bad_words_kernel", forbid_words),
@@ -366,6 +367,25 @@ def rank(output: Tensor, logits: Tensor, tokens: Tensor, **_: int) -> None:
     """`_ranks_kernel`."""
     rows = logits.numpy()
     output.copy_(torch.from_numpy((rows >= np.take_along_axis(rows, tokens.numpy()[:, None], 1)).sum(1)))
+
+
+def choose_ids(
+    output: Tensor,
+    valid: Tensor,
+    tokens: Tensor,
+    likely: Tensor,
+    slots: Tensor,
+    chosen: Tensor,
+    chosen_ids: Tensor,
+    NUM_TOPK: int,
+    **_: int,
+) -> None:
+    """`_fill_logprob_token_ids_kernel`."""
+    for row, slot in enumerate(slots.tolist()):
+        count = int(chosen[slot])
+        others = chosen_ids[slot, :count] if count else likely[row, :NUM_TOPK]
+        output[row, : 1 + len(others)] = torch.cat((tokens[row : row + 1], others))
+        valid[row, : 1 + len(others)] = True
 
 
 def penalise(

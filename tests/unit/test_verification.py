@@ -1,16 +1,19 @@
-"""Verification on the V1 runner, without an engine: its chunks, what is asked of a host, and with which probabilities
-drafts were drawn."""
+"""Verification without an engine: on the V1 runner its chunks, what is asked of a host, and with which probabilities
+drafts were drawn; on V2 steps whose drafts are dropped."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 from vllm import SamplingParams  # noqa: E402
+from vllm.exceptions import VLLMValidationError  # noqa: E402
 from vllm.v1.sample.logits_processor import (  # noqa: E402
     BatchUpdate,
     LogitsProcessors,
@@ -19,10 +22,12 @@ from vllm.v1.sample.logits_processor import (  # noqa: E402
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
+from das_adapter.engine.front_end import SHARDED, VERIFIES, judge_row_processors  # noqa: E402
 from das_adapter.engine.v1 import verification  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v1.model_source import ModelSource, of_draft_tokens  # noqa: E402
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, draw, of_rows  # noqa: E402
+from das_adapter.engine.v2.verification import drop_drafts_beside_chosen_tokens  # noqa: E402
 
 SAMPLES = 2000
 VOCABULARY, DRAFTED = 50, [3, 0, 7, 2, 1, 5]
@@ -132,6 +137,53 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.sampled_token_ids.shape == (len(DRAFTED), max(DRAFTED) + 1)
     with pytest.raises(NotImplementedError):
         output.sampled_token_ids.cpu()
+
+
+@dataclass
+class Batch:
+    """What is read of vLLM's `InputBatch`."""
+
+    cu_num_logits: Any
+    cu_num_logits_np: Any
+    logits_indices: Any
+    expanded_idx_mapping: Any
+    expanded_local_pos: Any
+    num_reqs: int = len(DRAFTED)
+    num_draft_tokens: int = sum(DRAFTED)
+    idx_mapping: Any = "slots"
+    idx_mapping_np: Any = "slots on the host"
+
+
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_a_step_with_chosen_tokens_on_v2_is_drawn_as_one_without_drafts(chosen: int) -> None:
+    ends = np.cumsum([0, *(count + 1 for count in DRAFTED)])
+    given = torch.from_numpy(ends).int(), ends, 10 + torch.arange(ROWS), torch.arange(ROWS), torch.arange(ROWS)
+    logits, drawn = torch.randn(ROWS, VOCABULARY), []
+
+    def sample(rows: Any, batch: Batch) -> Any:
+        drawn.append((rows, batch))
+        return SimpleNamespace(num_rejected=torch.tensor([0] * len(rows), dtype=torch.int32))
+
+    sample.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda slots: chosen)  # type: ignore[attr-defined]
+    call = drop_drafts_beside_chosen_tokens.replacement(lambda *_: "verified")
+    output = call(SimpleNamespace(sampler=sample), logits, Batch(*given), None)
+    assert (output == "verified") == (chosen == 0)
+    for rows, batch in drawn:
+        assert torch.equal(rows, logits[ends[:-1]])
+        assert batch.logits_indices.tolist() == [10 + end for end in ends[:-1].tolist()]
+        assert batch.cu_num_logits.tolist() == batch.cu_num_logits_np.tolist() == list(range(len(DRAFTED) + 1))
+        assert (batch.expanded_idx_mapping, batch.expanded_local_pos.tolist()) == ("slots", [0] * len(DRAFTED))
+        assert output.num_rejected.tolist() == DRAFTED
+
+
+def test_chosen_tokens_are_refused_where_ranks_draw_for_parts_of_the_batch() -> None:
+    validate = judge_row_processors.replacement(lambda *_: None)
+    sharded, whole = (SimpleNamespace(**{VERIFIES: 2, SHARDED: value}) for value in (True, False))
+    asked, plain = (SimpleNamespace(min_tokens=0, logprob_token_ids=ids) for ids in ([3], None))
+    with pytest.raises(VLLMValidationError, match="das: found logprob_token_ids, allowed beside drafts without"):
+        validate(asked, sharded)
+    for params, engine in ((asked, whole), (plain, sharded), (asked, None)):
+        validate(params, engine)
 
 
 def test_a_model_draws_with_the_temperature_and_the_limits_of_the_request() -> None:

@@ -8,7 +8,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 from operator import sub
@@ -34,9 +34,10 @@ class Admission(AdaptiveVerificationManager):
     """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
     which came with the scheduler's output."""
 
-    def __init__(self, **stock: Any) -> None:
-        """`stock`: arguments of vLLM's manager."""
+    def __init__(self, drops: Callable[[Iterable[str]], bool], **stock: Any) -> None:
+        """`drops`: whether a step of some requests verifies no drafts; `stock`: arguments of vLLM's manager."""
         super().__init__(**stock)
+        self._drops = drops
         self._plan = DraftTokens(0)
         self.wanted: int = 0
         """What is drafted at the end of the present step."""
@@ -63,7 +64,7 @@ class Admission(AdaptiveVerificationManager):
         others = list(map(sub, num_tokens_per_req.values(), room))
         rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
         total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
-        budget = min(total, sum(most), rows)
+        budget = 0 if self._drops(req_ids) else min(total, sum(most), rows)
         drafted, undrafted = (dict(zip(req_ids, counts, strict=True)) for counts in (most, others))
         self._batch_budget = drafted, undrafted, budget
         return sum(others) + budget

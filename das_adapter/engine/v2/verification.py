@@ -4,8 +4,10 @@ verification, arXiv 2408.07978)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from das_adapter.patching import patch
@@ -77,3 +79,45 @@ def accept_drawn(
         drawn, fed, cu_num_logits, sampled, num_sampled, requests, WIDTH=width, PADDED=padded, ROWS=rows
     )
     return sampled, num_sampled
+
+
+@patch(
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__",
+    since="0.29",
+    needs="logits, input_batch",
+)
+def drop_drafts_beside_chosen_tokens(stock: Any) -> Any:
+    """Without it a request with `logprob_token_ids` gets no log-probabilities of these tokens in a step with drafts (V2
+    runner). It holds for all engines of the process. Remove this patch when vLLM returns them beside drafts."""
+
+    def call(self: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np):
+            return draw_without_drafts(self.sampler, logits, input_batch)
+        return stock(self, logits, input_batch, *args, **kwargs)
+
+    return call
+
+
+def draw_without_drafts(sampler: Any, logits: torch.Tensor, batch: Any) -> Any:
+    """Draw one token of each request with vLLM's sampler, and reject all drafts.
+
+    Args:
+        logits: float32 [rows, vocab]; request after request, its drafted positions and one more.
+        batch: vLLM's `InputBatch`.
+
+    Returns:
+        vLLM's `SamplerOutput`, of one row a request.
+    """
+    first, bounds = batch.cu_num_logits[:-1], np.arange(batch.num_reqs + 1, dtype=np.int32)
+    plain = replace(
+        batch,
+        num_draft_tokens=0,
+        expanded_idx_mapping=batch.idx_mapping,
+        expanded_local_pos=torch.zeros_like(first),
+        logits_indices=batch.logits_indices[first],
+        cu_num_logits=torch.arange(len(bounds), dtype=first.dtype, device=first.device),
+        cu_num_logits_np=bounds,
+    )
+    output = sampler(logits[first], plain)
+    output.num_rejected += batch.cu_num_logits.diff() - 1
+    return output

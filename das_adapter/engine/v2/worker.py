@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,13 @@ class DeviceWorkerState(WorkerState):
         if self.lengths is not None:
             self.lengths.engine.controller.common = None
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        return Admission(**{name: stock[name] for name in names})
+        return Admission(self.drops_drafts, **{name: stock[name] for name in names})
+
+    def drops_drafts(self, req_ids: Iterable[str]) -> bool:
+        """Return whether a step of these requests verifies no drafts, see `drop_drafts_beside_chosen_tokens`."""
+        slots = list(map(self.runner.req_states.req_id_to_index.__getitem__, req_ids))
+        chosen: int = self.runner.sampler.logprob_token_ids_state.max_num_token_ids(slots)
+        return chosen > 0
 
     def bind(self) -> None:
         """Bind it to the model runner."""
@@ -142,6 +149,8 @@ class DeviceWorkerState(WorkerState):
         drafts = {req_id: len(tokens) for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()}
         counts = scheduled.num_scheduled_tokens
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
+        if drafts and self.drops_drafts(counts):
+            drafts, decodes = {}, False  # it is not timed: they may have been read
         begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
         self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
 
