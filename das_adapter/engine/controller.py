@@ -48,6 +48,10 @@ class EngineController:
         share one (V2); `leads`: whether this rank decides, has the history and writes the decision log."""
         self.config = config
         self.counters = Counters()
+        self._untold: dict[str, Any] = {}
+        """Figures of rollouts that ended since the last `stats`."""
+        self._told_s = 0.0
+        """Seconds saved in this rollout that `stats` has returned."""
         self.live: dict[str, LiveRequest] = {}
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
@@ -151,6 +155,10 @@ class EngineController:
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and start again, at a weight sync (DAS, section 4.1)."""
+        if self.counters.steps:  # hosts that ask behind the weight sync shall hear of the rollout that it ends
+            self._untold = self._figures()
+            self._untold["time_saved_s"] -= self._told_s
+        self._told_s = 0.0
         self.counters.error = None
         answer = Refreshed()
         if self.history is not None:
@@ -169,7 +177,8 @@ class EngineController:
         """Return the counts, and the figures of the controller, the account, the history and the model, since the last
         call."""
         controller = self.controller
-        stats = self.counters.take() | controller.account.figures() | (self.history.stats() if self.history else {})
+        stats = self.counters.take() | self._figures() | (self.history.stats() if self.history else {})
+        self._untold, self._told_s = {}, controller.account.time.saved()
         stats["latency_model_error"] = controller.times.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
@@ -177,3 +186,10 @@ class EngineController:
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         return stats
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the figures of this rollout and of those that ended since the last `stats`: seconds of all, and else
+        what is known of the latter."""
+        ended = {name: value for name, value in self._untold.items() if value is not None}
+        now = {**self.controller.account.figures(), "error": self.counters.error, "alarm": self.counters.alarm}
+        return now | ended | {"time_saved_s": now["time_saved_s"] + ended.get("time_saved_s", 0.0)}

@@ -29,6 +29,7 @@ from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
+from das_adapter.protocol.metrics import figures
 
 DRAFTED, PLAIN_S = 3, 0.01
 IDS = [f"request {i}" for i in range(4)]
@@ -162,6 +163,35 @@ def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified(
     assert step.given is not None and step.given.tolist() == [3, 4, 0]
     step.admitted = np.array([1, 3, 0])
     assert step.given.tolist() == [1, 3, 0]
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before the weight sync", "behind it"])
+def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(behind: bool) -> None:
+    """veRL asks before each weight sync, NeMo-RL's asynchronous trainer behind it."""
+    engine, found = Engine(), []
+    engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
+    engine.lengths.engine.fail(RuntimeError("boom"))
+    if behind:
+        engine.lengths.refresh(Refresh(1))
+    found.append(figures([engine.lengths.stats()]))
+    if not behind:
+        engine.lengths.refresh(Refresh(1))
+    found.append(figures([engine.lengths.stats()]))
+    assert [step["das/health"] for step in found] == [0.0, 1.0]
+    assert found[0]["das/time_saved_s"] > 0.5 and found[1]["das/time_saved_s"] == 0.0
+    assert 0.0 < found[0]["das/of_stock"] < 1.0 and "das/of_stock" not in found[1]
+
+
+def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_behind_it() -> None:
+    engine = Engine()
+    engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
+    told = engine.lengths.stats()["time_saved_s"]
+    engine.rollout(64, drafted_s=1.1 * PLAIN_S)
+    saved = engine.lengths.engine.controller.account.time.saved()
+    engine.lengths.refresh(Refresh(1))
+    engine.lengths.refresh(Refresh(2))
+    assert 0.5 < told < 0.9 * saved
+    assert told + engine.lengths.stats()["time_saved_s"] == pytest.approx(saved, rel=0.02)
 
 
 def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:
