@@ -81,10 +81,10 @@ class Label:
 
 
 class Labeller:
-    """Labels requests. The n-th request of a problem gets the same seed in every run that asks in the same order."""
+    """Labels requests. The n-th request of a prompt gets the same seed in every run, whatever else is asked before."""
 
     COUNTED = 2**18
-    """Problems whose requests are counted, at most; then counting begins anew, with other seeds."""
+    """Prompts whose requests are counted, at most; then counting begins anew, with other seeds."""
 
     def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
         """`source`: tells labellers apart that count the same problems independently, such as those of two HTTP
@@ -109,11 +109,12 @@ class Labeller:
         """Label a request with a prompt (token ids without padding, and the hashes of its images, sound and video);
         `validate`: its text must stay out of the history."""
         ids, turns = np.asarray(prompt, dtype=np.int32), self._first_turns
-        problem = turns.problem(ids, media) if turns else prompt_identity(ids, *media)
-        number = self._drawn[problem, validate]
-        self._drawn[problem, validate] += 1
+        asked = prompt_identity(ids, *media)  # not the problem: its samples' later turns come in any order
+        problem = turns.problem(ids, media) if turns else asked
+        number = self._drawn[asked, validate]
+        self._drawn[asked, validate] += 1
         row = f"{self._source}/{self._counts}/{'validation' if validate else ''}"
-        seed = request_seed(self._run_seed, problem, self._resumed, number, row)
+        seed = request_seed(self._run_seed, asked, self._resumed, number, row)
         if len(self._drawn) >= self.COUNTED:
             self._drawn.clear()
             self._counts += 1

@@ -45,6 +45,33 @@ def test_samples_differ_and_runs_agree() -> None:
     assert elsewhere.label(ids(1), validate=False).seed not in {label.seed for label in labels}
 
 
+def test_later_turns_have_equal_seeds_in_whatever_order_they_come() -> None:
+    """A tool answers one sample of a problem earlier than another, and the next time later."""
+    turns = [ids(1, 4), ids(1, 5, 5), ids(1, 4)]
+
+    def labels(order: list[int]) -> dict[int, list[tuple[int | None, int | None]]]:
+        labeller, found = Labeller(5), dict[int, list[tuple[int | None, int | None]]]()
+        for prompt in [ids(1), ids(1), ids(1), *(turns[turn] for turn in order), ids(1)]:
+            label = labeller.label(prompt, validate=False)
+            found.setdefault(prompt_identity(prompt), []).append((label.problem, label.seed))
+        return found
+
+    first = labels([0, 1, 2])
+    assert first == labels([1, 0, 2]) == labels([2, 1, 0])
+    made = [label for of_prompt in first.values() for label in of_prompt]
+    assert {problem for problem, _ in made} == {prompt_identity(ids(1))}
+    assert len({seed for _, seed in made}) == len(made) == 7
+
+
+def test_later_turns_shift_no_later_sample_of_their_problem() -> None:
+    """What is written ahead of these has the seed that they will have."""
+    single, turns = Labeller(5), Labeller(5)
+    for prompt in (ids(1), ids(1, 4), ids(1, 4, 6)):
+        turns.label(prompt, validate=False)
+    single.label(ids(1), validate=False)
+    assert turns.label(ids(1), validate=False) == single.label(ids(1), validate=False)
+
+
 def test_a_validation_shifts_no_training_sample() -> None:
     plain, validated = Labeller(0), Labeller(0)
     assert not validated.label(ids(1), validate=True).record
