@@ -189,7 +189,10 @@ def label_requests(stock: Any) -> Any:
 
         prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
         media = any(kwargs.get(name) for name in MEDIA)
-        sample.again += sample.running > 0 or len(prompt) < sample.drawn
+        again = sample.running > 0 or len(prompt) < sample.drawn
+        sample.again += again
+        if sample.drawn and not again:  # behind the longest conversation, whatever was asked in between
+            sample.start = sample.drawn
         own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             job, server = sample.job
@@ -219,7 +222,7 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) 
     number = -1 - sample.sample if sample.validate else sample.sample
     row = f"{sample.row}/again {sample.again}" if sample.again else sample.row
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
-    return Label(sample.problem, seed, not sample.validate, sample.start)
+    return Label(sample.problem, seed, not sample.validate, min(sample.start, len(prompt_ids)))
 
 
 def _integer(value: Any) -> int:

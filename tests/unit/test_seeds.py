@@ -138,18 +138,9 @@ def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]
 
 
 def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_seed() -> None:
-    client, seeds, said = SimpleNamespace(config=ON), list[int | None](), [1] * 5
+    said = [1] * 5
 
-    async def server(self: Any, reason: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
-        seeds.append(Label.of(sampling_params["extra_args"]).seed)
-        await asyncio.sleep(0)
-        return SimpleNamespace(token_ids=said, stop_reason=reason)
-
-    async def ask(prompt: list[int], reason: str = "completed") -> None:
-        call = {"prompt_ids": prompt, "sampling_params": {}}
-        await identity.label_requests.replacement(server)(client, reason, **call)
-
-    async def loop(self: Any, params: Any, trajectory: Any) -> None:
+    async def loop(ask: Any) -> None:
         await ask(PROMPT)
         await ask([*PROMPT, *said, 9], "aborted")  # the next turn
         await ask([*PROMPT, *said, 9, *said])  # the same, resumed
@@ -157,8 +148,45 @@ def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_see
         await ask([*PROMPT, 1])  # from the middle of an answer
         await asyncio.gather(*(ask([*PROMPT, *said, *said]) for _ in range(2)))
 
-    asyncio.run(identity.follow_samples.replacement(loop)(None, {}, {"step": 1, "sample_index": 0}))
+    seeds = [label.seed for label, _ in asked_by(loop, said)]
     assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 5, 6]
+
+
+def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_between() -> None:
+    """By a sub-agent, or of a judge."""
+    said, tool = [1] * 5, [2] * 4
+
+    async def loop(ask: Any) -> None:
+        await ask(PROMPT)
+        await ask([9])
+        await ask([*PROMPT, *said, *tool], "aborted")  # the next turn
+        await ask([*PROMPT, *said, *tool, *said])  # the same, resumed
+
+    asked = asked_by(loop, said)
+    assert [prompt[label.start_in(len(prompt)) :] for label, prompt in asked] == [[], [], tool, tool + said]
+    drawn = [(label.seed, label.start) for label, _ in asked]
+    assert len({*drawn}) == 3 and drawn[2] == drawn[3]
+
+
+def asked_by(loop: Any, said: list[int]) -> list[tuple[Label, list[int]]]:
+    """The labels and prompts that reach the server when veRL's worker runs an agent loop, which is given what it asks
+    with; all answers are equal."""
+    client, asked = SimpleNamespace(config=ON), list[tuple[Label, list[int]]]()
+
+    async def server(self: Any, reason: str, *, prompt_ids: Any, sampling_params: Any, **_: Any) -> SimpleNamespace:
+        asked.append((Label.of(sampling_params["extra_args"]), prompt_ids))
+        await asyncio.sleep(0)
+        return SimpleNamespace(token_ids=said, stop_reason=reason)
+
+    async def ask(prompt: list[int], reason: str = "completed") -> None:
+        call = {"prompt_ids": prompt, "sampling_params": {}}
+        await identity.label_requests.replacement(server)(client, reason, **call)
+
+    async def run(self: Any, params: Any, trajectory: Any) -> None:
+        await loop(ask)
+
+    asyncio.run(identity.follow_samples.replacement(run)(None, {}, {"step": 1, "sample_index": 0}))
+    return asked
 
 
 def front_end(seed: int = 0, rank: int = 0, process: int = 0) -> RequestLabels:
