@@ -125,7 +125,7 @@ class RolloutClock:
 _OF_ENGINES: dict[str, Callable[[Iterable[float]], float]] = {
     **dict.fromkeys(("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"), max),
     **dict.fromkeys(("history_tokens", "history_bytes", "live_bytes", "of_stock"), max),
-    **dict.fromkeys(("time_saved_s", "engines_behind", "drafter_passes"), sum),
+    **dict.fromkeys(("time_saved_s", "drafter_passes"), sum),
 }
 """Figures that engines have already, and what is logged of all."""
 
@@ -135,6 +135,8 @@ def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) ->
     host counts responses, of `RolloutClock.take`; under the names the trainer logs (docs/metrics.md says what each
     means), empty if there is no report. Figures of a controller, of the history and of a policy copy are there if an
     engine has one.
+
+    `engine` in a report names who made it, of several to one step; one without it is an engine's only one.
 
     `told`: kinds of fault that are in the log; it says why `das/health` is 0, once for each other kind. None: it says
     nothing.
@@ -174,8 +176,11 @@ def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) ->
         requests, written, repeated = np.sum(ahead, axis=0).tolist()
         metrics |= {"das/run_ahead_requests": float(requests), "das/run_ahead_tokens": float(written)}
         metrics["das/run_ahead_repeated"] = repeated / max(1, written)
+    by_engine = [(part.get("engine", number), part) for number, part in enumerate(parts)]
     if any("reason" in part for part in parts):
-        metrics["das/engines_resting"] = float(len(each("reason")))
+        metrics["das/engines_resting"] = float(len({engine for engine, part in by_engine if part.get("reason")}))
+    if behind := {engine: part["engines_behind"] for engine, part in by_engine if "engines_behind" in part}:
+        metrics["das/engines_behind"] = float(sum(behind.values()))  # as each engine said last
     if clocks := [part for part in parts if "ends" in part]:
         metrics |= _of_rollout(clocks)
     return metrics | {f"das/{name}": float(of(found)) for name, of in _OF_ENGINES.items() if (found := each(name))}

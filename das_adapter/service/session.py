@@ -123,10 +123,11 @@ class Session:
         """Report the counts since the last time to the run's ledger, as those of a training step, and return them, of
         each data-parallel engine; none, with a line in the log, where the engine does not answer."""
         try:
-            reports = []
+            reports: list[dict[str, Any]] = []
             for ranks in self._rpc("stats", {}, timeout):
                 counts = max(ranks, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-                reports.append({**counts, **self._clock.take()})  # the clock's go to the first engine
+                engine = f"{self._name} {len(reports)}"  # it may report several times to one step
+                reports.append({**counts, **self._clock.take(), "engine": engine})  # the clock's go to the first
                 reports[-1] |= {"engines_behind": self._behind} if self._here and len(reports) == 1 else {}
                 self._ledger.report.remote(step, reports[-1])
             return reports

@@ -110,6 +110,14 @@ def test_engines_that_a_weight_sync_left_behind_are_counted() -> None:
     assert "das/engines_behind" not in figures([Counters().take()])  # no history is shared
 
 
+def test_an_engine_that_reports_several_times_to_a_step_is_counted_once() -> None:
+    """As to veRL's older trainer, which sends weights again when a reward model has had the GPU."""
+    rests = {"engine": "a", "reason": "drafting rests", "engines_behind": 1}
+    parts = [rests, {**rests, "reason": None}, {**rests, "engine": "b", "engines_behind": 0}, rests]
+    found = figures([{**Counters().take(), **part} for part in parts])
+    assert (found["das/engines_resting"], found["das/engines_behind"]) == (2.0, 1.0)
+
+
 def test_every_fault_has_a_reason() -> None:
     half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
     assert faults([half]) == {}
