@@ -63,6 +63,8 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
         return
     if das.history.run_ahead != "off" and (reason := settings.no_effect(algorithm, master_config)):
         logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
+    if not settings.logs_figures(algorithm, master_config):
+        logger.warning("das: no figures under das/ are logged, das/health neither: this trainer asks for none")
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     from das_adapter.service import checkpoint, ledger

@@ -19,6 +19,7 @@ WORKERS = {
 }
 BLOCK = f"{GENERATION}.das"
 GRPO = "nemo_rl.algorithms.grpo"
+_WITHOUT_FIGURES = "nemo_rl.algorithms.distillation", "nemo_rl.algorithms.single_controller_utils.setup"
 LABELS = "das_labels"
 """Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its generation only the prompts, so the
 first turn's is a problem's identity (`protocol.label.Labeller`)."""
@@ -52,6 +53,12 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     check_files(das)
     compat.require("nemo_rl")
     return das
+
+
+def logs_figures(algorithm: str, config: Any) -> bool:
+    """Return whether the trainer of an algorithm, NeMo-RL's module, asks its generation for a step's figures."""
+    asynchronous_ppo = getattr(getattr(config, "ppo", None), "async_ppo", None)
+    return algorithm not in _WITHOUT_FIGURES and not getattr(asynchronous_ppo, "enabled", False)
 
 
 def no_effect(algorithm: str, config: Any) -> str | None:

@@ -160,6 +160,13 @@ def test_every_algorithm_refuses_another_tokenizers_history_before_it_launches_a
     assert not ray.is_initialized()
 
 
+def test_where_no_figures_are_logged_the_log_says_so(config: Make, caplog: Any) -> None:
+    for module, warned in (("grpo", 0), ("ppo", 0), ("distillation", 1), ("single_controller_utils.setup", 1)):
+        caplog.clear()
+        checkpoint.begin(config(load=False), TOKENIZER, f"nemo_rl.algorithms.{module}")
+        assert caplog.text.count("das: no figures under das/ are logged") == warned, module
+
+
 def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Make, run: Run, caplog: Any) -> None:
     broken = config()
     with run(broken) as engine:

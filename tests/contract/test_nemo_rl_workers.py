@@ -300,6 +300,25 @@ def test_every_trainer_of_nemo_rl_times_its_wait_under_those_names() -> None:
         assert re.search(r'prefix="timing/train"', source), module
 
 
+def test_of_which_trainers_no_figures_are_logged() -> None:
+    def config(asynchronous: bool) -> Any:
+        return SimpleNamespace(ppo=SimpleNamespace(async_ppo=SimpleNamespace(enabled=asynchronous)))
+
+    for module, trainer, setup in (
+        ("grpo", "grpo_train", "grpo"),
+        ("grpo", "async_grpo_train", "grpo"),
+        ("grpo_sync", "grpo_train_sync", "grpo"),
+        ("ppo", "ppo_train", "ppo"),
+        ("ppo", "async_ppo_train", "ppo"),
+        ("distillation", "distillation_train", "distillation"),
+        ("single_controller", "", "single_controller_utils.setup"),
+    ):
+        source = (CHECKOUT / f"nemo_rl/algorithms/{module}.py").read_text()
+        text = source.partition(f"\ndef {trainer}(")[2].partition("\ndef ")[0] if trainer else source
+        asks = settings.logs_figures(f"nemo_rl.algorithms.{setup}", config(trainer == "async_ppo_train"))
+        assert text and asks == (".get_step_metrics()" in text), trainer
+
+
 def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
     engine = Engine()
     engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.nemo_rl.settings import media_of, no_effect
+from das_adapter.nemo_rl.settings import logs_figures, media_of, no_effect
 from das_adapter.protocol.label import Labeller
 
 
@@ -126,3 +126,14 @@ def run(**changed: Any) -> Any:
 def test_where_the_next_batch_is_not_known_it_says_so(algorithm: str, config: dict[str, Any], why: str | None) -> None:
     said = no_effect(algorithm, run(**config))
     assert said is None if why is None else why in (said or "")
+
+
+def test_trainers_that_ask_for_no_figures_are_known() -> None:
+    def ppo(asynchronous: bool) -> Any:
+        return SimpleNamespace(ppo=SimpleNamespace(async_ppo=SimpleNamespace(enabled=asynchronous)))
+
+    assert logs_figures(GRPO, run())
+    assert logs_figures("nemo_rl.algorithms.ppo", ppo(False))
+    assert not logs_figures("nemo_rl.algorithms.ppo", ppo(True))
+    assert not logs_figures("nemo_rl.algorithms.distillation", SimpleNamespace())
+    assert not logs_figures("nemo_rl.algorithms.single_controller_utils.setup", run())
