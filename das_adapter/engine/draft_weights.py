@@ -96,18 +96,41 @@ class DraftWeights:
     def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
         the trainer's stream before the policy sees it."""
-        if self._config.method == "mtp":  # hosts send it the policy's stream, of which it takes its own layers
-            loaded = stock(weights, *args, **kwargs)
-            self._arrived += len(loaded or ())
-            return loaded
+        if self._config.method == "mtp":
+            return self._take_layers(stock, weights, *args, **kwargs)
         if self._reading or self._config.draft.weights == "trainer":
             return stock(self._own(weights), *args, **kwargs)
-        for name, _ in weights:  # raising here would leave the trainer waiting for ever
-            self._refused = (
-                f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
-                f"({PREFIX}{name}, ...): set it to 'trainer'"
-            )
+        for name, _ in weights:
+            self._refuse(PREFIX + name)
         return set()
+
+    def _take_layers(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Load the layers for MTP from the policy's stream, which hosts send to the drafter too, or from a checkpoint.
+        Both have the embedding and output layer that the drafter shares with the policy; the checkpoint's are older."""
+        if self._refused and not self._reading:
+            return set()
+        policy = {id(p) for p in self._runner.model.parameters()}
+        shared = {p: p.data for p in self.drafter.parameters() if self._reading and id(p) in policy}
+        for parameter, present in shared.items():
+            parameter.data = torch.empty_like(present, device="cpu")
+        try:
+            loaded = stock(weights, *args, **kwargs)
+        finally:
+            for parameter, present in shared.items():
+                parameter.data = present
+        self._arrived += len(loaded or ())
+        named = self.drafter.named_parameters(remove_duplicate=False)
+        own = {name for name, p in named if id(p) not in policy}.intersection(loaded or ())
+        if own and not self._reading and self._config.draft.weights == "checkpoint":
+            self._refuse(min(own))
+        return loaded
+
+    def _refuse(self, name: str) -> None:
+        """Note that the trainer sends a weight that is not wanted; raising would leave it waiting for ever."""
+        self._refused = (
+            f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
+            f"({name}, ...): set it to 'trainer'"
+        )
 
     def _own(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Count weights of the drafter's own; none of them may be loaded into the policy."""

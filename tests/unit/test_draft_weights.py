@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("vllm")
 import torch
+from safetensors.torch import save_file
 
 from das_adapter.config import parse
 from das_adapter.engine.draft_weights import DraftWeights
@@ -33,3 +37,84 @@ def test_a_draft_model_of_any_family_takes_the_trainers_weights() -> None:
     assert "brought no weight" in str(weights.refresh())
     drafter.load_weights([("transformer.weight", torch.ones(2, 2))])
     assert weights.refresh() is None and drafter.transformer.weight.sum() == 4
+
+
+class Model(torch.nn.Module):
+    """A model with these parts, which takes what it has of a stream, as vLLM's MTP drafters do."""
+
+    def __init__(self, **parts: torch.nn.Module):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        named = dict(self.named_parameters(remove_duplicate=False))
+        return {name for name, weight in weights if name in named and named[name].data.copy_(weight) is not None}
+
+
+def part(value: float) -> torch.nn.Linear:
+    linear = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
+    linear.weight.fill_(value)
+    return linear
+
+
+CHECKPOINT = {f"{name}.weight": torch.ones(2, 2) for name in ("embed_tokens", "lm_head", "layer", "mtp")}
+TRAINED = {name: 2 * weight for name, weight in CHECKPOINT.items()}
+POLICYS = {name: weight for name, weight in TRAINED.items() if name != "mtp.weight"}
+
+
+class Mtp:
+    """An engine whose MTP drafter shares the policy's embedding and output layer."""
+
+    def __init__(self, source: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
+        self.policy = Model(embed_tokens=part(1), lm_head=part(1), layer=part(1))
+        self.drafter = Model(embed_tokens=self.policy.embed_tokens, lm_head=self.policy.lm_head, mtp=part(1))
+        save_file(CHECKPOINT, checkpoint / "model.safetensors")
+        model = SimpleNamespace(
+            model=str(checkpoint), revision=None, quantization=None, is_moe=False, multimodal_config=None
+        )
+        runner = SimpleNamespace(
+            model=self.policy,
+            drafter=SimpleNamespace(model=self.drafter),
+            load_config=SimpleNamespace(load_format="auto"),
+            vllm_config=SimpleNamespace(parallel_config=None),
+            speculative_config=SimpleNamespace(draft_model_config=model),
+        )
+        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: runner.vllm_config)
+        self.weights = DraftWeights(runner, parse({"drafter": "mtp", "draft": {"weights": source}}))
+        self.weights.take_loaded()
+
+    def sync(self, stream: dict[str, torch.Tensor]) -> str | None:
+        """Send a stream to both models, as veRL does, and return the alarm."""
+        for model in (self.policy, self.drafter):
+            model.load_weights(stream.items())
+        return self.weights.refresh()
+
+    def values(self) -> list[float]:
+        return [float(p.mean()) for p in (*self.policy.parameters(), self.drafter.mtp.weight)]
+
+
+@pytest.fixture
+def mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda source: Mtp(source, tmp_path, monkeypatch)
+
+
+def test_a_checkpoint_that_is_read_again_leaves_the_policy_as_it_is(mtp: Any) -> None:
+    """vLLM has MTP drafters share the policy's embedding and output layer, of which their checkpoint has the first."""
+    engine = mtp("checkpoint")
+    before = [p.data_ptr() for p in engine.drafter.parameters()]
+    engine.drafter.mtp.weight.zero_()  # as after sleep
+    assert engine.sync(POLICYS) is None
+    assert engine.values() == [2, 2, 2, 1]
+    assert [p.data_ptr() for p in engine.drafter.parameters()] == before
+
+
+def test_layers_for_mtp_that_were_to_come_from_the_checkpoint_are_named_and_not_kept(
+    mtp: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = mtp("checkpoint")
+    for _ in range(2):
+        assert "sends the drafter's weights too (mtp.weight, ...)" in str(engine.sync(TRAINED))
+        assert engine.values() == [2, 2, 2, 1]
+    assert caplog.text.count("reading its checkpoint again") == 1
