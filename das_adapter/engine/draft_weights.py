@@ -52,11 +52,11 @@ class DraftWeights:
         inner = getattr(self.drafter, "model", None)  # which some draft models call otherwise
         if hasattr(inner, "_build_fused_kv_buffers"):
             keep_addresses.apply(inner, owner=inner)
+        see_weight_stream.apply(self._take, owner=self.drafter)
         if self._config.draft.weights == "checkpoint":
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
             self._mark = self._fingerprint()
-        see_weight_stream.apply(self._take, owner=self.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
@@ -97,12 +97,14 @@ class DraftWeights:
         """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
         the trainer's stream before the policy sees it."""
         if self._config.method == "mtp":
-            return self._take_layers(stock, weights, *args, **kwargs)
-        if self._reading or self._config.draft.weights == "trainer":
-            return stock(self._own(weights), *args, **kwargs)
-        for name, _ in weights:
-            self._refuse(PREFIX + name)
-        return set()
+            loaded = self._take_layers(stock, weights, *args, **kwargs)
+        elif self._reading or self._config.draft.weights == "trainer":
+            loaded = stock(self._own(weights), *args, **kwargs)
+        else:
+            for name, _ in weights:
+                self._refuse(PREFIX + name)
+            return set()
+        return loaded and {*loaded, *self._derived()}  # vLLM asks the checkpoint for these too
 
     def _take_layers(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the layers for MTP from the policy's stream, which hosts send to the drafter too, or from a checkpoint.
@@ -141,6 +143,14 @@ class DraftWeights:
                     self._part_from_policy(shared)
             yield name, weight
 
+    def _derived(self) -> Iterator[str]:
+        """Yield the names of what attention layers have made of other weights, as MLA does of `kv_b_proj`."""
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        for path, module in self.drafter.named_modules():
+            if isinstance(module, AttentionLayerBase):
+                yield from (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+
     def _part_from_policy(self, name: str) -> None:
         """Give the drafter an output layer or embedding of its own, with the same values, where it shares the policy's:
         where its checkpoint has none, or an equal one."""
@@ -157,15 +167,19 @@ class DraftWeights:
         from vllm.config import set_current_vllm_config
         from vllm.config.load import LoadConfig
         from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         for weight in self.drafter.parameters():
             if not weight.is_floating_point():  # EAGLE-3's table of tokens: zeros where the checkpoint has none
                 weight.data.zero_()
+        model = self._runner.speculative_config.draft_model_config
         loader = get_model_loader(LoadConfig(load_format="auto"))
         self._reading = True
         try:
             with set_current_vllm_config(self._runner.vllm_config):
-                loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
+                loader.load_weights(self.drafter, model)
+                if model.quantization is None:
+                    process_weights_after_loading(self.drafter, model, self._runner.device)
         finally:
             self._reading = False
 

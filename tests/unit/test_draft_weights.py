@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import torch
 from safetensors.torch import save_file
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.utils import replace_parameter
 
 from das_adapter.config import parse
 from das_adapter.engine.draft_weights import DraftWeights
@@ -63,21 +65,35 @@ TRAINED = {name: 2 * weight for name, weight in CHECKPOINT.items()}
 POLICYS = {name: weight for name, weight in TRAINED.items() if name != "mtp.weight"}
 
 
+class Mla(MLAAttention):
+    """Attention over latents: it computes with weights that it makes of `layer`, and not with those."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        torch.nn.Module.__init__(self)
+        self.layer = [layer]  # as vLLM's, which are another module's too
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        replace_parameter(self, "W_UV", self.layer[0].weight.T, prefer_copy=True)
+
+
 class Mtp:
     """An engine whose MTP drafter shares the policy's embedding and output layer."""
 
-    def __init__(self, source: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, source: str, load_format: str = "auto"):
         monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
         self.policy = Model(embed_tokens=part(1), lm_head=part(1), layer=part(1))
-        self.drafter = Model(embed_tokens=self.policy.embed_tokens, lm_head=self.policy.lm_head, mtp=part(1))
+        shared = {"embed_tokens": self.policy.embed_tokens, "lm_head": self.policy.lm_head}
+        self.drafter = Model(**shared, mtp=part(1))
+        self.drafter.add_module("attention", Mla(self.drafter.mtp))
+        self.drafter.attention.process_weights_after_loading(torch.float32)
         save_file(CHECKPOINT, checkpoint / "model.safetensors")
-        model = SimpleNamespace(
-            model=str(checkpoint), revision=None, quantization=None, is_moe=False, multimodal_config=None
-        )
+        model = SimpleNamespace(model=str(checkpoint), revision=None, quantization=None, dtype=torch.float32)
+        vars(model).update(is_moe=False, multimodal_config=None, word_embeddings_untied_by_checkpoint=False)
         runner = SimpleNamespace(
             model=self.policy,
             drafter=SimpleNamespace(model=self.drafter),
-            load_config=SimpleNamespace(load_format="auto"),
+            device=torch.device("cpu"),
+            load_config=SimpleNamespace(load_format=load_format),
             vllm_config=SimpleNamespace(parallel_config=None),
             speculative_config=SimpleNamespace(draft_model_config=model),
         )
@@ -97,7 +113,7 @@ class Mtp:
 
 @pytest.fixture
 def mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda source: Mtp(source, tmp_path, monkeypatch)
+    return lambda *args: Mtp(tmp_path, monkeypatch, *args)
 
 
 def test_a_checkpoint_that_is_read_again_leaves_the_policy_as_it_is(mtp: Any) -> None:
@@ -118,3 +134,23 @@ def test_layers_for_mtp_that_were_to_come_from_the_checkpoint_are_named_and_not_
         assert "sends the drafter's weights too (mtp.weight, ...)" in str(engine.sync(TRAINED))
         assert engine.values() == [2, 2, 2, 1]
     assert caplog.text.count("reading its checkpoint again") == 1
+
+
+def test_what_a_drafter_makes_of_its_weights_is_made_again_with_them(
+    mtp: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = mtp("checkpoint", "dummy")
+    made = engine.drafter.attention.W_UV
+    for _ in range(2):
+        engine.drafter.mtp.weight.zero_()
+        made.data.zero_()
+        assert engine.sync(POLICYS) is None
+        assert engine.drafter.attention.W_UV is made and made.eq(1).all()
+    assert engine.sync(POLICYS) is None
+    assert caplog.text.count("reading its checkpoint again") == 2
+
+
+def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(CHECKPOINT, "mtp.weight")
+    with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'mtp.weight'\}"):
+        mtp("checkpoint", "dummy")
