@@ -76,9 +76,11 @@ class DraftWeights:
         arrived, self._arrived = self._arrived, 0
         if self._config.draft.weights == "trainer":
             if not arrived:
+                mtp = self._config.method == "mtp"
+                names = "as in the policy's checkpoint" if mtp else f"with {PREFIX!r} in front"
                 return (
                     f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
-                    f"(names with {PREFIX!r} in front): it drafts for an older policy"
+                    f"(names {names}): it drafts for an older policy"
                 )
         elif self._fingerprint() != self._mark:  # after sleep at level 2, or when they were overwritten
             logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
@@ -120,9 +122,9 @@ class DraftWeights:
         finally:
             for parameter, present in shared.items():
                 parameter.data = present
-        self._arrived += len(loaded or ())
         named = self.drafter.named_parameters(remove_duplicate=False)
         own = {name for name, p in named if id(p) not in policy}.intersection(loaded or ())
+        self._arrived += len(own)
         if own and not self._reading and self._config.draft.weights == "checkpoint":
             self._refuse(min(own))
         return loaded

@@ -136,6 +136,13 @@ def test_layers_for_mtp_that_were_to_come_from_the_checkpoint_are_named_and_not_
     assert caplog.text.count("reading its checkpoint again") == 1
 
 
+def test_a_sync_without_layers_for_mtp_is_named(mtp: Any) -> None:
+    engine = mtp("trainer")
+    assert "brought no weight of the drafter (names as in the policy's checkpoint)" in str(engine.sync(POLICYS))
+    assert engine.sync(TRAINED) is None
+    assert engine.values() == [2, 2, 2, 2]
+
+
 def test_what_a_drafter_makes_of_its_weights_is_made_again_with_them(
     mtp: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
