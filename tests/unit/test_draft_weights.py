@@ -18,6 +18,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from das_adapter.config import parse
 from das_adapter.engine.draft_weights import DraftWeights
+from das_adapter.engine.v1.worker import HostWorkerState
 
 
 class OtherNames(torch.nn.Module):
@@ -161,3 +162,33 @@ def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatc
     monkeypatch.delitem(CHECKPOINT, "mtp.weight")
     with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'mtp.weight'\}"):
         mtp("checkpoint", "dummy")
+
+
+class Proposer(SimpleNamespace):
+    """vLLM's proposer, with the methods that keyed noise takes over."""
+
+    def set_inputs_first_pass(self) -> None: ...
+
+    def _sample_draft_tokens(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("attributes", "options", "keyed"),
+    [
+        ({"positions": None}, {}, True),
+        ({"positions": None}, {"parallel_drafting": True}, False),
+        ({"positions": None}, {"use_heterogeneous_vocab": True}, False),
+        ({"mrope_positions": None}, {}, False),
+    ],
+)
+def test_drafts_are_drawn_with_keyed_noise_where_a_drafter_has_what_that_takes(
+    attributes: dict[str, Any], options: dict[str, Any], keyed: bool
+) -> None:
+    """vLLM's own drawing maps another vocabulary to the policy's; under M-RoPE there are no positions to draw for."""
+    drafter = Proposer(model=Model(layer=part(1)), **attributes)
+    draft = {"model": "a small one", "weights": "trainer", "options": options}
+    das = {"drafter": "draft_model", "draft": draft, "budget": "unlimited", "speculate": "always"}
+    policy = Model(layer=part(1))
+    HostWorkerState(SimpleNamespace(drafter=drafter, get_model=lambda: policy), parse(das)).loaded()
+    taken_over = {"set_inputs_first_pass", "_sample_draft_tokens"} & vars(drafter).keys()
+    assert len(taken_over) == (2 if keyed else 0)

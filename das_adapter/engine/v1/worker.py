@@ -125,8 +125,10 @@ class HostWorkerState(WorkerState):
         super().loaded()
         if not self.draft_weights:
             return
-        noise = None
-        if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
+        noise, options = None, self.config.draft.options
+        most_likely = options.get("parallel_drafting") or options.get("use_heterogeneous_vocab")
+        # Under M-RoPE a drafter knows no positions in the text.
+        if self.config.keyed and not most_likely and hasattr(self.runner.drafter, "positions"):
             noise = KeyedDrafts(self.runner, lambda: self.batch()[0])
         if self.drafter:
             source = self.drafter.model_source
