@@ -265,10 +265,11 @@ def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Pat
     assert "brought no weight of the drafter" in result[1]["stats"]["alarm"]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", METHODS)
 def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path, method: str) -> None:
     first, second = two_rounds(requests(PLAIN))
-    result = engine(das=block(method, drafters, **ALWAYS), rounds=[replace(first, sleep=2), second], env=HOST)
+    job = {"engine": policy(method, drafters), "rounds": [replace(first, sleep=2), second], "env": HOST}
+    result = engine(das=block(method, drafters, **ALWAYS), **job)
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > 0.8 * rate[0] > 0.1
     assert "reading its checkpoint again" in result[0]["log"]
