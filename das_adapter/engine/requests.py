@@ -85,10 +85,12 @@ def _refuse(given: Label) -> None:
 
 
 def _signed(seed: int | None, req_id: str, samples: int) -> int:
-    """Return a seed as a signed number of 64 bits, such as workers hold; so are those of the samples after it."""
+    """Return a seed as a signed number of 64 bits, such as workers hold; so are those of the samples after it, and none
+    is -1, which vLLM takes for no seed."""
     if seed is None:
         seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
-    return min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
+    found = min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
+    return found - samples if -samples <= found < 0 else found
 
 
 def _source(vllm_config: Any) -> str:

@@ -210,6 +210,27 @@ def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
     return seeds
 
 
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        (-2, [-4, -3]),
+        (-1, [-3, -2]),
+        (2**64 - 1, [-3, -2]),
+        (-3, [-3, -2]),
+        (0, [0, 1]),
+        (7, [7, 8]),
+        (2**63 - 1, [2**63 - 2, 2**63 - 1]),
+        (2**63, [-(2**63), 1 - 2**63]),
+    ],
+)
+def test_no_sample_has_the_seed_that_vllm_takes_for_none(seed: int, expected: list[int]) -> None:
+    params = SimpleNamespace(extra_args={"das_record": 0}, seed=seed, n=2)
+    request = SimpleNamespace(sampling_params=params, request_id="0", prompt_token_ids=PROMPT, prompt_embeds=None)
+    request.cache_salt = None
+    front_end().complete(request)
+    assert [params.seed, params.seed + 1] == expected
+
+
 def test_servers_and_ranks_that_count_the_same_prompt_draw_apart() -> None:
     servers = [front_end(), front_end(process=1), front_end(rank=1), front_end(seed=1)]
     seeds = [seed for server in servers for seed in drawn(server, 20, samples=3)]
