@@ -37,17 +37,17 @@ def runs_v2(vllm_config: Any) -> bool:
 
 
 def take_block_from_environment(args: Any) -> None:
-    """Give an engine without a block of its own the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they are used.
-    ConfigError: it can't be read."""
+    """Give an engine that writes, without a block of its own, the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they
+    are used. ConfigError: it can't be read."""
     additional = args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
-    if SETTINGS_KEY in (additional or {}) or not source or getattr(args, "runner", "auto") == "pooling":
+    if SETTINGS_KEY in (additional or {}) or not source or args.runner == "pooling":
         return
     try:
         block = read(source)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
-    if block is not None:
+    if block is not None and (args.runner == "generate" or args.create_model_config().runner_type != "pooling"):
         args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
 
 

@@ -77,6 +77,15 @@ def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPa
         assert (engine_config().speculative_config is None) == (off != "{}")
 
 
+@pytest.mark.parametrize("pools", [{"runner": "pooling"}, {"convert": "embed"}])
+def test_an_engine_that_writes_nothing_gets_no_block_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, pools: dict[str, str]
+) -> None:
+    monkeypatch.setenv("DAS_CONFIG", "{}")
+    config = engine_config(**pools)
+    assert (config.speculative_config, config.additional_config) == (None, {})
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
