@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from das_adapter.config import DasConfig
@@ -46,23 +47,32 @@ def choose_runner(stock: Any) -> Any:
             prepare_standalone(self, config)
             if config.uses_history and config.history.scope == "problem":
                 logger.info("das: a request drafts from texts of its whole prompt and cache_salt alone: scope=problem")
-        from vllm.triton_utils import HAS_TRITON
-
-        choice = runner_for(self, config, HAS_TRITON)
-        if choice.v1 is None and self.speculative_config is None:
-            vars(self).update(choice.arguments)
-            made = stock(self, *args, **kwargs)
-            if runs_v2(made):
-                logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
-                return _checked(made, config)
-            self.speculative_config = None
-            choice = runner_for(self, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
-        if choice.v1 is not None:
-            set_v1(choice.v1)
-        vars(self).update(choice.arguments)
-        return _checked(stock(self, *args, **kwargs), config)
+        own = self.speculative_config
+        try:
+            return _checked(_made(self, config, partial(stock, self, *args, **kwargs)), config)
+        finally:  # ours is not the caller's choice, should there be another call
+            self.speculative_config = own
 
     return create_engine_config
+
+
+def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
+    """Make the config of an engine with a block from its arguments (vLLM's `EngineArgs`) on the runner that it gets."""
+    from vllm.triton_utils import HAS_TRITON
+
+    choice = runner_for(args, config, HAS_TRITON)
+    if choice.v1 is None and args.speculative_config is None:
+        vars(args).update(choice.arguments)
+        made = make()
+        if runs_v2(made):
+            logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
+            return made
+        args.speculative_config = None
+        choice = runner_for(args, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
+    if choice.v1 is not None:
+        set_v1(choice.v1)
+    vars(args).update(choice.arguments)
+    return make()
 
 
 def _checked(made: Any, config: DasConfig) -> Any:

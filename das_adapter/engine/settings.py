@@ -53,6 +53,10 @@ def take_block_from_environment(args: Any) -> None:
 
 def prepare_standalone(args: Any, config: DasConfig) -> None:
     """Refuse, with a ConfigError, what an engine without a host can't do, and name the run."""
+    if config.drafter != "none" and args.speculative_config:
+        raise ConfigError(
+            f"das.drafter={config.drafter!r} and speculative_config both choose a drafter: remove one of them"
+        )
     if config.history.run_ahead != "off":
         raise ConfigError(
             f"das.history.run_ahead: found {config.history.run_ahead!r}, allowed: 'off', because this engine has no "

@@ -21,6 +21,8 @@ from das_adapter.errors import ConfigError
 
 POLICY = Path(__file__).resolve().parents[2] / "examples/tiny_math/policy"
 
+KEYED = {"drafter": "none", "verify": {"noise": "keyed"}}
+
 
 def engine_config(**arguments: Any) -> Any:
     load_general_plugins()
@@ -35,10 +37,18 @@ def test_the_block_alone_chooses_the_drafter() -> None:
     assert engine_config().speculative_config is None
 
 
-def test_a_drafter_that_somebody_chose_stays() -> None:
+def test_a_drafter_that_somebody_chose_is_refused_beside_ours_and_stays_beside_none() -> None:
     own = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    config = engine_config(additional_config={"das": {"drafter": "history"}}, speculative_config=own)
+    with pytest.raises(ConfigError, match=r"das\.drafter='history' and speculative_config both choose a drafter"):
+        engine_config(additional_config={"das": {"drafter": "history"}}, speculative_config=own)
+    config = engine_config(additional_config={"das": KEYED}, speculative_config=own)
     assert config.speculative_config.method == "ngram"
+
+
+def test_arguments_may_be_used_again() -> None:
+    load_general_plugins()
+    args = EngineArgs(str(POLICY), dtype="float32", max_model_len=512, additional_config={"das": {}})
+    assert [args.create_engine_config().speculative_config.method for _ in range(2)] == ["custom_class"] * 2
 
 
 def test_a_wrong_block_stops_the_engine() -> None:

@@ -10,6 +10,7 @@ import pytest
 from das_adapter import compat
 from das_adapter.config import parse
 from das_adapter.engine.runner import Choice, runner_for
+from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
 from das_adapter.protocol import engine_args as args
 
@@ -198,7 +199,17 @@ def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(ne
     own = {"method": "ngram"}
     assert choose({}, speculative_config=own) == Choice(None, {"async_scheduling": False})
     why = "its speculative_config is not das-adapter's"
-    assert choose({}, host="", speculative_config=own) == Choice(why, {"async_scheduling": False})
+    off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
+    assert choose(off, host="", speculative_config=own) == Choice(why, {})
+
+
+def test_a_speculative_config_is_refused_beside_a_drafter_without_a_host() -> None:
+    engine = SimpleNamespace(speculative_config={"method": "ngram"}, additional_config={})
+    off, history = parse({"drafter": "none", "verify": {"noise": "keyed"}}), parse({})
+    assert off is not None and history is not None
+    prepare_standalone(engine, off)
+    with pytest.raises(ConfigError, match=r"das\.drafter='history' and speculative_config both choose a drafter"):
+        prepare_standalone(engine, history)
 
 
 def test_what_v1_cannot_do_is_refused_where_the_engine_needs_it(newest: pytest.MonkeyPatch) -> None:

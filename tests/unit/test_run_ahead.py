@@ -372,4 +372,4 @@ def test_an_engine_without_a_host_refuses_it() -> None:
     config = parse(block)
     assert config is not None
     with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host"):
-        prepare_standalone(SimpleNamespace(additional_config={}), config)
+        prepare_standalone(SimpleNamespace(additional_config={}, speculative_config=None), config)
