@@ -12,6 +12,7 @@ from das_adapter.engine.requests import RequestLabels
 from das_adapter.engine.runner import refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
     alone,
+    draft_less,
     hosted,
     prepare_standalone,
     runs_v2,
@@ -47,9 +48,15 @@ def choose_runner(stock: Any) -> Any:
             prepare_standalone(self, config)
             if config.uses_history and config.history.scope == "problem":
                 logger.info("das: a request drafts from texts of its whole prompt and cache_salt alone: scope=problem")
-        own = self.speculative_config
+        own, make = self.speculative_config, partial(stock, self, *args, **kwargs)
         try:
-            return _checked(_made(self, config, partial(stock, self, *args, **kwargs)), config)
+            return _checked(_made(self, config, make), config)
+        except ValueError as error:
+            if config.drafter == "none" or not self.enable_lora or "num_speculative_tokens" not in str(error):
+                raise
+            self.speculative_config = own
+            config = draft_less(self, config)
+            return _checked(_made(self, config, make), config)
         finally:  # ours is not the caller's choice, should there be another call
             self.speculative_config = own
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from typing import Any
 
 from das_adapter.config import DasConfig, parse, read
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY, RUN_VARIABLE, SETTINGS_KEY
+
+logger = logging.getLogger("vllm.das_adapter")
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
@@ -69,6 +72,23 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
         )
     if run := os.environ.get(RUN_VARIABLE):
         args.additional_config = {**args.additional_config, RUN_KEY: run}
+
+
+def draft_less(args: Any, config: DasConfig) -> DasConfig:
+    """Lower the most draft tokens to what vLLM allows beside LoRA adapters, where the block leaves them open; `args`:
+    vLLM's `EngineArgs`, of which it has refused a config. ConfigError: the block does not, or no draft token fits."""
+    step, requests = args.max_num_batched_tokens, args.max_num_seqs
+    fit = step // requests - 1
+    sizes = f"max_num_batched_tokens={step} and max_num_seqs={requests}"
+    if config.max_draft_tokens is not None or fit < 1:
+        raise ConfigError(
+            f"das.max_draft_tokens: found {config.num_draft_tokens}, allowed beside LoRA adapters with {sizes}: at "
+            f"most {fit}, so that a step holds a draft of every request"
+        )
+    logger.warning("das: max_draft_tokens=%d beside LoRA adapters with %s", fit, sizes)
+    lowered = config.model_copy(update={"max_draft_tokens": fit})
+    args.additional_config = {**args.additional_config, SETTINGS_KEY: lowered.to_dict()}
+    return lowered
 
 
 def history_name(vllm_config: Any) -> str:

@@ -51,6 +51,19 @@ def test_arguments_may_be_used_again() -> None:
     assert [args.create_engine_config().speculative_config.method for _ in range(2)] == ["custom_class"] * 2
 
 
+def test_drafts_fit_beside_lora_adapters_or_the_key_is_named() -> None:
+    def adapted(block: dict[str, Any], step: int = 2048) -> tuple[int, Any]:
+        sizes = {"max_num_seqs": 256, "max_num_batched_tokens": step}
+        config = engine_config(enable_lora=True, max_lora_rank=8, additional_config={"das": block}, **sizes)
+        return config.speculative_config.num_speculative_tokens, config.additional_config["das"]
+
+    assert adapted({"budget": "uniform"}) == (7, {"budget": "uniform", "max_draft_tokens": 7})
+    assert adapted({"max_draft_tokens": 7}) == (7, {"max_draft_tokens": 7})
+    for block, step, found, most in (({"max_draft_tokens": 8}, 2048, 8, 7), ({}, 511, 16, 0)):
+        with pytest.raises(ConfigError, match=rf"das\.max_draft_tokens: found {found}, allowed .* most {most}"):
+            adapted(block, step)
+
+
 def test_a_wrong_block_stops_the_engine() -> None:
     with pytest.raises(ConfigError, match="did you mean 'history'"):
         engine_config(additional_config={"das": {"histroy": {}}})
