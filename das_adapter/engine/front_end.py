@@ -134,7 +134,8 @@ def judge_row_processors(stock: Any) -> Any:
 def label_requests(stock: Any) -> Any:
     """Without it no request has a seed that all its samples and ranks agree on, requests to an engine without a host
     have no label, and a wrong label that came over HTTP is found in the middle of a step of all requests; here it is
-    the error of its own request. Remove this patch when vLLM lets plug-ins check and change requests."""
+    the error of its own request. So is streamed input beside drafts, whose next chunk would have another context.
+    Remove this patch when vLLM lets plug-ins check and change requests."""
 
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, LABELS):
@@ -143,6 +144,13 @@ def label_requests(stock: Any) -> Any:
             vars(self).setdefault(LABELS, labels)  # several threads may begin together, and one counts
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
+            if getattr(made, "resumable", False) and self.vllm_config.speculative_config is not None:
+                from vllm.exceptions import VLLMValidationError
+
+                raise VLLMValidationError(
+                    "das: found a request whose input is streamed, allowed where nothing drafts (das.drafter='none'): "
+                    "where a draft ends a chunk, the next one would have another context"
+                )
             try:
                 getattr(self, LABELS).complete(made)
             except BadLabel as error:  # a server answers any other class with status 500 and no message

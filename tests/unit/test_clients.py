@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from das_adapter.config import DasConfig, HistoryConfig
 from das_adapter.core.identity import FirstTurns, prompt_identity
+from das_adapter.engine import front_end
 from das_adapter.engine.requests import RequestLabels
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.messages import Refresh
@@ -91,6 +92,22 @@ def test_a_key_that_no_label_has_is_refused_and_shown_in_short() -> None:
         with pytest.raises(BadLabel) as error:
             Server().asked(TEMPLATE, long)
         assert len(str(error.value)) < 300
+
+
+def test_streamed_input_is_refused_beside_drafts() -> None:
+    exceptions = pytest.importorskip("vllm.exceptions")
+
+    def process(drafts: Any, labels: Any, resumable: bool = True) -> None:
+        made = SimpleNamespace(resumable=resumable, sampling_params=None)
+        processor = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=drafts))
+        setattr(processor, front_end.LABELS, labels)
+        assert front_end.label_requests.replacement(lambda *_: made)(processor, "id", TEMPLATE, None) is made
+
+    process(None, Server())
+    process(object(), None)
+    process(object(), Server(), resumable=False)
+    with pytest.raises(exceptions.VLLMValidationError, match="input is streamed, allowed where nothing drafts"):
+        process(object(), Server())
 
 
 @pytest.mark.parametrize("version", [-(2**31) - 1, 2**31, 2**63])
