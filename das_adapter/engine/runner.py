@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 from typing import Any, NamedTuple
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
-from das_adapter.engine.settings import hosted
+from das_adapter.engine.settings import hosted, runs_v2
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import (
     DATA_PARALLEL,
@@ -117,6 +118,13 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         other = config.neural and not config.uses_history and parallel.pipeline_parallel_size == 1
         ways = "; das.budget=unlimited with das.speculate=always does" if other else ""
         raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
+    plug_ins = [] if runs_v2(vllm_config) else importlib.metadata.entry_points(group="vllm.logits_processors")
+    if plug_ins:
+        names = ", ".join(sorted(entry.name for entry in plug_ins))
+        raise ConfigError(
+            f"das.drafter={config.drafter!r}: found installed logits processors ({names}), which vLLM's V1 runner "
+            "leaves out beside any drafter: other tokens would be written; allowed: das.drafter='none'"
+        )
     if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "

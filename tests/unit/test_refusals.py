@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,20 @@ def test_keyed_noise_is_refused_beside_a_watermark() -> None:
     with pytest.raises(ConfigError, match="does not work with watermark_config"):
         refuse(keyed, marked)
     refuse(stock, marked)
+
+
+def test_installed_logits_processors_are_refused_where_vllm_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = "vllm.logits_processors"
+    installed = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("mine", "some.module:Mine", group)])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **wanted: installed.select(**wanted))
+    drafts, off = parse({}), parse({"drafter": "none", "verify": {"noise": "keyed"}})
+    assert drafts is not None and off is not None
+    v1, v2 = engine({}), engine({})
+    v2.use_v2_model_runner = True
+    with pytest.raises(ConfigError, match=r"found installed logits processors \(mine\).*allowed: das\.drafter='none'"):
+        refuse(drafts, v1)
+    refuse(off, v1)
+    refuse(drafts, v2)
 
 
 def test_what_it_can_do_is_allowed() -> None:
