@@ -60,6 +60,11 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
         raise ConfigError(
             f"das.drafter={config.drafter!r} and speculative_config both choose a drafter: remove one of them"
         )
+    if getattr(args, "_api_process_rank", 0) == -1 and int(os.environ.get("VLLM_USE_RUST_FRONTEND") or 0):
+        raise ConfigError(
+            "VLLM_USE_RUST_FRONTEND: found '1', allowed beside a das: block: '0', because vLLM's Rust front end gives "
+            "requests neither labels nor seeds"
+        )
     if config.history.run_ahead != "off":
         raise ConfigError(
             f"das.history.run_ahead: found {config.history.run_ahead!r}, allowed: 'off', because this engine has no "
@@ -98,5 +103,6 @@ def history_name(vllm_config: Any) -> str:
 
 def _run(vllm_config: Any) -> str:
     """Return a name for the run of an engine without a host (vLLM's config), 12 characters that a path may have."""
-    run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id
+    # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel siblings have.
+    run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id.partition("_dp")[0]
     return hashlib.blake2b(run.encode(), digest_size=6).hexdigest()

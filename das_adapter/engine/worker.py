@@ -79,9 +79,9 @@ class WorkerState:
         if self.standalone:
             try:
                 self.standalone.begin_step(scheduled, getattr(self._worker, "_weight_update_active", False))
-            except Exception:
-                logger.exception("das: the engine's history is not kept any more; decoding goes on")
-                self.standalone = None
+            except Exception as error:
+                logger.exception("das: the engine was not brought up to date; decoding goes on without drafts")
+                self._fail(error)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
         """Run a command of the host: `hello`, `refresh`, `visit` or `stats`. Raises only for an unknown command: a
@@ -98,9 +98,7 @@ class WorkerState:
             return plain(commands[command](**payload))
         except Exception as error:
             logger.exception("das: %s failed; decoding goes on without drafts", command)
-            if self._decides is not None:
-                self._decides.engine.fail(error)
-            self.counters.error = repr(error)
+            self._fail(error)
             return Refreshed(error=repr(error))
 
     def refresh(self, message: Refresh) -> Refreshed:
@@ -122,6 +120,12 @@ class WorkerState:
     def own_stats(self) -> EngineStats:
         """Return the figures of what stands in the device's memory."""
         return EngineStats() if self.copy is None else self.copy.stats()
+
+    def _fail(self, error: Exception) -> None:
+        """Draft no more until the next weight sync."""
+        if self._decides is not None:
+            self._decides.engine.fail(error)
+        self.counters.error = repr(error)
 
     def _hello(self) -> dict[str, str]:
         sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"

@@ -84,7 +84,8 @@ class Labeller:
     """Labels requests. The n-th request of a prompt gets the same seed in every run, whatever else is asked before."""
 
     COUNTED = 2**18
-    """Prompts whose requests are counted, at most; then counting begins anew, with other seeds."""
+    """Problems whose requests are counted, at most; then counting begins anew, with other seeds. Prompts of later turns
+    are counted as well, the newest of them: so many."""
 
     def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
         """`source`: tells labellers apart that count the same problems independently, such as those of two HTTP
@@ -94,14 +95,14 @@ class Labeller:
         self._resumed = resumed
         self._source = source
         self._first_turns = FirstTurns() if joins_turns else None
-        self._drawn: Counter[tuple[int, bool]] = Counter()
+        self._drawn, self._later = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()
         self._counts = 0
         """How often counting began anew."""
 
     def copy(self) -> Labeller:
         """Return one that labels the requests that come next as this one would, and changes nothing here."""
         other = copy.copy(self)
-        other._drawn = self._drawn.copy()
+        other._drawn, other._later = self._drawn.copy(), self._later.copy()
         other._first_turns = self._first_turns and self._first_turns.copy()
         return other
 
@@ -111,13 +112,16 @@ class Labeller:
         ids, turns = np.asarray(prompt, dtype=np.int32), self._first_turns
         asked = prompt_identity(ids, *media)  # not the problem: its samples' later turns come in any order
         problem = turns.problem(ids, media) if turns else asked
-        number = self._drawn[asked, validate]
-        self._drawn[asked, validate] += 1
+        drawn = self._drawn if asked == problem else self._later
+        number = drawn[asked, validate]
+        drawn[asked, validate] += 1
         row = f"{self._source}/{self._counts}/{'validation' if validate else ''}"
         seed = request_seed(self._run_seed, asked, self._resumed, number, row)
         if len(self._drawn) >= self.COUNTED:
             self._drawn.clear()
             self._counts += 1
+        if len(self._later) > self.COUNTED:
+            del self._later[next(iter(self._later))]
         return Label(problem, seed, record=not validate)
 
 

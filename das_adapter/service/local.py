@@ -47,7 +47,7 @@ class LocalHistory:
         """Take what has arrived, and answer the engines that ask."""
         asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]  # what they left before is taken
         for file, texts in self._writer.read():
-            offset = self._offset(file.split("-")[1], min((text.version for text in texts), default=0))
+            offset = self._offset(file.split("-")[1], max((text.version for text in texts), default=0))
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
         for path, number in asked:
@@ -83,10 +83,10 @@ class LocalHistory:
         return False  # or files were removed, which the next engine that asks will notice
 
     def _offset(self, engine: str, version: int) -> int:
-        if engine not in self._offsets:  # engines of one run may be one weight version apart
-            store = self._writer.store
-            behind = store.newest - version if store.tokens else 0
-            self._offsets[engine] = behind if behind > 1 else 0
+        offset, store = self._offsets.get(engine, 0), self._writer.store
+        behind = store.newest - version - offset if store.tokens else 0
+        # Engines of one run may be one weight version apart; one without requests counts several updates as one.
+        self._offsets[engine] = offset + (behind if behind > 1 else 0)
         return self._offsets[engine]
 
 

@@ -22,8 +22,8 @@ from das_adapter.service import janitor
 
 logger = logging.getLogger("das_adapter")
 
-_MOST_FILES = 512
-"""Files that wait in the spool until they are published: every look lists them."""
+_MOST_FILES = 128
+"""Files that wait in the spool until they are published, before all is sealed for that: every look lists them."""
 
 
 class Writer:
@@ -95,16 +95,16 @@ class Writer:
     def work(self, seconds: float) -> bool:
         """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget;
         return whether there is more."""
-        if len(self._kept) >= _MOST_FILES:
-            self.publish()
-        until, more = time.monotonic() + seconds, True
+        until, more, crowded = time.monotonic() + seconds, True, len(self._kept) >= _MOST_FILES
         if self._grown:
             self._grown = False
             left = room(self.directory, self._beside, size_of(self.directory))
             self.policy.tidy(self.store, left)  # which merges as well: no problem is written twice
         while more and time.monotonic() < until:
-            more = self.store.work(self.policy.window)
+            more = self.store.work(self.policy.window, every=crowded)
             time.sleep(0.001)  # whoever waits for the store has its turn
+        if crowded and not self.store.staged:
+            self.publish()
         return more
 
     def publish(self, tokens: int = 2**62) -> int:

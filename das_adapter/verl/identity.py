@@ -191,8 +191,8 @@ def label_requests(stock: Any) -> Any:
         media = any(kwargs.get(name) for name in MEDIA)
         again = sample.running > 0 or len(prompt) < sample.drawn
         sample.again += again
-        if sample.drawn and not again:  # behind the longest conversation, whatever was asked in between
-            sample.start = sample.drawn
+        if sample.drawn:  # behind the longest conversation, whatever else is asked in between
+            sample.start = len(prompt) if again else sample.drawn
         own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             job, server = sample.job

@@ -64,8 +64,9 @@ class DasVLLMHttpServer(vLLMHttpServer):
     ) -> Any:
         """Generate as the stock server does; a finished training response goes into the history, with what it wrote
         before it was interrupted, and what tools answered since the previous turn."""
-        prompt_ids, label = normalize_token_ids(prompt_ids), Label.of(sampling_params.get("extra_args"))
+        label = Label.of(sampling_params.get("extra_args"))
         if label.problem is None:
+            prompt_ids = normalize_token_ids(prompt_ids)  # else it was when it was labelled
             media = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
             label = self._label_stranger(prompt_ids, media)
             sampling_params = label.put_into(sampling_params)

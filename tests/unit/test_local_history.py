@@ -22,8 +22,9 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.engine import alone
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
-from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
+from das_adapter.protocol.spool import ANSWER, ASK, FOLDER, GATHER_S, Answer, put, put_batch
 from das_adapter.service import janitor
+from das_adapter.service.local import LocalHistory
 
 CONFIG = HistoryConfig(max_bytes=2**24)
 TEXT = np.arange(30, dtype=np.int32)
@@ -194,3 +195,21 @@ def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplo
     time.sleep(2 * GATHER_S)
     assert published is None
     assert len([record for record in caplog.records if "das: history: " in record.message]) == 1
+
+
+def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(tmp_path: Path) -> None:
+    """It counts them as one, at its next step."""
+    directory = tmp_path / "das-history-test"
+    history = LocalHistory(directory, CONFIG, 0.1)
+
+    def leave(engine: str, problem: int, version: int, tokens: int = 30) -> None:
+        put_batch(directory, engine, [Trajectory(problem, TEXT[:tokens].tobytes(), version)])
+        put(directory, f"{ASK}-{engine}", b"1")
+        history.work()
+
+    for version in range(12):
+        leave("a", 1, version)
+        if version == 0:
+            leave("b", 2, version)
+    leave("b", 1, 1, tokens=20)
+    assert SuffixIndex.attach(directory).tokens == 8 * 30 + 30 + 20  # of the last visits; and both of b's

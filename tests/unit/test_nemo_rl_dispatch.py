@@ -45,8 +45,12 @@ def test_samples_differ_and_runs_agree() -> None:
     assert elsewhere.label(ids(1), validate=False).seed not in {label.seed for label in labels}
 
 
-def test_later_turns_have_equal_seeds_in_whatever_order_they_come() -> None:
+@pytest.mark.parametrize("counted", [2, Labeller.COUNTED])
+def test_later_turns_have_equal_seeds_in_whatever_order_they_come(
+    counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tool answers one sample of a problem earlier than another, and the next time later."""
+    monkeypatch.setattr(Labeller, "COUNTED", counted)
     turns = [ids(1, 4), ids(1, 5, 5), ids(1, 4)]
 
     def labels(order: list[int]) -> dict[int, list[tuple[int | None, int | None]]]:

@@ -11,6 +11,7 @@ import pytest
 
 from das_adapter.config import parse
 from das_adapter.engine.runner import refuse
+from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
 
 TORCHRUN = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
@@ -95,3 +96,19 @@ def test_what_it_can_do_is_allowed() -> None:
     refuse(config, engine({"is_hybrid": True}))
     with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
         refuse(config, engine({"is_hybrid": True}, device="cpu"))
+
+
+@pytest.mark.parametrize(("rust", "parent", "refused"), [("1", True, True), ("1", False, False), ("0", True, False)])
+def test_vllms_rust_front_end_is_refused(
+    rust: str, parent: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the place of vLLM's API servers, whose parent starts the engines, and labels no request."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
+    args = SimpleNamespace(additional_config={}, speculative_config=None, _api_process_rank=-1 if parent else 0)
+    config = parse({"drafter": "history"})
+    assert config is not None
+    if refused:
+        with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND: found '1'"):
+            prepare_standalone(args, config)
+    else:
+        prepare_standalone(args, config)

@@ -135,5 +135,6 @@ def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_n
     with pytest.raises(DasError, match="logs of 2 runs"):
         read(tmp_path)
     assert engine("3", das_run="../a run") == engine("4", das_run="../a run")
+    assert engine("6_dp0") == engine("6_dp1")  # as vLLM calls data-parallel siblings under Ray
     hosted = engine("5", das_refresher="host")  # a host gives each run its directory
     assert Path(hosted) == tmp_path

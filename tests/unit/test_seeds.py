@@ -168,6 +168,14 @@ def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_
     assert len({*drawn}) == 3 and drawn[2] == drawn[3]
 
 
+def test_what_else_is_asked_twice_is_not_recorded() -> None:
+    async def loop(ask: Any) -> None:
+        for prompt in (PROMPT, [9], [8] * 7):
+            await ask(prompt)
+
+    assert all(label.start == len(prompt) for label, prompt in asked_by(loop, [1] * 5))
+
+
 def asked_by(loop: Any, said: list[int]) -> list[tuple[Label, list[int]]]:
     """The labels and prompts that reach the server when veRL's worker runs an agent loop, which is given what it asks
     with; all answers are equal."""

@@ -14,6 +14,7 @@ import pytest
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.errors import IndexFileError
+from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.protocol.messages import Trajectory, pack, unpack
 from das_adapter.protocol.spool import AWAY, BATCH, FOLDER, TEXTS, Gathered, put, put_batch
@@ -186,14 +187,19 @@ def test_a_spool_that_is_another_thing_is_refused(tmp_path: Path) -> None:
         put_batch(tmp_path, "engine", SOME)
 
 
-def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(tmp_path: Path) -> None:
-    writer, most = opened(tmp_path), 0
-    for number in range(2000):
+def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, most, at_once = opened(tmp_path), 0, list[int]()
+    seal = HistoryStore.seal
+    monkeypatch.setattr(HistoryStore, "seal", lambda store, *how: (at_once.append(store.staged), seal(store, *how))[1])
+    for number in range(1000):
         put_batch(writer.directory, "engine", [written(number)])
-        if number % 100 == 99:
+        if number % 50 == 49:
             for file, texts in writer.read():
                 writer.keep(file, texts)
-            writer.work(0.0)
-            most = max(most, len(writer.waiting("batch")))
-    assert most < 1000
-    assert take(writer) == 2000 * 30
+            writer.work(1.0)
+            most = max(most, len(writer.waiting(BATCH)))
+    assert most < 250
+    assert set(at_once) == {0}  # all was sealed in slices before, for which no weight sync waits
+    assert take(writer) == 1000 * 30

@@ -93,3 +93,24 @@ def test_a_weight_sync_is_no_part_of_the_step_that_follows() -> None:
     state.standalone.weights_changed()
     state.begin_step(SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1))
     assert 0.0 < state.at < state.began
+
+
+def test_a_sync_that_fails_is_made_up_for_by_the_next() -> None:
+    class Failing(Worker):
+        refreshed = 0
+
+        def refresh(self, message: Refresh) -> Refreshed:
+            self.refreshed += 1
+            if self.refreshed == 1:
+                raise RuntimeError("out of memory")
+            self.counters.error = None
+            return super().refresh(message)
+
+    state = Failing(None, parse({"drafter": "ngram"}), None)
+    state.stand_alone(None, "no history")
+    step = SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1)
+    for error in ("RuntimeError('out of memory')", None):
+        assert state.call("refresh", {}) == {}
+        state.begin_standalone(step)
+        assert (state.counters.error, state.standalone is not None) == (error, True)
+    assert state.refreshed == 2

@@ -90,16 +90,16 @@ class HistoryStore:
                 raise DasError(f"history directory {str(self.directory)!r}: this store is closed and changes nothing")
             yield
 
-    def work(self, window: int = ALL) -> bool:
+    def work(self, window: int = ALL, every: bool = False) -> bool:
         """Do a slice of the work between two seals; return whether there is more now.
 
         Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
-        more is added. Then segments of earlier steps are merged, and published as one more generation.
+        more is added, or with `every`. Then segments of earlier steps are merged, and published as one more generation.
         """
         with self._lock:
             if self._closed:
                 return False
-            least = 1 if time.monotonic() > self._added + QUIET_S else self._core.group
+            least = 1 if every or time.monotonic() > self._added + QUIET_S else self._core.group
             sealed = self._core.seal(window, False, self._threads, least, SLICE) if least else 0
             merged = 0 if sealed else self._core.merge(SLICE)
             self._unwritten += sealed + merged
