@@ -22,13 +22,14 @@ from das_adapter.config import parse
 from das_adapter.protocol.engine_args import v2_speculative_config
 
 
-def manager(requests: int, speculative: dict[str, Any] | None, own_lengths: bool) -> Any:
+def manager(requests: int, speculative: dict[str, Any] | None, own_lengths: bool, sizes: str = "") -> Any:
     """Return vLLM's manager of the graphs of an engine, as if it had captured them.
 
     Args:
         requests: most requests of a step.
         speculative: vLLM's `speculative_config`.
         own_lengths: whether the requests of a step may have unequal numbers of draft tokens.
+        sizes: vLLM's `cudagraph_capture_sizes`, with commas in between; empty: its own choice.
     """
     from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
     from vllm.v1.worker.gpu import cudagraph_utils
@@ -52,6 +53,9 @@ def manager(requests: int, speculative: dict[str, Any] | None, own_lengths: bool
         performance_mode="balanced",
     )
     VllmConfig._set_cudagraph_sizes(config)
+    if sizes:
+        config.compilation_config.cudagraph_capture_sizes = [*map(int, sizes.split(","))]
+        config.compilation_config.max_cudagraph_capture_size = max(config.compilation_config.cudagraph_capture_sizes)
     platform = SimpleNamespace(get_global_graph_pool=lambda: None)
     with (
         mock.patch.object(
@@ -71,11 +75,12 @@ def captured(engine: Any) -> dict[str, int]:
     return {kind.name.lower(): len(graphs) for kind, graphs in engine._capture_descs.items()}
 
 
-def plain_as_stock(engines: dict[str, Any], requests: int) -> int:
-    """Return for how many batches, of 1, 2, ... requests, a step without drafts replays the same graph as stock's."""
-    batches = range(1, requests + 1)
-    graphs = ([e.dispatch(n, n, 1, 0, max_query_len=1) for n in batches] for e in engines.values())
-    return sum(one == other for one, other in zip(*graphs, strict=True))
+def plain(engines: list[Any], requests: int) -> dict[str, int]:
+    """Return for how many batches, of 1, 2, ... requests, a step without drafts of the last engine replays a graph of
+    such steps, and for how many the same as the first engine."""
+    graphs = [[e.dispatch(n, n, 1, 0, max_query_len=1) for n in range(1, requests + 1)] for e in engines]
+    same = sum(one == other for one, other in zip(*graphs, strict=True))
+    return {"plain": sum(graph.uniform_token_count == 1 for graph in graphs[-1]), "plain_as_stock": same}
 
 
 def drafted_fit(engine: Any, requests: int, tokens: int) -> bool:
@@ -92,8 +97,9 @@ def drafted_fit(engine: Any, requests: int, tokens: int) -> bool:
 @click.command()
 @click.option("--requests", default=256, help="Most requests of a step.")
 @click.option("--tokens", default=16, help="Most draft tokens of a request.")
+@click.option("--sizes", default="", help="Tokens for which graphs are captured, with commas in between.")
 @click.option("--out", type=click.Path(path_type=Path))
-def main(requests: int, tokens: int, out: Path | None) -> None:
+def main(requests: int, tokens: int, sizes: str, out: Path | None) -> None:
     """Print the graphs of three engines as JSON."""
     from das_adapter.engine.v2.admission import capture_plain_steps
 
@@ -102,12 +108,11 @@ def main(requests: int, tokens: int, out: Path | None) -> None:
     speculative = v2_speculative_config(das)
     ways = {"stock": (None, False), "one_length": (speculative, False), "own_lengths": (speculative, True)}
     capture_plain_steps.apply()
-    engines = {name: manager(requests, *way) for name, way in ways.items()}
-    stock_and_own = {name: engines[name] for name in ("stock", "own_lengths")}
+    engines = {name: manager(requests, *way, sizes) for name, way in ways.items()}
     found = {
         "requests": requests,
         "graphs": {name: captured(engine) for name, engine in engines.items()},
-        "plain_as_stock": plain_as_stock(stock_and_own, requests),
+        **plain([engines["stock"], engines["own_lengths"]], requests),
         "drafted_fit": drafted_fit(engines["own_lengths"], requests, tokens),
     }
     print(json.dumps(found, indent=1))

@@ -107,7 +107,9 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.cudagraph_utils: CudaGraphManager._capture_descs CudaGraphManager._candidates
         CudaGraphManager.max_num_reqs BatchExecutionDescriptor.max_query_len
         BatchExecutionDescriptor.uniform_token_count
-    vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
+    vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup Scheduler.get_request_counts
+        Scheduler.max_num_scheduled_tokens
+    vllm.v1.request: Request.is_prefill_chunk
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)
 """)

@@ -47,6 +47,8 @@ class StepModel:
     """Of attending to a token of context, for one of the forward pass."""
     sizes: tuple[int, ...] = ()
     """Tokens for which CUDA graphs are captured, rising: a step is padded to the next of them."""
+    drafted_sizes: tuple[int, ...] | None = None
+    """The same of steps with drafts; None: there is no difference."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StepModel:
@@ -56,7 +58,11 @@ class StepModel:
     @property
     def costs(self) -> tuple[float, float, float, float, tuple[int, ...]]:
         """What the native `allocate` is told of the costs of tokens."""
-        return self.token, self.bend, self.knee, self.draft, self.sizes
+        return self.token, self.bend, self.knee, self.draft, self.captured(True)
+
+    def captured(self, drafted: bool) -> tuple[int, ...]:
+        """Return the sizes of steps with drafts, or without."""
+        return self.sizes if self.drafted_sizes is None or not drafted else self.drafted_sizes
 
     def at(self, context: float) -> StepModel:
         """Fold a fixed context length, tokens a request, into the token and request coefficients."""
@@ -69,27 +75,27 @@ class StepModel:
 
     def scaled(self, factor: float) -> StepModel:
         """Return it with all times multiplied."""
-        return replace(self, **{k: factor * v for k, v in vars(self).items() if k not in ("knee", "sizes")})
+        return replace(self, **{k: factor * v for k, v in vars(self).items() if k != "knee" and "sizes" not in k})
 
-    def padded(self, tokens: npt.ArrayLike) -> Floats:
-        """Return the tokens that a step of so many computes."""
+    def padded(self, tokens: npt.ArrayLike, drafted: npt.ArrayLike = False) -> Floats:
+        """Return the tokens that steps of so many compute, with drafts or without."""
         n = np.asarray(tokens, dtype=float)
-        if not self.sizes:
-            return n
-        at = np.searchsorted(self.sizes, n)
-        return np.where(at < len(self.sizes), np.take(self.sizes, at, mode="clip"), n)
+        if self.drafted_sizes is None:
+            return _padded(n, self.sizes)
+        return np.where(drafted, _padded(n, self.drafted_sizes), _padded(n, self.sizes))
 
-    def size(self, tokens: float) -> float:
-        """Return the tokens that one step of so many computes."""
-        at = bisect_left(self.sizes, tokens)
-        return self.sizes[at] if at < len(self.sizes) else tokens
+    def size(self, tokens: float, drafted: bool = False) -> float:
+        """Return the tokens that one step of so many computes, with drafts or without."""
+        sizes = self.captured(drafted)
+        at = bisect_left(sizes, tokens)
+        return sizes[at] if at < len(sizes) else tokens
 
     def seconds(
         self, tokens: npt.ArrayLike, requests: npt.ArrayLike, drafted: npt.ArrayLike, context: npt.ArrayLike = 0.0
     ) -> Floats:
         """Return step times. Arguments broadcast: tokens in the forward pass, requests, whether any was drafted, tokens
         of context that all requests have together."""
-        n, b, s = self.padded(tokens), np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
+        n, b, s = self.padded(tokens, drafted), np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
         bent = self.bend * np.maximum(0.0, n - self.knee)
         read = self.context * s + self.attention * s * n / np.maximum(b, 1e-9)
         return np.asarray(
@@ -98,7 +104,7 @@ class StepModel:
 
     def step(self, tokens: float, requests: float, drafted: bool, context: float = 0.0) -> float:
         """Return the seconds of one step, for plain numbers."""
-        n = self.size(tokens)
+        n = self.size(tokens, drafted)
         bent = self.bend * (n - self.knee) if n > self.knee else 0.0
         read = (self.context + self.attention * n / requests) * context if context else 0.0
         return self.base + self.token * n + bent + self.request * requests + read + (self.draft if drafted else 0.0)
@@ -112,9 +118,16 @@ class StepModel:
         return self.token + (self.bend if tokens >= self.knee else 0.0)
 
     def marginal(self, tokens: float) -> float:
-        """Return the seconds that one more token adds to a step of `tokens`: none where it takes the place of
+        """Return the seconds that one more draft token adds to a step of `tokens`: none where it takes the place of
         padding."""
-        return self.slope(tokens) if self.size(tokens) == tokens else 0.0
+        return self.slope(tokens) if self.size(tokens, True) == tokens else 0.0
+
+
+def _padded(n: Floats, sizes: tuple[int, ...]) -> Floats:
+    if not sizes:
+        return n
+    at = np.searchsorted(sizes, n)
+    return np.where(at < len(sizes), np.take(sizes, at, mode="clip"), n)
 
 
 ASSUMED = StepModel(base=0.02, token=0.02 / 16)
@@ -155,6 +168,10 @@ class StepTimes:
         self._error = 0.0
         self._judged = 0
 
+    def draft_in(self, sizes: tuple[int, ...]) -> None:
+        """Take `StepModel.drafted_sizes` of the engine, before its first step."""
+        self.model, self._prior = (replace(model, drafted_sizes=sizes) for model in (self.model, self._prior))
+
     def add(self, tokens: int, requests: int, drafted: bool, seconds: float, context: float = 0.0) -> float | None:
         """Take the time of one decode step; return what was predicted, None where nothing was known. `context`: tokens
         of context that all requests have together."""
@@ -166,7 +183,7 @@ class StepTimes:
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
         mean = context / max(requests, 1)
-        tokens = int(self._prior.size(tokens))
+        tokens = int(self._prior.size(tokens, drafted))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
         cell = self._cells.get(key)
         if cell is None:
@@ -206,10 +223,12 @@ class StepTimes:
         if few and cells:
             self.model = self._prior.scaled(float(np.median(seconds / self._prior.seconds(n, b, drafted, s))))
         elif len(cells) == 1:
-            self.model = StepModel(base=float(seconds[0]), token=0.0, sizes=self._prior.sizes)
+            known = self._prior
+            self.model = StepModel(float(seconds[0]), 0.0, sizes=known.sizes, drafted_sizes=known.drafted_sizes)
         elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
-            self.model = fit(n, b, drafted, seconds, s, weights, self._prior.sizes)
+            captured = self._prior.sizes, self._prior.drafted_sizes
+            self.model = fit(n, b, drafted, seconds, s, weights, *captured)
         return self.model
 
 
@@ -227,13 +246,15 @@ def fit(
     context: npt.ArrayLike = 0.0,
     weights: npt.ArrayLike = 1.0,
     sizes: tuple[int, ...] = (),
+    drafted_sizes: tuple[int, ...] | None = None,
 ) -> StepModel:
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
     Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation. The time
     of the model never falls with the number of tokens, requests, drafts, or with the context.
     """
-    n, b = StepModel(0.0, 0.0, sizes=sizes).padded(tokens), np.asarray(requests, dtype=float)
+    captured: dict[str, Any] = {"sizes": sizes, "drafted_sizes": drafted_sizes}
+    n, b = StepModel(0.0, 0.0, **captured).padded(tokens, drafted), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
@@ -257,9 +278,7 @@ def fit(
 
     tried = [judged(knee, extra) for knee in (0.0, *knees) for extra in ((), extras)]
     _, knee, found = min(tried, key=itemgetter(0))
-    return StepModel.of(
-        {"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, "sizes": sizes, **found}
-    )
+    return StepModel.of({"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, **captured, **found})
 
 
 def _robust(

@@ -50,8 +50,8 @@ class EngineController:
         self.counters = Counters()
         self._untold: dict[str, Any] = {}
         """Figures of rollouts that ended since the last `stats`."""
-        self._told_s = 0.0
-        """Seconds saved in this rollout that `stats` has returned."""
+        self._told: dict[str, Any] = {}
+        """What `stats` has returned of this rollout: seconds saved, and why something is wrong."""
         self.live: dict[str, LiveRequest] = {}
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
@@ -157,8 +157,11 @@ class EngineController:
         """Bring the history up to date and start again, at a weight sync (DAS, section 4.1)."""
         if self.counters.steps:  # hosts that ask behind the weight sync shall hear of the rollout that it ends
             self._untold = self._figures()
-            self._untold["time_saved_s"] -= self._told_s
-        self._told_s = 0.0
+            self._untold["time_saved_s"] -= self._told.get("time_saved_s", 0.0)
+            for name in ("error", "alarm"):
+                if self._untold[name] == self._told.get(name):
+                    self._untold[name] = None
+        self._told = {}
         self.counters.error = None
         answer = Refreshed()
         if self.history is not None:
@@ -178,7 +181,8 @@ class EngineController:
         call."""
         controller = self.controller
         stats = self.counters.take() | self._figures() | (self.history.stats() if self.history else {})
-        self._untold, self._told_s = {}, controller.account.time.saved()
+        told = {name: stats[name] for name in ("error", "alarm")}
+        self._untold, self._told = {}, {"time_saved_s": controller.account.time.saved(), **told}
         stats["latency_model_error"] = controller.times.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())

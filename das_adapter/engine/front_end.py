@@ -52,7 +52,11 @@ def choose_runner(stock: Any) -> Any:
         try:
             return _checked(_made(self, config, make), config)
         except ValueError as error:
-            if config.drafter == "none" or not self.enable_lora or "num_speculative_tokens" not in str(error):
+            if (
+                config.drafter == "none"
+                or not self.enable_lora
+                or "decreasing num_speculative_tokens" not in str(error)
+            ):
                 raise
             self.speculative_config = own
             config = draft_less(self, config)

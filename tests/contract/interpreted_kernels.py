@@ -203,9 +203,11 @@ def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
     assert DeviceWorkerState(runner, DasConfig(drafter="none")).speculation is None  # it asks for no vocabulary
 
 
-def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:
-    """Return how many draft tokens of a likely and an unlikely draft of three are verified."""
+def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = False) -> list[int]:
+    """Return how many draft tokens of a likely and an unlikely draft of three are verified; `drops`: whether the step
+    verifies none."""
     manager, wanted = object.__new__(Admission), DraftTokens(3)
+    manager.drops = lambda _: drops
     wanted.total, wanted.req_ids = total, list(shares)
     wanted.most = np.array([most for most, _ in shares.values()], dtype=np.int64)
     wanted.worth = np.array([worth for _, worth in shares.values()])
@@ -224,6 +226,7 @@ def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:
 
 def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_request_may() -> None:
     assert admitted(3, {}) == [0, 3]
+    assert admitted(3, {}, drops=True) == [0, 0]
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (3, 0.25)}) == [2, 1]
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (1, 1.0)}) == [2, 1]
     assert admitted(9, {"unlikely": (2, 1.0), "likely": (0, 1.0)}) == [2, 0]

@@ -41,13 +41,23 @@ def test_cpu_setup_leaves_a_prepared_environment_as_it_is() -> None:
     assert "removed" not in result.output
 
 
-def test_own_numbers_of_draft_tokens_take_at_most_twice_the_graphs_of_vllm(newest_env: dict[str, str]) -> None:
-    """And steps without drafts replay stock's."""
-    command = [sys.executable, ROOT / "benchmarks" / "graphs.py"]
+@pytest.mark.parametrize(
+    ("requests", "sizes"),
+    [
+        (256, ""),
+        pytest.param(8, "16,32,64", marks=pytest.mark.long),
+        pytest.param(200, "1,2,4,8,16,32,64,128,256", marks=pytest.mark.long),
+    ],
+)
+def test_steps_without_drafts_replay_graphs_of_their_own(newest_env: dict[str, str], requests: int, sizes: str) -> None:
+    """Stock's, where vLLM chooses their sizes; of all kinds there are at most twice as many then."""
+    command = [sys.executable, ROOT / "benchmarks" / "graphs.py", "--requests", str(requests), "--sizes", sizes]
     done = subprocess.run(command, env={**os.environ, **newest_env}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])
-    assert found["plain_as_stock"] == found["requests"] == 256
+    assert found["plain"] == requests
     assert found["drafted_fit"]
-    counts = found["graphs"]
-    assert counts["own_lengths"]["full"] <= 2 * counts["stock"]["full"] < counts["one_length"]["full"]
+    if not sizes:
+        counts = found["graphs"]
+        assert found["plain_as_stock"] == requests
+        assert counts["own_lengths"]["full"] <= 2 * counts["stock"]["full"] < counts["one_length"]["full"]

@@ -37,7 +37,7 @@ class Admission(AdaptiveVerificationManager):
     def __init__(self, drops: Callable[[Iterable[str]], bool], **stock: Any) -> None:
         """`drops`: whether a step of some requests verifies no drafts; `stock`: arguments of vLLM's manager."""
         super().__init__(**stock)
-        self._drops = drops
+        self.drops = drops
         self._plan = DraftTokens(0)
         self.wanted: int = 0
         """What is drafted at the end of the present step."""
@@ -64,7 +64,7 @@ class Admission(AdaptiveVerificationManager):
         others = list(map(sub, num_tokens_per_req.values(), room))
         rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
         total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
-        budget = 0 if self._drops(req_ids) else min(total, sum(most), rows)
+        budget = 0 if self.drops(req_ids) else min(total, sum(most), rows)
         drafted, undrafted = (dict(zip(req_ids, counts, strict=True)) for counts in (most, others))
         self._batch_budget = drafted, undrafted, budget
         return sum(others) + budget
@@ -115,17 +115,26 @@ def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional:
     return next((f"{name} has no full CUDA graphs for unequal lengths" for name in uniform), None)
 
 
+def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
+    """Return the largest of some sizes, and of the smaller ones each that is an eighth away from the last, falling."""
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        if not kept or 9 * size <= 8 * kept[-1]:
+            kept.append(size)
+    return kept
+
+
 def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
     """Let a manager of CUDA graphs capture as well what stock vLLM captures for steps without drafts, and of the graphs
     for unequal lengths, `unequal`, largest first, only those that are an eighth apart."""
-    most = max(d.num_tokens for d in unequal if d.num_tokens <= manager.max_num_reqs)
-    plain, drafted = [], unequal[:1]
-    for desc in unequal:
-        n = desc.num_tokens
-        if n == most or (n < most and (n % 8 == 0 or n in (1, 2, 4))):  # other sizes are of draft lengths
-            plain.append(replace(desc, num_reqs=n, max_query_len=None, uniform_token_count=1))
-        if 9 * n <= 8 * drafted[-1].num_tokens:
-            drafted.append(desc)
+    sizes = [desc.num_tokens for desc in unequal]
+    most, kept = min(manager.max_num_reqs, sizes[0]), set(an_eighth_apart(sizes))
+    usual = {n for n in sizes if n < most and (n % 8 == 0 or n in (1, 2, 4))}  # others are of draft lengths
+    plain = [
+        replace(unequal[0], num_tokens=n, num_reqs=n, max_query_len=None, uniform_token_count=1)
+        for n in sorted({*usual, most}, reverse=True)
+    ]
+    drafted = [desc for desc in unequal if desc.num_tokens in kept]
     manager._capture_descs[CUDAGraphMode.FULL] = sorted([*drafted, *plain], key=lambda d: -d.num_tokens)
     for (tokens, _), found in manager._candidates.items():
         fit = (next((d for d in reversed(kind) if d.num_tokens >= tokens), None) for kind in (plain, drafted))

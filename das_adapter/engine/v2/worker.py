@@ -12,9 +12,11 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
+from das_adapter.core.controller import Controller
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
+from das_adapter.engine.timing import captured_tokens
+from das_adapter.engine.v2.admission import ADMITS, Admission, an_eighth_apart, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.limits import Limits
@@ -84,15 +86,25 @@ class DeviceWorkerState(WorkerState):
         if self.source is not None:
             self.source.admits = True
         if self.lengths is not None:
-            self.lengths.engine.controller.common = None
+            self._chooses_own(self.lengths.engine.controller)
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
         return Admission(self.drops_drafts, **{name: stock[name] for name in names})
 
+    def _chooses_own(self, controller: Controller) -> None:
+        """Tell the controller that each request has its own number of draft tokens, and in which sizes of steps."""
+        controller.common, vllm_config = None, self.runner.vllm_config
+        mode, most = vllm_config.compilation_config.cudagraph_mode, self.runner.max_num_reqs
+        if sizes := captured_tokens(vllm_config) if mode.separate_routine() else ():
+            longest = most * (1 + self.config.num_draft_tokens)
+            controller.times.draft_in(tuple(an_eighth_apart(n for n in sizes if n <= longest)[::-1]))
+
     def drops_drafts(self, req_ids: Iterable[str]) -> bool:
         """Return whether a step of these requests verifies no drafts, see `drop_drafts_beside_chosen_tokens`."""
+        asked = self.runner.sampler.logprob_token_ids_state
+        if not asked.num_token_ids.np.any():  # of any slot, also of one that is free now
+            return False
         slots = list(map(self.runner.req_states.req_id_to_index.__getitem__, req_ids))
-        chosen: int = self.runner.sampler.logprob_token_ids_state.max_num_token_ids(slots)
-        return chosen > 0
+        return int(asked.max_num_token_ids(slots)) > 0
 
     def bind(self) -> None:
         """Bind it to the model runner."""
