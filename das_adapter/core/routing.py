@@ -64,8 +64,8 @@ class Replicas(Generic[Name]):
         group: int = 1,
         slots: float = math.inf,
     ) -> None:
-        """`siblings`: whether requests draft from theirs; `group`: samples of a problem that come at once, more where
-        `pick` was not told how many and more of one were in flight; `slots`: requests that a replica runs at once."""
+        """`siblings`: whether requests draft from theirs; `group`: samples of a problem that come at once, where `pick`
+        is not told how many; `slots`: requests that a replica runs at once."""
         self.expected = Expected()
         """Lengths of the responses that are asked for from now on."""
         self._siblings, self._group, self._slots = siblings, group, slots
@@ -104,8 +104,6 @@ class Replicas(Generic[Name]):
             coming = max(1, (group or self._group) - self._running[problem])
             self._places[problem] = self._place(problem, coming)
         self._begin(problem)
-        if group is None:  # a validation may have more samples of a problem
-            self._group = max(self._group, self._running[problem])
         return self._places[problem].pop(0)
 
     def stay(self, replica: Name, problem: int) -> None:

@@ -73,6 +73,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))
+    generation[settings.SAMPLES] = settings.samples_of(master_config)
     if das.saves_history:
         facts = checkpoint.facts_of(das.history.scope, tokenizer)
         generation[settings.FACTS] = facts

@@ -59,7 +59,8 @@ class DasVllmGeneration(VllmGeneration):
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
-            self._replicas = routing.Replicas(range(self.dp_size), self._siblings, slots=self._slots)
+            group = config.get(settings.SAMPLES, 1)
+            self._replicas = routing.Replicas(range(self.dp_size), self._siblings, group, self._slots)
         live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ MEDIA = ("vllm_images", "vllm_audios", "vllm_videos")
 """Keys of a NeMo-RL generation batch whose rows belong to a problem and leave only place holders in its prompt."""
 STEP = "_das_step"
 """Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
+SAMPLES = "_das_samples"
+"""Key of `policy.generation`, set at the start: samples of a prompt in a training step."""
 FACTS = "_das_facts"
 """Key of `policy.generation`, set at the start of a run whose history is saved: `service.checkpoint.Facts`."""
 
@@ -59,6 +61,12 @@ def logs_figures(algorithm: str, config: Any) -> bool:
     """Return whether the trainer of an algorithm, NeMo-RL's module, asks its generation for a step's figures."""
     asynchronous_ppo = getattr(getattr(config, "ppo", None), "async_ppo", None)
     return algorithm not in _WITHOUT_FIGURES and not getattr(asynchronous_ppo, "enabled", False)
+
+
+def samples_of(config: Any) -> int:
+    """Return how many samples of a prompt a training step has, by the config of any of NeMo-RL's algorithms."""
+    sections = (getattr(config, name, None) for name in ("grpo", "ppo", "distillation"))
+    return max(getattr(section, "num_generations_per_prompt", 1) for section in sections)
 
 
 def no_effect(algorithm: str, config: Any) -> str | None:

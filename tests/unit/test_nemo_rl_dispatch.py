@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.nemo_rl.settings import logs_figures, media_of, no_effect
+from das_adapter.nemo_rl.settings import logs_figures, media_of, no_effect, samples_of
 from das_adapter.protocol.label import Labeller
 
 
@@ -141,3 +141,9 @@ def test_trainers_that_ask_for_no_figures_are_known() -> None:
     assert not logs_figures("nemo_rl.algorithms.ppo", ppo(True))
     assert not logs_figures("nemo_rl.algorithms.distillation", SimpleNamespace())
     assert not logs_figures("nemo_rl.algorithms.single_controller_utils.setup", run())
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distillation"])
+def test_every_algorithm_says_how_many_samples_a_prompt_has(algorithm: str) -> None:
+    assert samples_of(SimpleNamespace(**{algorithm: SimpleNamespace(num_generations_per_prompt=8)})) == 8
+    assert samples_of(SimpleNamespace(**{algorithm: None})) == 1

@@ -69,17 +69,15 @@ def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> No
     assert makespan(shares, problems, {}) < 0.98 * makespan(scattered, problems, {})
 
 
-@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int, group: int) -> None:
+def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int) -> None:
     rng = np.random.default_rng(workers)
     lengths = {p: float(n) for p, n in enumerate(rng.lognormal(6, 0.5, 8 * workers))}
     arrivals = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
-    replicas = knowing(lengths, range(workers), group=group)
-    for burst in range(2):  # from the second on, the work and the size of a group are known
+    replicas = knowing(lengths, range(workers), group=8)
+    for _ in range(2):  # in the second the work is known
         places = [(replicas.pick(p), p) for p in arrivals]
-        if burst or group == 8:
-            assert len(set(places)) <= len(lengths) + 1  # one may be divided to the rollout's good
+        assert len(set(places)) <= len(lengths) + 1  # one may be divided to the rollout's good
         for replica, problem in places:
             replicas.done(replica, problem)
     assert all(replicas.load(replica) == (0, 0) for replica in range(workers))
@@ -111,16 +109,17 @@ def test_without_siblings_worth_anything_only_the_end_counts() -> None:
     assert Counter(replicas.pick(5, group=1) for _ in range(6)) == {"a": 3, "b": 3}
 
 
-def test_a_validation_with_more_samples_makes_no_group_larger() -> None:
-    def spread(validation: int) -> int:
-        """Replicas that a group of 8 is on, after a validation with so many samples of a problem."""
-        replicas = Replicas(range(8), group=8, slots=1)
-        for replica in [replicas.pick(0, group=1) for _ in range(validation)]:
+@pytest.mark.parametrize("group", [1, None], ids=["validation", "prompt_twice_in_a_batch"])
+def test_more_samples_of_one_problem_make_no_group_larger(group: int | None) -> None:
+    def homes(before: int) -> list[int]:
+        """Replicas of two groups of 8, after so many samples of a problem were in flight."""
+        replicas = Replicas(range(8), group=8, slots=4)
+        for replica in [replicas.pick(0, group) for _ in range(before)]:
             replicas.done(replica, 0)
         replicas.expect(float("inf"))  # as in a first burst
-        return len({replicas.pick(1) for _ in range(8)})
+        return [replicas.pick(problem) for problem in (1, 2) for _ in range(8)]
 
-    assert spread(32) == spread(0) == 8
+    assert homes(16) == homes(0)
 
 
 def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
