@@ -9,6 +9,7 @@ other; the tokens in the forward passes stay as many, since those that are accep
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ ALONE, DOUBLING = 1.8, 0.5
 of recorded rollouts of code, games and mathematics."""
 GROWING, HISTORY = 0.2, 8.0
 """What a sibling that is being written counts for, and what a problem's history, in finished siblings."""
+
+QUIET_S = 10.0
+"""How long a replica has had nothing that is lent where trajectories have several turns: most tools answer earlier."""
 
 
 def rounds(problem: int, expected: Expected, siblings: bool, growing: float, finished: float = 0.0) -> float:
@@ -68,6 +72,8 @@ class Replicas(Generic[Name]):
         is not told how many; `slots`: requests that a replica runs at once."""
         self.expected = Expected()
         """Lengths of the responses that are asked for from now on."""
+        self.turns = False
+        """Whether trajectories have come back for further turns."""
         self._siblings, self._group, self._slots = siblings, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
@@ -75,8 +81,8 @@ class Replicas(Generic[Name]):
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         """Requests in flight, by problem; `_parts` and `_places` know no other problems."""
-        self._ended = set[Name]()
-        """Replicas that have had requests since there were none in flight."""
+        self._ended: dict[Name, float] = {}
+        """When replicas have had requests that ended, since there were none in flight: the last one of each."""
         self._lent = Counter[Name]()
         """Slots of replicas in which responses are written ahead."""
         self._peak, self._expected = 0.0, math.inf
@@ -108,6 +114,7 @@ class Replicas(Generic[Name]):
 
     def stay(self, replica: Name, problem: int) -> None:
         """Count a request that has its replica already: the next turn of a trajectory."""
+        self.turns = True
         if replica in self._parts:
             self._begin(problem)
             self._join(replica, problem)
@@ -115,7 +122,7 @@ class Replicas(Generic[Name]):
     def done(self, replica: Name, problem: int) -> None:
         """Take off a request that ended."""
         self._leave(replica, problem)
-        self._ended.add(replica)
+        self._ended[replica] = time.monotonic()
         self._running[problem] -= 1
         if self._running[problem] <= 0:  # samples that have not come by now would be a new group
             del self._running[problem]
@@ -126,8 +133,10 @@ class Replicas(Generic[Name]):
 
     def lend(self, most: int) -> list[Name]:
         """Lend at most so many slots for what is written ahead: the replica of each. They are on replicas that have
-        nothing left while others go on; a replica may occur several times."""
-        idle = [replica for replica, parts in self._parts.items() if not parts and replica in self._ended]
+        nothing left while others go on, where trajectories have several turns for `QUIET_S`; a replica may occur
+        several times."""
+        before = time.monotonic() - QUIET_S * self.turns
+        idle = [name for name, parts in self._parts.items() if not parts and self._ended.get(name, math.inf) <= before]
         lent: list[Name] = []
         while self._running and idle and len(lent) < most:
             replica = min(idle, key=self._lent.__getitem__)

@@ -125,6 +125,7 @@ class DasVllmGeneration(VllmGeneration):
         """Lend at most so many slots of workers for what is written ahead (see `Replicas.lend`); a validation lends
         none."""
         with _counting:
+            self._replicas.turns = self._labeller.turns
             return [] if self._validating else self._replicas.lend(most)
 
     def give_back(self, shard: int) -> None:

@@ -99,6 +99,11 @@ class Labeller:
         self._counts = 0
         """How often counting began anew."""
 
+    @property
+    def turns(self) -> bool:
+        """Whether there have been prompts of later turns."""
+        return bool(self._later)
+
     def copy(self) -> Labeller:
         """Return one that labels the requests that come next as this one would, and changes nothing here."""
         other = copy.copy(self)

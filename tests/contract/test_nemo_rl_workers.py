@@ -33,6 +33,7 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
+from das_adapter.core import routing
 from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import Expected
@@ -401,6 +402,26 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
         sys.setswitchinterval(before)
     assert len({label.seed for batch in batches for label in batch}) == 4 * 800
     assert all(replicas.load(worker) == (0, 0) for worker in range(4))
+
+
+def test_a_worker_whose_trajectories_wait_for_a_tool_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    from das_adapter.nemo_rl.generation import DasVllmGeneration
+
+    class Generation(DasVllmGeneration):
+        def __init__(self) -> None:
+            self._labeller, self._replicas, self._validating = labeller, replicas, False
+
+        def __del__(self) -> None:
+            """It has no workers."""
+
+    monkeypatch.setattr(routing, "QUIET_S", 1e9)
+    labeller, replicas = Labeller(0), Replicas(range(2))
+    problems = [labeller.label([prompt], validate=False).problem or 0 for prompt in (1, 2)]
+    assert [replicas.pick(problem) for problem in problems] == [0, 1]
+    replicas.done(0, problems[0])
+    assert Generation().lend(1) == [0]
+    labeller.label([1, 3], validate=False)
+    assert Generation().lend(1) == []
 
 
 def test_speculation_ends_a_response_where_a_plain_run_does() -> None:

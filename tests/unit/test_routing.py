@@ -7,6 +7,7 @@ import heapq
 import itertools
 import pstats
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from das_adapter.config import parse
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import Replicas, StartOrder, plan, rounds, start_order
+from das_adapter.core.routing import QUIET_S, Replicas, StartOrder, plan, rounds, start_order
 
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
 LENGTHS = st.dictionaries(st.integers(0, 19), st.integers(1, 10_000).map(float))
@@ -189,6 +190,23 @@ def test_a_trajectorys_next_turn_counts_where_it_is() -> None:
     assert replicas.pick(2) != first
     replicas.done(first, 1)
     assert replicas.pick(3) == first
+
+
+def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas, now = Replicas("ab", slots=2), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    homes = [replicas.pick(trajectory) for trajectory in range(2)]
+    assert homes == [*"ab"]
+    replicas.done("a", 0)
+    assert replicas.lend(1) == ["a"]  # so far there is no trajectory of several turns
+    replicas.give_back("a")
+    for _ in range(2):
+        replicas.stay("a", 0)
+        replicas.done("a", 0)
+        now += QUIET_S / 2
+        assert replicas.lend(1) == []
+    now += QUIET_S / 2
+    assert replicas.lend(3) == ["a", "a"]
 
 
 # Which starts first
