@@ -33,7 +33,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._replicas = Replicas(servers, siblings, group, self.slots)
         self._problems: dict[str, list[int]] = {}
         """Of the requests in flight: an agent loop may have several under one id."""
-        self._acquired = 0
+        self._acquired, self._validating = 0, False
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
@@ -51,6 +51,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
             self._replicas.expected = ledger.expected(timeout=5) or self._replicas.expected
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
+        self._validating = not label.record
         problem = -self._acquired if label.problem is None else label.problem
         server = self._request_id_to_server.get(request_id)
         if server in self._inflight_requests:
@@ -72,8 +73,9 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
                 self._problems[request_id or ""] = problems
 
     def lend(self, most: int) -> list[tuple[str, Any]]:
-        """Lend at most so many slots for what is written ahead: a replica and its handle each (see `Replicas.lend`)."""
-        return [(server, self._servers[server]) for server in self._replicas.lend(most)]
+        """Lend at most so many slots for what is written ahead: a replica and its handle each (see `Replicas.lend`); a
+        validation lends none."""
+        return [] if self._validating else [(server, self._servers[server]) for server in self._replicas.lend(most)]
 
     def give_back(self, server_id: str) -> None:
         """Take back a slot that was lent."""

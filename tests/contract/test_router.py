@@ -186,3 +186,11 @@ def test_replicas_are_lent_that_have_nothing_left_while_others_go_on() -> None:
     assert router.lend(1) == []  # the rollout is over
     acquire(router, "next", 9)
     assert router.lend(1) == []  # the others have not had their requests yet
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["training", "validation"])
+def test_a_validation_has_the_replicas_to_itself(record: bool) -> None:
+    router = made(routing="least_loaded")({"a": 1, "b": 2})
+    homes = [acquire(router, str(request), request, record=record) for request in range(2)]
+    router.release_server(homes[0], request_id="0")
+    assert router.lend(1) == ([("a", 1)] if record else [])
