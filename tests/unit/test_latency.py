@@ -140,7 +140,11 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
     other = replace(model, drafted_sizes=(16, 24))
     assert other.padded([9, 9, 20, 20], [False, True, False, True]).tolist() == [16, 16, 32, 24]
     assert [other.size(20, drafted) for drafted in (False, True)] == [32, 24]
-    assert other.step(20, 4, True) == pytest.approx(float(other.seconds(20, 4, True))) == replace(model, sizes=()).step(24, 4, True)
+    assert (
+        other.step(20, 4, True)
+        == pytest.approx(float(other.seconds(20, 4, True)))
+        == replace(model, sizes=()).step(24, 4, True)
+    )
     assert other.costs[-1] == (16, 24) and other.marginal(20) == 0.0 < other.marginal(24)
     near, far = model.at(100), model.at(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
