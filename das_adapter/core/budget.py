@@ -97,7 +97,7 @@ def allocate(chances: Chances, offsets: Ints, worth: Floats, model: StepModel, c
     requests, tokens = len(worth), len(chances)
     if cut:
         keep = np.empty(requests, dtype=np.int64)
-        gain = native().allocate(chances, offsets, worth, model.costs, keep)
+        gain = native().allocate(chances, offsets, worth, model.costs(requests), keep)
     else:
         keep = np.diff(offsets)
         cost = model.step(requests + tokens, requests, tokens > 0) - model.step(requests, requests, False)

@@ -55,10 +55,13 @@ class StepModel:
         """Make it from `asdict`'s, which may come from JSON."""
         return cls(**{**fields, "sizes": tuple(fields.get("sizes", ()))})
 
-    @property
-    def costs(self) -> tuple[float, float, float, float, tuple[int, ...]]:
-        """What the native `allocate` is told of the costs of tokens."""
-        return self.token, self.bend, self.knee, self.draft, self.captured(True)
+    def costs(self, requests: int) -> tuple[float, float, float, float, tuple[int, ...]]:
+        """Return what the native `allocate` is told of the costs of tokens beside so many requests; where steps with
+        drafts have sizes of their own, the first draft token takes the step from one of the others to these."""
+        first = self.draft
+        if self.drafted_sizes is not None:
+            first = self.step(requests, requests, True) - self.step(requests, requests, False)
+        return self.token, self.bend, self.knee, first, self.captured(True)
 
     def captured(self, drafted: bool) -> tuple[int, ...]:
         """Return the sizes of steps with drafts, or without."""

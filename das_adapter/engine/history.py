@@ -76,7 +76,7 @@ class HistorySource:
         if prices is None:
             self._looking = self.index.draft_rows(*texts, *search)
         else:
-            self._looking = self.index.draft_rows(*texts, *search, prices[0], prices[1].costs)
+            self._looking = self.index.draft_rows(*texts, *search, prices[0], prices[1].costs(len(slots)))
         self._lengths[slots] = written
 
     def found(self) -> tuple[Chances, Ints] | StepPlan:

@@ -85,7 +85,7 @@ class Labeller:
 
     COUNTED = 2**18
     """Problems whose requests are counted, at most; then counting begins anew, with other seeds. Prompts of later turns
-    are counted as well, the newest of them: so many."""
+    are counted as well, the newest of them: so many; what is forgotten counts as new, with the same seeds."""
 
     def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
         """`source`: tells labellers apart that count the same problems independently, such as those of two HTTP

@@ -95,6 +95,7 @@ MODELS = [
     StepModel(base=10.0, token=0.0, bend=0.5, knee=6),
     StepModel(base=10.0, token=0.6, bend=-0.5, knee=5, draft=0.2),  # dear at first, cheap beyond
     StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 4, 8)),  # in steps, up to the largest size
+    StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 3, 4, 6, 8), drafted_sizes=(2, 5, 8)),  # in larger steps
 ]
 
 

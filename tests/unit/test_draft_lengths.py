@@ -182,6 +182,16 @@ def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(beh
     assert 0.0 < found[0]["das/of_stock"] < 1.0 and "das/of_stock" not in found[1]
 
 
+def test_each_of_several_rollouts_that_fail_alike_is_told() -> None:
+    engine, found = Engine(), []
+    for version in (1, 2, 3):
+        engine.rollout(20, drafted_s=PLAIN_S)
+        engine.lengths.engine.fail(RuntimeError("boom"))
+        engine.lengths.refresh(Refresh(version))
+        found.append(figures([engine.lengths.stats()])["das/health"])
+    assert found == [0.0, 0.0, 0.0]
+
+
 def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_behind_it() -> None:
     engine = Engine()
     engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)

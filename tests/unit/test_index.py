@@ -445,7 +445,7 @@ def test_drafts_are_shared_out_where_they_are_found_as_they_are_afterwards(reque
     handles = np.array([index.open(i // 4, text[i, :32]) for i in range(requests)])
     budgets, worth = rng.integers(0, 17, requests), rng.uniform(0.0, 0.01, requests)
     for at in range(8, 64, 8):
-        priced = worth, model.costs
+        priced = worth, model.costs(len(worth))
         looking = index.draft_rows(
             handles, text, np.arange(requests), zeros + at - 8, zeros + at, budgets, 0.0, *priced
         )

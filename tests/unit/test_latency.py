@@ -145,7 +145,7 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
         == pytest.approx(float(other.seconds(20, 4, True)))
         == replace(model, sizes=()).step(24, 4, True)
     )
-    assert other.costs[-1] == (16, 24) and other.marginal(20) == 0.0 < other.marginal(24)
+    assert other.costs(4)[-1] == (16, 24) and other.marginal(20) == 0.0 < other.marginal(24)
     near, far = model.at(100), model.at(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
     assert far.seconds([9, 33], 4, True) == pytest.approx(model.seconds([9, 33], 4, True, 4000))

@@ -94,7 +94,7 @@ class DeviceWorkerState(WorkerState):
         """Tell the controller that each request has its own number of draft tokens, and in which sizes of steps."""
         controller.common, vllm_config = None, self.runner.vllm_config
         mode, most = vllm_config.compilation_config.cudagraph_mode, self.runner.max_num_reqs
-        if sizes := captured_tokens(vllm_config) if mode.separate_routine() else ():
+        if sizes := captured_tokens(vllm_config) if mode.has_full_cudagraphs() else ():
             longest = most * (1 + self.config.num_draft_tokens)
             controller.times.draft_in(tuple(an_eighth_apart(n for n in sizes if n <= longest)[::-1]))
 
