@@ -196,7 +196,7 @@ class Engine:
             "logprobs": [] if part.brief else logprobs,
             "chosen": [
                 [{token: found.logprob for token, found in step.items()} for step in o.outputs[0].logprobs]
-                for r, o in zip(asked, outputs, strict=True)
+                for r, o in zip(asked, outputs, strict=False)  # the last ones may have been aborted
                 if "logprob_token_ids" in r.params
             ],
             "refused": [refusal(self.llm, requests[0], label) for label in part.refused],
