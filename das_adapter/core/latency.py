@@ -50,11 +50,6 @@ class StepModel:
     drafted_sizes: tuple[int, ...] | None = None
     """The same of steps with drafts; None: there is no difference."""
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> StepModel:
-        """Make it from `asdict`'s, which may come from JSON."""
-        return cls(**{**fields, "sizes": tuple(fields.get("sizes", ()))})
-
     def costs(self, requests: int) -> tuple[float, float, float, float, tuple[int, ...]]:
         """Return what the native `allocate` is told of the costs of tokens beside so many requests; where steps with
         drafts have sizes of their own, the first draft token takes the step from one of the others to these."""
@@ -281,7 +276,8 @@ def fit(
 
     tried = [judged(knee, extra) for knee in (0.0, *knees) for extra in ((), extras)]
     _, knee, found = min(tried, key=itemgetter(0))
-    return StepModel.of({"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, **captured, **found})
+    coefficients: dict[str, Any] = {"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, **found}
+    return StepModel(**coefficients, **captured)
 
 
 def _robust(

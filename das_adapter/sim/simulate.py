@@ -32,6 +32,8 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight in a linear layer."""
 MEMORY = 0.9
 """Share of a device's memory for weights and KV cache: vLLM's `gpu_memory_utilization`."""
+COEFFICIENTS = "base", "token", "bend", "knee", "request", "draft", "context", "attention"
+"""Fields of `StepModel` that a line may have."""
 Progress = Callable[[str], None]
 """Hears the name of an arm that begins."""
 
@@ -151,13 +153,10 @@ def step_times(config: SimConfig) -> Steps:
     """
     block, hardware = config.steps, config.hardware
     if block.kind == "line":
-        try:
-            return Line(StepModel.of(block.line))
-        except TypeError:
-            raise ConfigError(
-                f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
-                "context, attention; needed: base and token"
-            ) from None
+        line: dict[str, Any] = block.line
+        if not {"base", "token"} <= line.keys() <= {*COEFFICIENTS}:
+            raise ConfigError(f"steps.line: found {line}, allowed: {', '.join(COEFFICIENTS)}; needed: base and token")
+        return Line(StepModel(**line))
     own = {f"{name}_s": 1e-3 * getattr(block, f"{name}_ms") for name in ("overhead", "draft_overhead", "pass_overhead")}
     return instance(sizes(config.model), device(hardware.gpu), hardware.per_engine, config.precision, **own)
 

@@ -149,7 +149,7 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
     near, far = model.at(100), model.at(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
     assert far.seconds([9, 33], 4, True) == pytest.approx(model.seconds([9, 33], 4, True, 4000))
-    assert StepModel.of(asdict(model)) == model
+    assert StepModel(**asdict(model)) == model
 
 
 def test_what_context_costs_is_recovered() -> None:

@@ -46,6 +46,7 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
         ({"model": "Qwen/Qwen2.5-72B"}, "raise hardware.per_engine"),
         ({"acceptance": {"history": "index"}}, "rollout.dump"),
         ({"steps": {"kind": "line", "line": {"bas": 1}}}, "steps.line"),
+        ({"steps": {"kind": "line", "line": {"base": 1, "token": 1, "drafted_sizes": 1}}}, "steps.line"),
         ({"rollout": {"cap": 100}}, "rollout.lengths.mean: found 2000.0, allowed: 1 to under"),
     ):
         with pytest.raises(DasError, match=message):
