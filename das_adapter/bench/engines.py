@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +95,10 @@ class Bar(NamedTuple):
         return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
 
 
-_STARTED: list[Any] = []
+STARTED: list[Any] = []
 """Engines of this process."""
+END_S = 10.0
+"""Seconds that they have to end."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
@@ -120,30 +122,45 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
-    _STARTED.append(LLM(str(checkpoint), **{**args, **engine_args(parse(das)), **settings}))
-    return _STARTED[-1]
+    STARTED.append(LLM(str(checkpoint), **{**args, **engine_args(parse(das)), **settings}))
+    return STARTED[-1]
 
 
-def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
-    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns.
+@contextlib.contextmanager
+def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
+    """Start a process with these environment variables, and end it with its engines. Yields what runs `work(*args)` in
+    it and returns what that returns.
 
     Raises:
-        RuntimeError: it failed; with its traceback.
-        TimeoutError: the plan's time is over; the process and its engines are ended.
+        RuntimeError: the work failed; with its traceback.
+        TimeoutError: the plan's time is over.
     """
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="das-bench-") as folder,
         ProcessPoolExecutor(1, spawn, _begin, ({FOLDER: folder, **(env or {})},)) as pool,
     ):
-        process = pool.submit(os.getpid).result()
+        started = pool.submit(os.getpid).result()
+
+        def run(work: Callable[..., Any], *args: Any) -> Any:
+            try:
+                return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
+            except TimeoutError:
+                raise TimeoutError("no time is left") from None
+
         try:
-            return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
-        except TimeoutError:
-            raise TimeoutError("no time is left") from None
+            yield run
         finally:
+            with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
+                pool.submit(_end).result(END_S)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # its engines too
+                os.killpg(started, signal.SIGKILL)
+
+
+def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
+    """Run `work(*args)` in a `process` of its own, and return what it returns."""
+    with process(plan, env) as run:
+        return run(work, *args)
 
 
 def _begin(env: dict[str, str]) -> None:
@@ -156,10 +173,12 @@ def _run(work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return work(*args)
     except BaseException:
         raise RuntimeError(traceback.format_exc()) from None
-    finally:
-        for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
-            with contextlib.suppress(Exception):
-                llm.llm_engine.engine_core.shutdown()
+
+
+def _end() -> None:
+    for llm in STARTED:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
 
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,46 +14,61 @@ from das_adapter.bench.engines import (
     HISTORY,
     IN_PROCESS,
     KEYED,
+    SEEDS,
     SHAPES,
+    STARTED,
     Bar,
     Found,
     Measured,
     Plan,
-    apart,
     engine,
-    step_seconds,
+    generate,
+    process,
+    prompts,
 )
 from das_adapter.bench.profile import profiler_args, step_profile
 
 MOST_CONTEXT = 2**18
 """Tokens of all requests' context."""
+FEW, MANY, SURE = 5, 15, 0.004
+"""Rounds of each kind of step, at least and at most: until what it costs has this standard error."""
 PROFILE_S = 30.0
 """Seconds that must be left for a profile."""
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
-    the KV cache that is left; and what one kind of step consists of. Arms: stock's default, which seeds no request;
-    `history`; on V1, every request seeded, without a drafter: V2's own noise is keyed. With random weights no text
-    comes twice: `history` looks for drafts, and finds none."""
-    found: Found = {"arms": {}}
-    arms = {"stock": None, "history": HISTORY, "none, keyed": KEYED}
-    for name, das in arms.items():
-        if das is KEYED and found["arms"]["history"]["model_runner"] == 2:
-            continue
-        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=IN_PROCESS if plan.tiny else {})
-        yield found
+    """Measure, by arm, seconds of start-up, and the KV cache that is left; milliseconds of an undrafted step, and of
+    stock's step, with their standard errors, by batch and context; and what one kind of step consists of. Arms: stock's
+    default, which seeds no request; `history`; on V1, every request seeded, without a drafter: V2's own noise is keyed.
+    With random weights no text comes twice: `history` looks for drafts, and finds none.
 
+    All engines are there at once, with a share of the memory each, and take turns: a machine's host has slow seconds,
+    and they meet all arms alike."""
+    from das_adapter.config import DasConfig
+    from das_adapter.protocol.engine_args import needs_v1
 
-def _of_stock(found: Found, arm: str) -> list[Measured]:
-    """Return what each of the steps costs that both arms have measured, of stock's."""
-    times, stock = (found["arms"][name]["step_ms"] for name in (arm, "stock"))
-    return [Measured(*times[at]).over(Measured(*stock[at])) for at in times.keys() & stock.keys()]
-
-
-def _beyond_doubt(found: Found, arm: str) -> float:
-    """Return the worst of the steps' costs, less twice its error."""
-    return max(ratio.value - 2.0 * ratio.error for ratio in _of_stock(found, arm))
+    arms = {"stock": None, "history": HISTORY} | ({"none, keyed": KEYED} if needs_v1(DasConfig()) else {})
+    found: Found = {"arms": {}, "of_stock": {name: {} for name in arms if name != "stock"}}
+    with contextlib.ExitStack() as engines:
+        run = {name: engines.enter_context(process(plan, IN_PROCESS if plan.tiny else {})) for name in arms}
+        for name, das in arms.items():
+            found["arms"][name] = run[name](_start, plan, das, 0.9 / len(arms)) | {"step_ms": {}}
+            yield found
+        for batch, context in gate_points(plan):
+            at = f"{batch} x {context}"
+            rounds = in_turn(run, plan, batch, context)
+            for name, seconds in rounds.items():
+                found["arms"][name]["step_ms"][at] = Measured.of([1e3 * each for each in seconds])
+            for name in found["of_stock"]:
+                found["of_stock"][name][at] = _of_stock(rounds, name)
+            yield found
+        for name in found["of_stock"]:
+            found["arms"][name] |= run[name](_told)
+            yield found
+        for name in arms:
+            if plan.until - time.monotonic() > PROFILE_S:
+                found["arms"][name]["profile"] = run[name](_profile, plan)
+                yield found
 
 
 BARS = (
@@ -70,7 +85,7 @@ BARS = (
     Bar(
         "standard error of what `history` costs, at worst",
         0.01,
-        lambda f: max(ratio.error for ratio in _of_stock(f, "history")),
+        lambda f: max(error for _, error in f["of_stock"]["history"].values()),
     ),
     Bar(
         "draft tokens that undrafted steps accepted, of their tokens",
@@ -90,6 +105,16 @@ BARS = (
 )
 
 
+def _beyond_doubt(found: Found, arm: str) -> float:
+    """Return the worst of the steps' costs, less twice its error."""
+    return max(ratio - 2.0 * error for ratio, error in found["of_stock"][arm].values())
+
+
+def _of_stock(rounds: dict[str, list[float]], arm: str) -> Measured:
+    """Return what a step costs, of stock's step in the same round."""
+    return Measured.of([ours / stock for ours, stock in zip(rounds[arm], rounds["stock"], strict=True)])
+
+
 def gate_points(plan: Plan) -> list[tuple[int, int]]:
     """Return requests and tokens of context of each: so many in all that reading the prompts does not take the time."""
     first, *longer = sorted(plan.contexts)
@@ -97,23 +122,54 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
     return points + [(sorted(plan.batches)[1], context) for context in longer]
 
 
-def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
-    steps, begin = 4 * plan.steps, time.perf_counter()  # many: beginning takes now more, now less time
-    longest = max(plan.contexts) + steps + 8
-    traces = Path(tempfile.mkdtemp(dir=os.environ.get(FOLDER)))
-    llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True, **profiler_args(traces))
+def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context: int) -> dict[str, list[float]]:
+    """Return the seconds of a decode step by arm and round. The arms take turns, and the order turns too."""
+    steps = (4 if batch < 64 else 1) * plan.steps  # many: beginning takes now more, now less time
+    rounds: dict[str, list[float]] = {name: [] for name in run}
+    for name in run:
+        run[name](_seconds, plan, batch, context, steps)
+    for turn in range(MANY):
+        for name in [*run][:: 1 - 2 * (turn % 2)]:
+            rounds[name].append(run[name](_seconds, plan, batch, context, steps))
+        if turn + 1 >= FEW and all(_of_stock(rounds, name).error <= SURE for name in run):
+            break
+    return rounds
+
+
+def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
+    begin = time.perf_counter()
+    longest = max(plan.contexts) + 4 * plan.steps + 8
+    stock = {"enable_prefix_caching": True, "gpu_memory_utilization": memory}
+    llm = engine(plan, das, max_model_len=longest, **stock, **profiler_args(_traces()))
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
-    room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
-    found = Found(start_s=taken, kv_tokens=room, step_ms={})
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
-    for batch, context in gate_points(plan):
-        step = step_seconds(llm, batch, context, steps, vocabulary, logprobs=[0] * batch)
-        found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
-    if das is not None:
-        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
-        found |= {name: stats.get(name) for name in about}  # of those of a drafter, where there is one
+    # What CUDA graphs take is not there.
+    return Found(start_s=taken, kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size))
+
+
+def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
+    """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens."""
+    asked = prompts(batch, context, SHAPES[plan.shape]["vocab_size"])
+    short, long = (
+        generate(STARTED[-1], asked, [4 + more] * batch, range(batch), SEEDS, logprobs=[0] * batch)[0]
+        for more in (0, steps)
+    )
+    return max(long - short, 1e-9) / steps
+
+
+def _told() -> Found:
+    stats = STARTED[-1].collective_rpc("das_rpc", args=("stats", {}))[0]
+    about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
+    return {name: stats.get(name) for name in about}  # of those of a drafter, where there is one
+
+
+def _profile(plan: Plan) -> Found:
     batch, context = gate_points(plan)[1]
-    if plan.until - time.monotonic() > PROFILE_S:
-        found["profile"] = step_profile(llm, traces, batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
-    return found
+    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    return step_profile(STARTED[-1], _traces(), batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
+
+
+def _traces() -> Path:
+    """Return the directory of this process for what its engine's profiler writes."""
+    path = Path(os.environ[FOLDER]) / "profile"
+    path.mkdir(exist_ok=True)
+    return path

@@ -3,34 +3,47 @@ step times although the weights are random."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import tempfile
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import HISTORY, IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, generate
+from das_adapter.bench.engines import (
+    FOLDER,
+    HISTORY,
+    IN_PROCESS,
+    SHAPES,
+    STARTED,
+    Bar,
+    Found,
+    Measured,
+    Plan,
+    engine,
+    generate,
+    process,
+)
 from das_adapter.core.index.store import HistoryStore
 
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
 GROUP = 8
-FEW, MANY = 3, 7
-"""Rollouts of stock, at least and at most: where they take a second, one differs from another by some percent."""
+FEW, MANY, SURE, ENOUGH_S = 3, 20, 0.01, 16.0
+"""Rollouts of an arm, at least and at most; standard error of their time that is enough; and seconds of both engines
+that are."""
 Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
 
 def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
-    """Seconds of one long-tailed batch: stock, and `history` over what traces have of its problems, over the batch
-    itself, corrupted, and over a text that misleads."""
+    """Measure one long-tailed batch, of stock's time: `history` over what traces have of its problems, over the batch
+    itself, corrupted, and over a text that misleads. Both engines are there at once, and take turns."""
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
     found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
-    found["history_tokens"] = sum(len(t) for _, t in earlier)
-    found["arms"] = {"stock": apart(plan, _stock, plan, rollouts, env=IN_PROCESS)}
-    yield found
+    found |= {"history_tokens": sum(len(t) for _, t in earlier), "arms": {}}
     vocabulary = SHAPES[plan.shape]["vocab_size"]
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
     histories = {FIRST: corrupted(rollouts, shares[0], vocabulary)}
@@ -39,9 +52,14 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
     wrong = corrupted(alone, None, vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
-    for das, batch, past in engines:
-        found["arms"] |= apart(plan, _history, plan, das, batch, past, env=IN_PROCESS)
-        yield found
+    with process(plan, IN_PROCESS) as stock:
+        stock(_start, plan, None, rollouts)
+        for das, batch, past in engines:
+            with process(plan, IN_PROCESS) as ours:
+                ours(_start, plan, das, batch)
+                for name, before in past.items():
+                    found["arms"][name] = in_turn(ours, stock, batch, before, once=name in ONCE)
+                    yield found
 
 
 EAGER = HISTORY | {"budget": "unlimited"}
@@ -50,17 +68,14 @@ FIRST = "first"
 """An engine's first rollout: some kernels are compiled in it, and step times are not known yet."""
 MISLED = "after misleading"
 """The rollout after one in which nearly all drafts were rejected, over such a history again."""
-
-
-def _of_stock(found: Found, arm: str) -> float:
-    return float(found["arms"][arm]["seconds"] / found["arms"]["stock"]["seconds"])
+ONCE = (FIRST, "misleading")
+"""Rollouts that cannot come twice; neither is judged by its time."""
 
 
 def _beyond_doubt(found: Found, arm: str) -> float:
-    """Return the time of a rollout, of stock's, less twice the scatter of stock's own rollouts."""
-    stock = found["arms"]["stock"]
-    one = stock["scatter"] * stock["rollouts"] ** 0.5 / 1.2533  # standard deviation of one rollout
-    return _of_stock(found, arm) - 2.0 * float(one / stock["seconds"])
+    """Return the time of a rollout, of stock's, less twice its error."""
+    ratio, error = found["arms"][arm]["of_stock"]
+    return float(ratio - 2.0 * error)
 
 
 def _still_drafted(found: Found) -> float:
@@ -70,23 +85,25 @@ def _still_drafted(found: Found) -> float:
 
 
 BARS = (
+    Bar("forced tokens that were not written", 0, lambda f: max(arm["unforced"] for arm in f["arms"].values())),
     Bar(
-        "forced tokens that were not written",
-        0,
-        lambda f: max(arm["unforced"] for name, arm in f["arms"].items() if name != "stock"),
+        "rollout with what the traces have of its problems, of stock's time",
+        0.6,
+        lambda f: f["arms"]["earlier"]["of_stock"][0],
     ),
-    Bar("rollout with what the traces have of its problems, of stock's time", 0.6, lambda f: _of_stock(f, "earlier")),
-    Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: _of_stock(f, "corrupted 0.3")),
+    Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: f["arms"]["corrupted 0.3"]["of_stock"][0]),
     Bar(
-        "scatter of stock's rollouts, of their time", 0.02, lambda f: _of_stock(f, "stock") - _beyond_doubt(f, "stock")
+        "standard error of what a rollout costs, at worst",
+        0.02,
+        lambda f: max(arm["of_stock"][1] for name, arm in f["arms"].items() if name not in ONCE),
     ),
     Bar(
-        "rollout with nothing accepted, of stock's time, less its scatter",
+        "rollout with nothing accepted, of stock's time, less twice its error",
         1.02,
         lambda f: _beyond_doubt(f, "corrupted 1.0"),
     ),
     Bar(
-        "rollout with a history that misleads, of stock's time, less its scatter",
+        "rollout with a history that misleads, of stock's time, less twice its error",
         1.02,
         lambda f: _beyond_doubt(f, MISLED),
     ),
@@ -167,42 +184,61 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
     return generate(llm, asked, lengths, shifted, itertools.count())
 
 
-def _length(rollouts: Rollouts) -> int:
-    return 64 + 24 + max(len(text) for _, text in rollouts)
+def in_turn(
+    ours: Callable[..., Any], stock: Callable[..., Any], rollouts: Rollouts, before: Rollouts, once: bool
+) -> Found:
+    """Let both engines write the batch, in turns, and return what ours told of its last rollout, with `of_stock`, the
+    time that it takes of stock's, and its standard error (None: of one rollout)."""
+    times: list[tuple[float, float]] = []
+    while True:
+        arm = ours(_history, rollouts, before)
+        times.append((arm["seconds"], stock(_stock, rollouts)))
+        arm["of_stock"] = Measured.of([mine / theirs for mine, theirs in times])
+        sure = arm["of_stock"].error <= SURE or sum(map(sum, times)) > ENOUGH_S or len(times) == MANY
+        if once or (sure and len(times) >= FEW):
+            break
+    if once:
+        arm["of_stock"] = arm["of_stock"].value, None
+    return arm | {"stock_seconds": Measured.of([theirs for _, theirs in times]).value, "rollouts": len(times)}
 
 
-def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
-    llm = engine(plan, None, max_model_len=_length(rollouts))
-    rollout(llm, [(p, t[:8]) for p, t in rollouts])
-    each = [rollout(llm, rollouts)[0] for _ in range(FEW)]
-    while len(each) < MANY and Measured.of(each).error > 0.005 * min(each):
-        each.append(rollout(llm, rollouts)[0])
-    seconds = Measured.of(each)
-    return {"seconds": seconds.value, "scatter": seconds.error, "rollouts": len(each)}
-
-
-def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dict[str, Rollouts]) -> Found:
-    llm = engine(plan, das, max_model_len=_length(rollouts))
+def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
+    longest = 64 + 24 + max(len(text) for _, text in rollouts)
+    llm = engine(plan, das, max_model_len=longest, gpu_memory_utilization=0.45)
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
-    force(rollouts, llm.collective_rpc("das_rpc", args=("stats", {}))[0]["model_runner"])
-    arms: Found = {}
-    with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
-        for turn, (name, texts_before) in enumerate(histories.items()):
-            shift = turn * 10**7  # of the problems, so that no arm sees another's text
-            llm.collective_rpc("das_rpc", args=("refresh", kept(store, texts_before, shift, 2 * turn)))
-            llm.collective_rpc("das_rpc", args=("stats", {}))
-            seconds, texts = rollout(llm, rollouts, problems=shift)
-            stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-            waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
-            wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
-            arms[name] = {
-                "seconds": seconds,
-                "unforced": wrong,
-                "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
-                "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
-                **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
-            }
-    return arms
+    if das:
+        force(rollouts, llm.collective_rpc("das_rpc", args=("stats", {}))[0]["model_runner"])
+
+
+def _stock(rollouts: Rollouts) -> float:
+    return rollout(STARTED[-1], rollouts)[0]
+
+
+@functools.cache
+def _past() -> HistoryStore:
+    """Return the history of this process's engine."""
+    return HistoryStore(Path(os.environ[FOLDER]) / "history")
+
+
+_TURNS = itertools.count()
+"""Rollouts of this process's engine."""
+
+
+def _history(rollouts: Rollouts, before: Rollouts) -> Found:
+    llm, turn = STARTED[-1], next(_TURNS)
+    shift = turn * 10**7  # of the problems, so that no rollout sees another's text
+    llm.collective_rpc("das_rpc", args=("refresh", kept(_past(), before, shift, 2 * turn)))
+    llm.collective_rpc("das_rpc", args=("stats", {}))
+    seconds, texts = rollout(llm, rollouts, problems=shift)
+    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+    waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
+    return {
+        "seconds": seconds,
+        "unforced": sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True)),
+        "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
+        "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
+        **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
+    }
 
 
 def force(rollouts: Rollouts, runner: int) -> None:
