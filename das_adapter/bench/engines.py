@@ -146,15 +146,19 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
             try:
                 return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
             except TimeoutError:
+                kill()
                 raise TimeoutError("no time is left") from None
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started, signal.SIGKILL)
 
         try:
             yield run
         finally:
             with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
                 pool.submit(_end).result(END_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started, signal.SIGKILL)
+            kill()
 
 
 def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
@@ -189,14 +193,12 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int
     ]
 
 
-def generate(
-    llm: Any, asked: Sequence[Any], lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any
-) -> tuple[float, list[list[int]]]:
-    """Write a response of each length to each prompt; return the seconds, and the responses. `stock`: further sampling
-    parameters, a value for each request."""
+def sampling(lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any) -> list[Any]:
+    """Return the sampling parameters of requests that write so many tokens each. `stock`: further ones, a value for
+    each request."""
     from vllm import SamplingParams
 
-    params = [
+    return [
         SamplingParams(
             temperature=1.0,
             max_tokens=length,
@@ -207,6 +209,10 @@ def generate(
         )
         for i, (length, problem, seed) in enumerate(zip(lengths, problems, seeds, strict=False))
     ]
+
+
+def generate(llm: Any, asked: Sequence[Any], params: Sequence[Any]) -> tuple[float, list[list[int]]]:
+    """Write a response to each prompt; return the seconds, and the responses."""
     begin = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
     return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
@@ -235,16 +241,26 @@ class Measured(NamedTuple):
         return Measured(ratio, ratio * relative)
 
 
-def step_seconds(
-    llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5, **stock: Any
-) -> Measured:
-    """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
-    Whatever the engine's processes and runner are, this is what a rollout waits for. `stock`: as for `generate`."""
-    asked = prompts(batch, context, vocabulary)
+_IDS = itertools.count()
+FULL = 4
+"""Tokens that all requests have before steps are measured: none reads its prompt any more."""
 
-    def rollout(tokens: int) -> float:
-        return generate(llm, asked, [tokens] * batch, range(batch), SEEDS, **stock)[0]
 
-    rollout(4)
-    differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]
-    return Measured.of([max(seconds, 1e-9) / steps for seconds in differences])
+def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, **stock: Any) -> float:
+    """Return the seconds that one token of each request takes, while all are writing: `steps` tokens, less those by
+    which the first is ahead of the last. Whatever the engine's processes and runner are, this is what a rollout waits
+    for. `stock`: as for `sampling`."""
+    vllm, written = llm.llm_engine, dict[str, int]()
+    params = sampling([FULL + steps] * batch, range(batch), SEEDS, **stock)
+    for prompt, param in zip(prompts(batch, context, vocabulary), params, strict=True):
+        written[name := f"step-{next(_IDS)}"] = 0
+        vllm.add_request(name, prompt, param)
+    begin = end = first = 0.0
+    while vllm.has_unfinished_requests():
+        for output in vllm.step():
+            written[output.request_id] = len(output.outputs[0].token_ids)
+        if not begin and min(written.values()) >= FULL:
+            begin, first = time.perf_counter(), max(written.values())
+        if not end and max(written.values()) == FULL + steps:
+            end = time.perf_counter()
+    return (end - begin) / (FULL + steps - first) if 0.0 < begin < end else float("nan")

@@ -14,7 +14,6 @@ from das_adapter.bench.engines import (
     HISTORY,
     IN_PROCESS,
     KEYED,
-    SEEDS,
     SHAPES,
     STARTED,
     Bar,
@@ -22,9 +21,8 @@ from das_adapter.bench.engines import (
     Measured,
     Plan,
     engine,
-    generate,
     process,
-    prompts,
+    step_seconds,
 )
 from das_adapter.bench.profile import profiler_args, step_profile
 
@@ -98,9 +96,9 @@ BARS = (
         lambda f: f["arms"]["history"]["start_s"] - f["arms"]["stock"]["start_s"],
     ),
     Bar(
-        "KV cache of stock, of that which `history` leaves",
-        1.03,
-        lambda f: f["arms"]["stock"]["kv_tokens"] / (f["arms"]["history"]["kv_tokens"] or float("nan")),
+        "memory that `history` takes from the KV cache, of the device's",
+        0.03,
+        lambda f: f["arms"]["stock"]["kv_share"] - f["arms"]["history"]["kv_share"],
     ),
 )
 
@@ -124,7 +122,7 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
 
 def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context: int) -> dict[str, list[float]]:
     """Return the seconds of a decode step by arm and round. The arms take turns, and the order turns too."""
-    steps = (4 if batch < 64 else 1) * plan.steps  # many: beginning takes now more, now less time
+    steps = (4 if batch < 64 else 1) * plan.steps
     rounds: dict[str, list[float]] = {name: [] for name in run}
     for name in run:
         run[name](_seconds, plan, batch, context, steps)
@@ -142,18 +140,23 @@ def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
     stock = {"enable_prefix_caching": True, "gpu_memory_utilization": memory}
     llm = engine(plan, das, max_model_len=longest, **stock, **profiler_args(_traces()))
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
-    # What CUDA graphs take is not there.
-    return Found(start_s=taken, kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size))
+    tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
+    return Found(start_s=taken, kv_tokens=tokens, kv_share=_share(tokens, SHAPES[plan.shape]))
 
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
-    """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens."""
-    asked = prompts(batch, context, SHAPES[plan.shape]["vocab_size"])
-    short, long = (
-        generate(STARTED[-1], asked, [4 + more] * batch, range(batch), SEEDS, logprobs=[0] * batch)[0]
-        for more in (0, steps)
-    )
-    return max(long - short, 1e-9) / steps
+    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    return step_seconds(STARTED[-1], batch, context, steps, vocabulary, logprobs=[0] * batch)
+
+
+def _share(tokens: int, shape: dict[str, Any]) -> float | None:
+    """Return what a KV cache in bfloat16 for so many tokens takes of the device's memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    heads = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
+    return 4 * shape["num_hidden_layers"] * heads * tokens / torch.cuda.get_device_properties(0).total_memory
 
 
 def _told() -> Found:

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench import replay
-from das_adapter.bench.engines import IN_PROCESS, KEYED, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
+from das_adapter.bench.engines import (
+    IN_PROCESS,
+    KEYED,
+    SHAPES,
+    Bar,
+    Found,
+    Plan,
+    apart,
+    engine,
+    generate,
+    prompts,
+    sampling,
+)
 from das_adapter.core.index.store import HistoryStore
 
 REQUESTS, WRITTEN = 8, 192
@@ -51,5 +63,5 @@ def _written(
         with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
             llm.collective_rpc("das_rpc", args=("refresh", replay.kept(store, past)))
     asked, seeds = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"]), range(1, REQUESTS + 1)
-    _, texts = generate(llm, asked, [written] * REQUESTS, range(REQUESTS), seeds, seed=seeds)
+    _, texts = generate(llm, asked, sampling([written] * REQUESTS, range(REQUESTS), seeds, seed=seeds))
     return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from das_adapter.bench.engines import SEEDS, Found, generate, prompts
+from das_adapter.bench.engines import SEEDS, Found, generate, prompts, sampling
 
 ON_DEVICE, CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 """Categories of a trace's events: what a device did, and what the host asked it for."""
@@ -26,13 +26,13 @@ def profiler_args(directory: Path) -> dict[str, Any]:
 def step_profile(
     llm: Any, directory: Path, batch: int, context: int, steps: int, vocabulary: int, **stock: Any
 ) -> Found:
-    """Profile decode steps, of an engine with `profiler_args`; see `described`. `stock`: as for `generate`."""
+    """Profile decode steps, of an engine with `profiler_args`; see `described`. `stock`: as for `sampling`."""
     asked = prompts(batch, context, vocabulary)
     for _ in range(2):  # the second profile begins with everything warm
         for earlier in directory.iterdir():
             earlier.unlink()
         llm.start_profile()
-        generate(llm, asked, [steps] * batch, range(batch), SEEDS, **stock)
+        generate(llm, asked, sampling([steps] * batch, range(batch), SEEDS, **stock))
         llm.stop_profile()
     return described(directory.glob("*.json.gz"), steps)
 

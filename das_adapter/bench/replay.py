@@ -25,6 +25,7 @@ from das_adapter.bench.engines import (
     engine,
     generate,
     process,
+    sampling,
 )
 from das_adapter.core.index.store import HistoryStore
 
@@ -181,7 +182,7 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
     """Seconds and tokens of the batch; each request writes as many tokens as its recording has."""
     asked = [{"prompt_token_ids": [1 + i % 50, *range(1, 64)]} for i in range(len(rollouts))]
     lengths, shifted = [len(text) for _, text in rollouts], [problem + problems for problem, _ in rollouts]
-    return generate(llm, asked, lengths, shifted, itertools.count())
+    return generate(llm, asked, sampling(lengths, shifted, itertools.count()))
 
 
 def in_turn(

@@ -24,13 +24,14 @@ The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,14 @@ def module(part: str) -> Any:
     return importlib.import_module(f"das_adapter.bench.{part}")
 
 
-def measured(name: str, plan: Plan, traces: Path | None) -> Found:
-    """Measure one part; where it fails or its time is over, what is known by then is there."""
+def measured(name: str, plan: Plan, traces: Path | None, keep: Callable[[Found], None] = lambda _: None) -> Found:
+    """Measure one part; where it fails or its time is over, what is known by then is there. `keep` is called with it
+    after each figure."""
     content: Found = {}
     try:
         for found in module(name).measure(plan, traces):
             content |= found
+            keep(content | {"state": "cut short", "why": "the program was ended"})
         return content | {"state": "done"}
     except TimeoutError as error:
         return content | {"state": "cut short", "why": str(error)}
@@ -83,9 +86,15 @@ def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
     return [(name, each) for name in shapes for each in ((shape,) if shape else shapes[name])]
 
 
+def _save(path: Path, head: Found, content: Found) -> None:
+    from das_adapter.tools.provenance import save
+
+    save(path, head | content)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; None: that of the process."""
-    from das_adapter.tools.provenance import provenance, save
+    from das_adapter.tools.provenance import provenance
 
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     parser = argparse.ArgumentParser(
@@ -105,10 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         until = min(time.monotonic() + 60 * args.minutes, end)
-        content = measured(name, replace(plans[shape], until=until), args.traces)
-        counts.update(judge(name, content))
         command = f"das-adapter bench {name} --shape {shape}"
         head = {"provenance": made | {"command": command}, "part": name, "shape": shape}
-        save(args.out / f"gpu_{name}_{shape}.json", head | content)
+        keep = functools.partial(_save, args.out / f"gpu_{name}_{shape}.json", head)
+        content = measured(name, replace(plans[shape], until=until), args.traces, keep)
+        counts.update(judge(name, content))
+        keep(content)
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("kept", *NOT_GOOD, "not run")))
     sys.exit(any(counts[verdict] for verdict in NOT_GOOD))

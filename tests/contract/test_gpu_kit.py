@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,7 +183,7 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def half_a_gate(plan: Any, *_: Any) -> Any:
-        arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_tokens": 1000}
+        arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_share": 0.5}
         arms = {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}
         yield {"arms": arms, "of_stock": {"history": {"1 x 16": [1.0, 0.001]}}}
         engines.apart(plan, *endings[plan.steps])
@@ -197,7 +199,9 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
         )
     ):
         plan = replace(TINY, steps=ending, until=time.monotonic() + (0.5 if state == "cut short" else 60.0))
-        content = run.measured("gate", plan, None)
+        told: list[Any] = []
+        content = run.measured("gate", plan, None, told.append)
+        assert told == [content | {"state": "cut short", "why": "the program was ended"}] or "error" in content
         assert run.judge("gate", content) == [*verdicts, state]
         assert why in capsys.readouterr().out
 
@@ -291,17 +295,38 @@ def test_a_profile_says_what_a_step_asked_of_the_device_and_waited_for(tmp_path:
     }
 
 
-def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+class Writing:
+    """An engine that takes a request in each step, and writes a token of each that it has."""
+
+    def __init__(self) -> None:
+        self.llm_engine, self.seeds = self, list[int]()
+        self.waiting: list[tuple[str, int]] = []
+        self.texts: dict[str, tuple[int, int]] = {}
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.seeds.append(params.extra_args["das_seed"])
+        self.waiting.append((name, params.max_tokens))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.texts)
+
+    def step(self) -> list[Any]:
+        if self.waiting:
+            name, most = self.waiting.pop(0)
+            self.texts[name] = 0, most
+        self.texts = {name: (n + 1, most) for name, (n, most) in self.texts.items() if n < most}
+        time.sleep(0.002)
+        of = SimpleNamespace
+        return [of(request_id=name, outputs=[of(token_ids=range(n))]) for name, (n, _) in self.texts.items()]
+
+
+def test_a_step_is_timed_while_all_are_writing_and_no_seed_comes_twice() -> None:
     pytest.importorskip("vllm")
-    asked: list[int] = []
-
-    class Engine:
-        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
-            asked.extend(p.extra_args["das_seed"] for p in params)
-            return []
-
-    engines.step_seconds(Engine(), 3, 16, 4, 997)
-    assert len(asked) == len(set(asked)) == 3 * (1 + 2 * 5)
+    engine = Writing()
+    seconds = [engines.step_seconds(engine, 3, 16, 20, 997) for _ in range(2)]
+    assert all(0.002 <= each < 0.02 for each in seconds)
+    assert len(engine.seeds) == len(set(engine.seeds)) == 3 * 2
+    assert math.isnan(engines.step_seconds(engine, 30, 16, 20, 997))  # the first ends before the last begins
 
 
 def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
