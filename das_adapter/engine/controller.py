@@ -181,6 +181,7 @@ class EngineController:
         call."""
         controller = self.controller
         stats = self.counters.take() | self._figures() | (self.history.stats() if self.history else {})
+        stats["time_saved_s"] -= self._told.get("time_saved_s", 0.0)
         told = {"error": self.counters.error, "alarm": self.counters.alarm}  # of this rollout, not of those before
         self._untold, self._told = {}, {"time_saved_s": controller.account.time.saved(), **told}
         stats["latency_model_error"] = controller.times.take_error()

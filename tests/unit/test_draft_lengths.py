@@ -208,6 +208,18 @@ def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_beh
     assert "boom" in first["error"] and second["error"] is None
 
 
+def test_seconds_saved_are_told_once_however_often_the_host_asks() -> None:
+    engine, told, saved = Engine(), [], 0.0
+    for version in (1, 2):
+        for _ in range(2):
+            engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
+            told.append(engine.lengths.stats()["time_saved_s"])
+        saved += engine.lengths.engine.controller.account.time.saved()
+        engine.lengths.refresh(Refresh(version))
+    told.append(engine.lengths.stats()["time_saved_s"])
+    assert sum(told) == pytest.approx(saved) and saved > 1.0
+
+
 def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:
     """vLLM says that they have ended when the next step begins, after it."""
     engine = Engine(log_dir=str(tmp_path))
