@@ -27,6 +27,13 @@ from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
+_OF_ROLLOUT = ("state", "reason", "of_stock", "latency_model_error", "error", "alarm")
+"""Figures of a rollout that has ended which are told in the place of those of the next one."""
+_ADDED = (
+    *("steps", "request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds"),
+    *("time_saved_s", "history_requests", "history_hits", "self_counts", "neural_counts", "drafter_passes"),
+)
+"""Figures that add up over rollouts."""
 
 
 class EngineController:
@@ -49,9 +56,9 @@ class EngineController:
         self.config = config
         self.counters = Counters()
         self._untold: dict[str, Any] = {}
-        """Figures of rollouts that ended since the last `stats`."""
+        """What was taken of rollouts that ended since the last `stats`."""
         self._told: dict[str, Any] = {}
-        """What `stats` has returned of this rollout: seconds saved, and why something is wrong."""
+        """What was taken of this rollout: seconds saved, and why something is wrong."""
         self.live: dict[str, LiveRequest] = {}
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
@@ -156,11 +163,11 @@ class EngineController:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and start again, at a weight sync (DAS, section 4.1)."""
         if self.counters.steps:  # hosts that ask behind the weight sync shall hear of the rollout that it ends
-            self._untold = self._figures()
-            self._untold["time_saved_s"] -= self._told.get("time_saved_s", 0.0)
+            told, self._untold = self._told, self._take()
             for name in ("error", "alarm"):
-                if self._untold[name] == self._told.get(name):
+                if self._untold[name] == told.get(name):
                     self._untold[name] = None
+            self.counters.propose_seconds.extend(self._untold.pop("propose_seconds"))  # the last ones
         self._told = {}
         self.counters.error = None
         answer = Refreshed()
@@ -179,22 +186,25 @@ class EngineController:
     def stats(self) -> EngineStats:
         """Return the counts, and the figures of the controller, the account, the history and the model, since the last
         call."""
-        controller = self.controller
-        stats = self.counters.take() | self._figures() | (self.history.stats() if self.history else {})
-        stats["time_saved_s"] -= self._told.get("time_saved_s", 0.0)
-        told = {"error": self.counters.error, "alarm": self.counters.alarm}  # of this rollout, not of those before
-        self._untold, self._told = {}, {"time_saved_s": controller.account.time.saved(), **told}
-        stats["latency_model_error"] = controller.times.take_error()
+        stats, self._untold = self._take(), {}
+        return stats
+
+    def _take(self) -> EngineStats:
+        """Take the counts and figures since the last call, and log them; return them with those of rollouts that ended
+        since the last `stats`: counts of all, and else what is known of the latter."""
+        history = self.history.stats() if self.history else {}
+        stats = self.counters.take() | self.controller.account.figures() | history
+        told, self._told = self._told, {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
+        stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
+        stats["latency_model_error"] = self.controller.times.take_error()
         if self.drafts is not None:
-            stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
+            stats["neural_counts" if self.config.neural else "self_counts"] = self.drafts.counts.tolist()
             self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = 0, self.drafts.made, 0
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
+        if self.log is not None:
+            self.log.add(decision_log.Counts({**stats, "propose_seconds": []}))
+        if ended := self._untold:
+            stats |= {name: ended[name] for name in _OF_ROLLOUT if ended[name]}
+            stats |= {name: np.add(ended[name], stats[name]).tolist() for name in _ADDED if name in stats}
         return stats
-
-    def _figures(self) -> dict[str, Any]:
-        """Return the figures of this rollout and of those that ended since the last `stats`: seconds of all, and else
-        what is known of the latter."""
-        ended = {name: value for name, value in self._untold.items() if value is not None}
-        now = {**self.controller.account.figures(), "error": self.counters.error, "alarm": self.counters.alarm}
-        return now | ended | {"time_saved_s": now["time_saved_s"] + ended.get("time_saved_s", 0.0)}

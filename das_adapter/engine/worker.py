@@ -16,7 +16,6 @@ from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
-from das_adapter.protocol.decision_log import Counts
 from das_adapter.protocol.messages import Refresh, Refreshed, plain
 from das_adapter.protocol.metrics import Counters, EngineStats
 
@@ -141,10 +140,7 @@ class WorkerState:
 
     def _stats(self) -> EngineStats:
         stats = self.counters.take() if self._decides is None else self._decides.stats() | self.own_stats()
-        stats |= {"model_runner": self.model_runner, **(self.standalone.stats() if self.standalone else {})}
-        if self._decides is not None and self._decides.engine.log:
-            self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
-        return stats
+        return stats | {"model_runner": self.model_runner, **(self.standalone.stats() if self.standalone else {})}
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")

@@ -70,7 +70,7 @@ class WeightSync(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a worker counted since the last time it was asked, at the end of a rollout."""
+    """What an engine counted since the last such record: before a weight sync, and each time that it was asked."""
 
     stats: dict[str, Any]
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
@@ -93,11 +93,11 @@ class DecisionLog:
         self._ended = False
 
     def add(self, record: Record) -> None:
-        """Write a record, if not at once: after a weight sync everything so far is on disk."""
+        """Write a record, if not at once: after counts or a weight sync everything so far is on disk."""
         kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
         values = [round(value, 6) if isinstance(value, float) else value for value in record]
         self._lines.append(json.dumps([kind, *values], separators=(",", ":")))
-        if len(self._lines) >= _LINES or isinstance(record, WeightSync):
+        if len(self._lines) >= _LINES or isinstance(record, WeightSync | Counts):
             self.flush()
 
     def flush(self) -> None:

@@ -30,6 +30,7 @@ from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.metrics import figures
+from das_adapter.tools import run_series
 
 DRAFTED, PLAIN_S = 3, 0.01
 IDS = [f"request {i}" for i in range(4)]
@@ -229,6 +230,39 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
     first, second = read(tmp_path)
     assert [request.tokens for request in first.requests] == [20] * len(IDS)
     assert [request.tokens for request in second.requests] == [20] * len(IDS)
+
+
+@pytest.mark.parametrize("asked", ["", "in it", "before the weight sync", "behind it", "in it, behind it"])
+def test_the_log_has_a_rollouts_counts_once_whoever_asks_for_them(asked: str, tmp_path: Path) -> None:
+    """TRL never asks, NeMo-RL's asynchronous trainer behind the weight sync, vLLM's logger at any time."""
+    engine, told, names = Engine(log_dir=str(tmp_path)), [], ("steps", "tokens", "draft_tokens")
+    for version in (1, 2):
+        engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
+        if "in it" in asked:
+            told.append(engine.lengths.stats())
+            engine.rollout(30, drafted_s=PLAIN_S, silent_steps=2)
+        if version == 1:
+            engine.lengths.engine.fail(RuntimeError("boom"))
+        if "before" in asked:
+            told.append(engine.lengths.stats())
+        engine.lengths.refresh(Refresh(version))
+        if "behind" in asked:
+            told.append(engine.lengths.stats())
+    told.append(engine.lengths.stats())
+    logged = np.array([[sum(counts[name] for counts in r.counts) for name in names] for r in read(tmp_path)])
+    assert logged[:, 0].tolist() == [70 if "in it" in asked else 40] * 2 and logged.min() > 0
+    assert logged.sum(0).tolist() == [sum(stats[name] for stats in told) for name in names]
+    ((_, reason, versions),) = (note for note in run_series.notes(read(tmp_path)) if note[0] == "alarm")
+    assert "boom" in reason and versions == [1]
+    assert ["boom" in str(stats["error"]) for stats in told].count(True) == 1
+
+
+def test_what_was_told_of_a_rollout_that_no_weight_sync_follows_is_in_the_log(tmp_path: Path) -> None:
+    engine = Engine(log_dir=str(tmp_path))
+    engine.rollout(20, drafted_s=PLAIN_S)
+    told = engine.lengths.stats()
+    (last,) = read(tmp_path)
+    assert (last.end, last.counts[0]["tokens"], len(last.steps)) == (None, told["tokens"], 19)
 
 
 def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
