@@ -51,6 +51,10 @@ def _read_load(load: Any) -> Any:
     raise ValueError("allowed: null, a directory, or false")
 
 
+def _read_off(value: Any) -> Any:
+    return "off" if value is False else value  # as YAML reads `off`
+
+
 Budget = Literal["optimal", "das", "uniform", "unlimited"]
 Speculate = Literal["auto", "always"] | int
 Size = Annotated[ByteSize, BeforeValidator(_read_size), Field(ge=2**16)]
@@ -83,7 +87,7 @@ class HistoryConfig(_Block):
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
-    run_ahead: Literal["auto", "off"] = "off"
+    run_ahead: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = "off"
     """Whether idle engines write what the next steps' requests will begin with; in synchronous runs of veRL and
     NeMo-RL."""
     load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None

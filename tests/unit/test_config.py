@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import reference
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from das_adapter import compat
@@ -128,6 +129,12 @@ def test_to_dict_reads_back_equal(given: dict[str, Any]) -> None:
     assert parse(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_a_key_that_is_off_may_be_written_so_in_yaml() -> None:
+    """YAML and Hydra's command line read `off` as a truth value."""
+    for off in ("off", "'off'"):
+        assert parsed(yaml.safe_load(f"history: {{run_ahead: {off}}}")).history.run_ahead == "off"
+
+
 def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     config = parsed({"history": {"load": "~/h"}, "log_dir": "~/logs"})
@@ -163,6 +170,7 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
             for value in ("8 gigs", "8GiB x", "8GiB8", "1.2.3GiB", "", 8e9, True, -1)
         ),
         ({"history": {"max_bytes": "1KiB"}}, ["das.history.max_bytes", "1KiB", "equal to 65536"]),
+        ({"history": {"run_ahead": True}}, ["das.history.run_ahead: found True", "'auto' or 'off'"]),
         ({"history": {"load": ""}}, ["das.history.load: found ''", "allowed: null, a directory, or false"]),
         ({"history": {"load": True}}, ["das.history.load: found True", "allowed: null, a directory, or false"]),
         ({"history": []}, ["das.history: found []", "dictionary"]),

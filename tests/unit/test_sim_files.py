@@ -68,6 +68,14 @@ def test_the_command_simulates_and_varies(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "KEY=V1,V2" in done.output
 
 
+def test_run_ahead_is_varied_between_auto_and_off(tmp_path: Path) -> None:
+    path = tmp_path / "sim.yaml"
+    path.write_text(json.dumps(SMALL))
+    varied = ["--vary", "arms.history.das.history.run_ahead=auto,off", "--json"]
+    done = CliRunner().invoke(main, ["simulate", str(path), *varied])
+    assert done.exit_code == 0 and len(json.loads(done.stdout)) == 2, done.output
+
+
 def test_a_terminal_shows_how_far_a_simulation_is(tmp_path: Path) -> None:
     path, shown = tmp_path / "sim.yaml", b""
     path.write_text(json.dumps(SMALL))
