@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from das_adapter.core.roofline import FAMILIES
 from das_adapter.errors import DasError
 
 _KEYS = (
@@ -49,7 +50,7 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
     math variants have the sizes of the plain one), of a `config.json` or its directory; sizes stay as they are.
 
     Raises:
-        DasError: it is none of these, or a size is missing.
+        DasError: it is none of these, a size is missing, or its layers are not those that `Roofline.of` knows.
     """
     if isinstance(model, Mapping):
         found, where = dict(model), "model"
@@ -66,7 +67,13 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
             if name.partition("/")[2].lower() == plain:
                 return dict(known)
         raise DasError(f"model: found {model!r}, allowed: the path of a config.json, or one of {', '.join(MODELS)}")
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"]
+    if found.get("num_experts") or found.get("num_local_experts"):
+        needed.append("num_experts_per_tok")
     if missing := [key for key in needed if key not in found]:
         raise DasError(f"{where}: lacks {', '.join(missing)}")
+    families = f"{', '.join(sorted(FAMILIES))}, or none where the layers are as theirs"
+    for key, allowed in {"model_type": families, "kv_lora_rank": "none", "n_routed_experts": "none"}.items():
+        if (value := found.get(key)) and value not in FAMILIES:
+            raise DasError(f"{where}: found {key}={value!r}, allowed: {allowed}")
     return found

@@ -45,6 +45,28 @@ def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
 
+def test_a_model_whose_layers_the_roofline_does_not_know_is_refused() -> None:
+    plain = {key: value for key, value in sizes("Qwen/Qwen2.5-7B").items() if key != "head_dim"}
+    for keys in (
+        {},
+        {"model_type": "qwen2"},
+        {"kv_lora_rank": None},
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+    ):
+        assert Roofline.of(sizes(plain | keys), DEVICES["h100"]).weight_bytes > 1e9
+    for keys, message in (
+        (
+            {"model_type": "deepseek_v3"},
+            "model: found model_type='deepseek_v3', allowed: llama, mistral, .* or none",
+        ),
+        ({"kv_lora_rank": 512}, "model: found kv_lora_rank=512, allowed: none"),
+        ({"n_routed_experts": 256}, "model: found n_routed_experts=256, allowed: none"),
+        ({"num_local_experts": 8}, "model: lacks num_experts_per_tok"),
+    ):
+        with pytest.raises(DasError, match=message):
+            simulated(model=plain | keys)
+
+
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
     roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
     read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
