@@ -91,12 +91,14 @@ def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
 
     found = {}
     for option in options:
-        key, equals, values = option.partition("=")
-        if not equals or not values:
-            raise click.BadParameter(
-                f"found {option!r}, expected KEY=V1,V2, such as hardware.gpus=8,64", param_hint="--vary"
-            )
-        found[key] = [yaml.safe_load(value) for value in values.split(",")]
+        key, _, values = option.partition("=")
+        try:
+            found[key] = yaml.safe_load(f"[{values}]")
+        except yaml.YAMLError:
+            found[key] = []
+        if not found[key]:
+            expected = "KEY=V1,V2, values as in YAML, such as hardware.gpus=8,64"
+            raise click.BadParameter(f"found {option!r}, expected {expected}", param_hint="--vary")
     return found
 
 

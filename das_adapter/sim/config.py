@@ -14,7 +14,7 @@ from das_adapter.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Rates = list[Annotated[float, Field(ge=0, lt=1)]]
+Rates = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=1)]
 
 
 class _Block(BaseModel):
@@ -89,7 +89,7 @@ class RolloutBlock(_Block):
     steps: Annotated[int, Field(ge=1)] = 1
     """Steps of the run."""
     lengths: LengthsBlock = LengthsBlock()
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Of lengths, orders and luck."""
 
 
@@ -98,7 +98,7 @@ class AcceptanceBlock(_Block):
 
     history: Literal["given", "index"] = "given"
     """Drafts from the history. `index`: the dump is written again, and searched; `given`: by `rates`."""
-    rates: list[Rates] = [[0.5], [0.65]]
+    rates: Annotated[list[Rates], Field(min_length=1)] = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
     agreement: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Chance that a token that was written ahead (`history.run_ahead`) is the same under the weights of its step."""

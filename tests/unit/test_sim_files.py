@@ -47,6 +47,9 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
         ({"acceptance": {"history": "index"}}, "rollout.dump"),
         ({"steps": {"kind": "line", "line": {"bas": 1}}}, "steps.line"),
         ({"steps": {"kind": "line", "line": {"base": 1, "token": 1, "drafted_sizes": 1}}}, "steps.line"),
+        ({"acceptance": {"rates": []}}, "acceptance.rates: found .*at least 1 item"),
+        ({"acceptance": {"rates": [[]]}}, "acceptance.rates.0: found .*at least 1 item"),
+        ({"rollout": {"seed": -1}}, "rollout.seed: found -1"),
         ({"rollout": {"cap": 100}}, "rollout.lengths.mean: found 2000.0, allowed: 1 to under"),
     ):
         with pytest.raises(DasError, match=message):
@@ -64,8 +67,12 @@ def test_the_command_simulates_and_varies(tmp_path: Path) -> None:
     assert figures["off"]["rollout_of_first"] == 1.0 > figures["history"]["rollout_of_first"]
     done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus=1,2"])
     assert done.exit_code == 0 and "hardware.gpus=2" in done.output
-    done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus"])
-    assert done.exit_code == 2 and "KEY=V1,V2" in done.output
+    rates = ["--vary", "acceptance.rates=[[0.5],[0.65]],[[0.6]]"]
+    done = CliRunner().invoke(main, ["simulate", str(path), "--json", *rates])
+    assert [f["values"]["acceptance.rates"] for f in json.loads(done.stdout)] == [[[0.5], [0.65]], [[0.6]]]
+    for wrong in ("hardware.gpus", "hardware.gpus=", "acceptance.rates=[[0.5]", "hardware.gpus=1]"):
+        done = CliRunner().invoke(main, ["simulate", str(path), "--vary", wrong])
+        assert done.exit_code == 2 and "KEY=V1,V2" in done.output
 
 
 def test_run_ahead_is_varied_between_auto_and_off(tmp_path: Path) -> None:
