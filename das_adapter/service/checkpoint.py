@@ -41,7 +41,8 @@ Facts = dict[str, str]
 
 def facts_of(scope: str, tokenizer: Any) -> Facts:
     """Return the facts of a run with this `history.scope` and tokenizer (Hugging Face's)."""
-    return {"scope": scope, "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode())}
+    words = ((w.decode("latin-1") if isinstance(w, bytes) else w, id) for w, id in tokenizer.get_vocab().items())
+    return {"scope": scope, "tokenizer": _digest(json.dumps(sorted(words)).encode())}
 
 
 def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]) -> None:

@@ -95,6 +95,18 @@ def test_what_is_loaded_is_read_and_not_mapped(saved: Path, tmp_path: Path) -> N
     store.close()
 
 
+def test_a_vocabulary_of_bytes_has_a_fingerprint() -> None:
+    """As of tokenizers of tiktoken's kind, which have special tokens as text."""
+
+    def fingerprint(vocabulary: dict[Any, int]) -> str:
+        return checkpoint.facts_of("problem", SimpleNamespace(get_vocab=lambda: vocabulary))["tokenizer"]
+
+    mixed = {b"a": 0, b"\xc3": 1, "<end>": 2}
+    assert fingerprint(mixed) == fingerprint(dict(reversed(mixed.items())))
+    assert fingerprint(mixed) != fingerprint({**mixed, b"\xc3": 2, "<end>": 1})
+    assert fingerprint({"a": 0, "\xe9": 1}) == "de0a423d99e4d4cc"  # checkpoints have it
+
+
 class Broken:
     def get_vocab(self) -> dict[str, int]:
         raise AttributeError("this tokenizer has no vocabulary")
