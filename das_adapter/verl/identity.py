@@ -45,13 +45,11 @@ class Sample:
     validate: bool
     problem: int | None = None
     """Identity of the problem: the first turn's prompt. Later turns and resumed fragments keep it."""
-    start: int = 0
-    """Tokens of the conversation that are prompt or already in the history: a resumed request keeps it, the next turn
-    begins behind this one's answer."""
     running: int = 0
     """Requests that are being answered."""
     drawn: int = 0
-    """Tokens of the longest conversation that was answered, its answer included."""
+    """Tokens of the longest conversation that was answered, its answer included: the next turn begins behind them,
+    whatever else is asked in between."""
     again: int = 0
     """How often a request began where noise was drawn before: another answer, and not the next turn."""
     job: tuple[ahead.VerlJob, Any] | None = None
@@ -59,6 +57,8 @@ class Sample:
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
+_interrupted: ContextVar[tuple[list[int], Label] | None] = ContextVar("das_interrupted", default=None)
+"""What this task's request is resumed with, and its label."""
 
 
 @patch(
@@ -189,40 +189,41 @@ def label_requests(stock: Any) -> Any:
 
         prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
         media = any(kwargs.get(name) for name in MEDIA)
-        again = sample.running > 0 or len(prompt) < sample.drawn
-        sample.again += again
-        if sample.drawn:  # behind the longest conversation, whatever else is asked in between
-            sample.start = len(prompt) if again else sample.drawn
-        own = label(self._das, sample, prompt, media)
+        resumed, own = _interrupted.get() or ([], None)
+        if own is None or resumed != prompt:
+            own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             job, server = sample.job
             if not media:
                 await job.write(server, own, prompt, kwargs["sampling_params"])
             raise ahead.Written
-        if own.start == len(prompt):
-            own = replace(own, ahead=take(own.seed))
-        params = own.put_into(kwargs["sampling_params"])
+        written = take(own.seed) if own.start == len(prompt) else None
+        params = replace(own, ahead=written).put_into(kwargs["sampling_params"])
         sample.running += 1
         try:
             output = await stock(self, *args, **{**kwargs, "sampling_params": params})
         finally:
             sample.running -= 1
-        if output.stop_reason not in ABORTED:
-            sample.start = len(prompt) + len(output.token_ids)
-            sample.drawn = max(sample.drawn, sample.start)  # whichever of several ended last
+        text, aborted = [*prompt, *output.token_ids], output.stop_reason in ABORTED
+        _interrupted.set((text, own) if aborted else None)
+        if not aborted:
+            sample.drawn = max(sample.drawn, len(text))  # whichever of several ended last
         return output
 
     return generate
 
 
 def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:
-    """Label a request of a sample; `media`: whether the prompt has images, sound or video."""
+    """Label a request of a sample that begins; `media`: whether the prompt has images, sound or video."""
     if sample.problem is None:
-        sample.problem, sample.start = prompt_identity(prompt_ids, *[sample.index] * media), len(prompt_ids)
+        sample.problem = prompt_identity(prompt_ids, *[sample.index] * media)
+    again = sample.running > 0 or len(prompt_ids) < sample.drawn
+    sample.again += again
+    start = len(prompt_ids) if again else sample.drawn or len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     row = f"{sample.row}/again {sample.again}" if sample.again else sample.row
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
-    return Label(sample.problem, seed, not sample.validate, min(sample.start, len(prompt_ids)))
+    return Label(sample.problem, seed, not sample.validate, start)
 
 
 def _integer(value: Any) -> int:

@@ -122,6 +122,40 @@ def test_a_resumed_request_begins_where_it_began() -> None:
     assert [label.start for label in labels(sent)] == [2, 2, 6]
 
 
+def begun_together(one: list[int], other: list[int], *, aborted: bool = False, **kwargs: Any) -> list[Label]:
+    """The labels of an agent loop that begins with two requests at once, which may be interrupted and resumed."""
+    client, sent = SimpleNamespace(config=ON), []
+
+    async def server(self: Any, request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
+        sent.append(sampling_params)
+        number = len(sent)
+        await asyncio.sleep(0.01 * number)  # the first is resumed while the second is still answered
+        return SimpleNamespace(token_ids=[7, 7], stop_reason="aborted" if aborted and number <= 2 else "completed")
+
+    async def ask(prompt: list[int]) -> None:
+        for resumed in range(1 + aborted):
+            call = {"prompt_ids": [*prompt, *[7, 7] * resumed], "sampling_params": {}}
+            await identity.label_requests.replacement(server)(client, "id", **call)
+
+    async def loop(*_: Any, **__: Any) -> None:
+        await asyncio.gather(ask(one), ask(other))
+
+    asyncio.run(identity.follow_samples.replacement(loop)(None, {}, TRAJECTORY, session_id=0, **kwargs))
+    return labels(sent)
+
+
+def test_requests_that_begin_together_begin_each_behind_its_own_prompt() -> None:
+    first, second = begun_together([1, 2], [5, 6, 7, 8])
+    assert (first.start, second.start) == (2, 4)
+    assert first.problem == second.problem and first.seed != second.seed
+
+
+def test_each_of_several_interrupted_requests_goes_on_as_it_began() -> None:
+    first, second, *resumed = begun_together([1, 2], [5, 6, 7, 8], aborted=True)
+    assert [first, second] == resumed
+    assert (first.start, second.start) == (2, 4)
+
+
 def test_without_an_active_block_requests_are_untouched() -> None:
     assert requests(OFF, TRAJECTORY, [[1, 2]], session_id=0) == [{"temperature": 1.0}]
     assert requests({"actor_rollout_ref": {"rollout": {}}}, TRAJECTORY, [[1, 2]]) == [{"temperature": 1.0}]
