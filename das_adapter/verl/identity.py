@@ -54,6 +54,8 @@ class Sample:
     """How often a request began where noise was drawn before: another answer, and not the next turn."""
     job: tuple[ahead.VerlJob, Any] | None = None
     """Where its first response is only written ahead: for whom, and the replica that does it."""
+    first: asyncio.Future[None] | None = None
+    """The first request, while it is written ahead."""
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
@@ -193,12 +195,14 @@ def label_requests(stock: Any) -> Any:
         if own is None or resumed != prompt:
             own = label(self._das, sample, prompt, media)
         if sample.job is not None:
-            job, server = sample.job
-            if not media:
-                await job.write(server, own, prompt, kwargs["sampling_params"])
+            if sample.first is None:  # requests that begin beside it have other noise when they come
+                job, server = sample.job
+                written = asyncio.sleep(0) if media else job.write(server, own, prompt, kwargs["sampling_params"])
+                sample.first = asyncio.ensure_future(written)
+            await sample.first
             raise ahead.Written
-        written = take(own.seed) if own.start == len(prompt) else None
-        params = replace(own, ahead=written).put_into(kwargs["sampling_params"])
+        begins = own.start == len(prompt)
+        params = replace(own, ahead=take(own.seed) if begins else None).put_into(kwargs["sampling_params"])
         sample.running += 1
         try:
             output = await stock(self, *args, **{**kwargs, "sampling_params": params})

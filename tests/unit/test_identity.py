@@ -122,8 +122,11 @@ def test_a_resumed_request_begins_where_it_began() -> None:
     assert [label.start for label in labels(sent)] == [2, 2, 6]
 
 
-def begun_together(one: list[int], other: list[int], *, aborted: bool = False, **kwargs: Any) -> list[Label]:
-    """The labels of an agent loop that begins with two requests at once, which may be interrupted and resumed."""
+def begun_together(
+    one: list[int], other: list[int], *, aborted: bool = False, images: list[Any] | None = None, **kwargs: Any
+) -> list[Label]:
+    """The labels of an agent loop that begins with two requests at once, which may be interrupted and resumed; the
+    first may have images."""
     client, sent = SimpleNamespace(config=ON), []
 
     async def server(self: Any, request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
@@ -132,13 +135,13 @@ def begun_together(one: list[int], other: list[int], *, aborted: bool = False, *
         await asyncio.sleep(0.01 * number)  # the first is resumed while the second is still answered
         return SimpleNamespace(token_ids=[7, 7], stop_reason="aborted" if aborted and number <= 2 else "completed")
 
-    async def ask(prompt: list[int]) -> None:
+    async def ask(prompt: list[int], images: list[Any] | None = None) -> None:
         for resumed in range(1 + aborted):
-            call = {"prompt_ids": [*prompt, *[7, 7] * resumed], "sampling_params": {}}
+            call = {"prompt_ids": [*prompt, *[7, 7] * resumed], "sampling_params": {}, "image_data": images}
             await identity.label_requests.replacement(server)(client, "id", **call)
 
     async def loop(*_: Any, **__: Any) -> None:
-        await asyncio.gather(ask(one), ask(other))
+        await asyncio.gather(ask(one, images), ask(other))
 
     asyncio.run(identity.follow_samples.replacement(loop)(None, {}, TRAJECTORY, session_id=0, **kwargs))
     return labels(sent)
@@ -154,6 +157,22 @@ def test_each_of_several_interrupted_requests_goes_on_as_it_began() -> None:
     first, second, *resumed = begun_together([1, 2], [5, 6, 7, 8], aborted=True)
     assert [first, second] == resumed
     assert (first.start, second.start) == (2, 4)
+
+
+@pytest.mark.parametrize("images", [None, [object()]])
+def test_of_requests_that_begin_together_the_first_alone_is_written_ahead(images: list[Any] | None) -> None:
+    """The others have other noise when they come; the sample's turn ends when the first one is written."""
+    begun, written = [], []
+
+    async def write(server: str, label: Label, prompt: list[int], params: dict) -> None:
+        begun.append((prompt, label.start))
+        await asyncio.sleep(0.01)
+        written.append(prompt)
+
+    job = SimpleNamespace(write=write)
+    assert begun_together([1, 2], [5, 6, 7, 8], images=images, das_job=(job, "server")) == []
+    assert begun == ([] if images else [([1, 2], 2)])
+    assert written == [prompt for prompt, _ in begun]
 
 
 def test_without_an_active_block_requests_are_untouched() -> None:
