@@ -73,7 +73,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         data = self._labelled(data)
-        if self.das.routing == "host":
+        if self.das.routing == "host" or self.vllm_dp_size > 1:  # ranks that step together wait for one without rows
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         plan = routing.plan(problems, self._predict(), self.dp_size, self._siblings, self._slots)

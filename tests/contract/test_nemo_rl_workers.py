@@ -365,6 +365,41 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     assert back["names"] == data["names"]
 
 
+@pytest.mark.parametrize("experts", [1, 4])
+def test_ranks_that_share_experts_have_rows_each(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL's worker answers an empty share without a step of its engine, and vLLM's data-parallel ranks step
+    together: those with rows would wait for ever."""
+    from das_adapter.nemo_rl import generation as ours
+
+    def generated(method: str, data: list[Any], **_: Any) -> list[Any]:
+        shares.append([len(shard["input_ids"]) for shard in data])
+        names = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
+        return [BatchedDataDict({name: shard["input_ids"] for name in names}) for shard in data]
+
+    shares: list[list[int]] = []
+    lengths = Expected({prompt_identity([1, prompt]): 10.0**prompt for prompt in range(8)})
+    workers = SimpleNamespace(
+        dp_size=16,
+        run_all_workers_single_data=lambda *_, **__: [],
+        run_all_workers_sharded_data=generated,
+        get_all_worker_results=list,
+        shutdown=lambda **_: True,
+    )
+    monkeypatch.setattr(vllm_generation, "RayWorkerGroup", lambda *_, **__: workers)
+    monkeypatch.setattr(vllm_generation.ray, "get", list)
+    monkeypatch.setattr(ours.ledger, "ledger", lambda: None)
+    monkeypatch.setattr(ours.ledger, "expected", lambda timeout: lengths)
+    config = composed(next(path for path in RECIPES if "async" not in path.stem), monkeypatch).policy["generation"]
+    config["vllm_cfg"] |= {"tensor_parallel_size": 1, "expert_parallel_size": experts}
+    config |= {"model_name": "", "_pad_token_id": 0}
+    cluster = SimpleNamespace(world_size=lambda: 16, num_gpus_per_node=8, _init_placement_groups=lambda **_: None)
+    prompts = torch.tensor([[1, prompt] for prompt in range(8)]).repeat_interleave(8, dim=0)
+    batch = BatchedDataDict({"input_ids": prompts, "input_lengths": torch.full((64,), 2)})
+    answer = ours.DasVllmGeneration(cluster, config).generate(batch)
+    assert torch.equal(answer["output_ids"], prompts)
+    assert (0 in shares[0]) == (experts == 1)
+
+
 def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NeMo-RL's trajectory collector does: one thread for each training step to come."""
     from das_adapter.nemo_rl.generation import DasVllmGeneration
