@@ -19,6 +19,7 @@ from das_adapter.engine.settings import (
     settings,
     take_block_from_environment,
 )
+from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 from das_adapter.protocol.label import BadLabel
 from das_adapter.protocol.messages import call_workers
@@ -73,8 +74,7 @@ def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
 
     choice = runner_for(args, config, HAS_TRITON)
     if choice.v1 is None and args.speculative_config is None:
-        vars(args).update(choice.arguments)
-        made = make()
+        made = _with(args, choice.arguments, config, make)
         if runs_v2(made):
             logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
             return made
@@ -82,8 +82,22 @@ def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
         choice = runner_for(args, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
     if choice.v1 is not None:
         set_v1(choice.v1)
-    vars(args).update(choice.arguments)
-    return make()
+    return _with(args, choice.arguments, config, make)
+
+
+def _with(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any]) -> Any:
+    """Make the config of an engine whose arguments are changed. ConfigError: the model is a drafter's checkpoint in the
+    speculators format, with which vLLM has replaced the block's drafter."""
+    vars(args).update(changes)
+    model, given = args.model, args.speculative_config or {}
+    made = make()
+    taken = args.speculative_config
+    if config.drafter != "none" and any(taken.get(key.replace("-", "_")) != value for key, value in given.items()):
+        raise ConfigError(
+            f"das.drafter={config.drafter!r} and the model, {model!r}, a drafter's checkpoint, both choose a drafter: "
+            f"set the model to its verifier, {args.model!r}, or das.drafter to 'none'"
+        )
+    return made
 
 
 def _checked(made: Any, config: DasConfig) -> Any:

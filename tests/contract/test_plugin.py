@@ -26,8 +26,8 @@ KEYED = {"drafter": "none", "verify": {"noise": "keyed"}}
 
 def engine_config(**arguments: Any) -> Any:
     load_general_plugins()
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
-    return EngineArgs(str(POLICY), **{**settings, **arguments}).create_engine_config()
+    settings = {"model": str(POLICY), "dtype": "float32", "enforce_eager": True, "max_model_len": 512}
+    return EngineArgs(**{**settings, **arguments}).create_engine_config()
 
 
 def test_the_block_alone_chooses_the_drafter() -> None:
@@ -43,6 +43,27 @@ def test_a_drafter_that_somebody_chose_is_refused_beside_ours_and_stays_beside_n
         engine_config(additional_config={"das": {"drafter": "history"}}, speculative_config=own)
     config = engine_config(additional_config={"das": KEYED}, speculative_config=own)
     assert config.speculative_config.method == "ngram"
+
+
+def test_a_drafters_checkpoint_as_the_model_is_refused_beside_another_drafter(tmp_path: Path) -> None:
+    """vLLM makes its verifier the model, and itself the drafter, where it is in the speculators format."""
+    policy = json.loads((POLICY / "config.json").read_text())
+    sizes = {key: value for key, value in policy.items() if key not in ("architectures", "layer_types")}
+    ways = {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": str(POLICY)}}
+    head = {"speculators_model_type": "eagle3", "draft_vocab_size": policy["vocab_size"], "speculators_config": ways}
+    head["transformer_layer_config"] = {**sizes, "model_type": "llama", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+
+    options = {"draft-sample-method": "greedy"}
+    eagle3, other = ({"drafter": "eagle3", "draft": {"model": m, "options": options}} for m in (str(tmp_path), "other"))
+    for block in ({"drafter": "history"}, other):
+        found = f"das.drafter={block['drafter']!r} and the model, {str(tmp_path)!r}, a drafter's checkpoint"
+        allowed = f"its verifier, {str(POLICY)!r}, or das.drafter to 'none'"
+        with pytest.raises(ConfigError, match=f"{re.escape(found)}.*{re.escape(allowed)}"):
+            engine_config(model=str(tmp_path), additional_config={"das": block})
+    for model, block in ((POLICY, eagle3), (tmp_path, KEYED)):
+        made = engine_config(model=str(model), additional_config={"das": block})
+        assert (made.model_config.model, made.speculative_config.method) == (str(POLICY), "eagle3")
 
 
 def test_arguments_may_be_used_again() -> None:
