@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from das_adapter import compat
 from das_adapter.errors import UnsupportedHost
 from das_adapter.tools.doctor import examine
+
+VERSIONS = Path(__file__).resolve().parents[2] / "docs/versions.md"
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, *symbols: compat.Symbol) -> list[compat.Symbol]:
@@ -82,6 +85,11 @@ def test_what_a_host_may_do_without_is_missing_only_in_part(package: str, monkey
     symbols = [compat.Symbol(package, name, optional=True) for name in ("Gone.method", "Thing.gone")]
     symbols.append(compat.Symbol("hostpkg.gone", "Other.method", optional=True))
     assert missing(monkeypatch, *symbols) == [symbols[1]]
+
+
+def test_the_versions_of_vllm_that_count_as_tried_are_those_of_the_documentation() -> None:
+    passed = re.findall(r"^\| (\d\S+) \|.* \| [^|]*passed[^|]* \|$", VERSIONS.read_text(), re.MULTILINE)
+    assert compat.HOSTS["vllm"].tried == tuple(passed)
 
 
 @pytest.mark.parametrize("host", compat.HOSTS)
