@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -83,6 +84,18 @@ def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
     assert "ready" in jobs["publish"]["needs"]
     assert "mike deploy" in runs["site"] and "ready" in jobs["site"]["needs"]
     assert {"ubuntu-latest", "ubuntu-24.04-arm"} == set(jobs["wheels"]["strategy"]["matrix"]["runner"])
+
+
+def test_the_site_is_made_where_the_package_is_not_installed() -> None:
+    for package in ("mkdocs", "matplotlib"):
+        pytest.importorskip(package, reason="the extra 'docs' is not installed")
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["site"]["steps"]
+    (step,) = (step for step in steps if "mike deploy" in step.get("run", ""))
+    given = step.get("env", {}).get("PYTHONPATH", "/").replace("${{ github.workspace }}", str(ROOT))
+    path = os.pathsep.join([given, sysconfig.get_path("purelib"), str(ROOT / "tools")])
+    made = [sys.executable, "-P", "-S", "-c", "import docs_hooks"]
+    done = subprocess.run(made, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
