@@ -49,12 +49,14 @@ def needs_v1(config: DasConfig) -> str | None:
         return "das.drafter='ngram' needs it; on V2 `history` drafts from the request's own text as well"
     if config.uses_history and config.by_model and not config.keyed:
         return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
-    by_model = compat.V2_NEURAL if config.neural else compat.V2_COPY
-    installed, needed = compat.version("vllm") or "0", by_model if config.by_model else compat.V2_RUNNER
-    if compat.numbers(installed) < compat.numbers(needed.oldest):
-        return f"vLLM {installed} is older than {needed.oldest}"
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
+    by_model = compat.V2_NEURAL if config.neural else compat.V2_COPY
+    installed, needed = compat.version("vllm"), by_model if config.by_model else compat.V2_RUNNER
+    if installed is None:
+        return None  # as in NeMo-RL's driver: its engines have one, and ask again
+    if compat.numbers(installed) < compat.numbers(needed.oldest):
+        return f"vLLM {installed} is older than {needed.oldest}"
     if lacking := compat.missing(needed):
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None

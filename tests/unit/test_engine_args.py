@@ -219,3 +219,18 @@ def test_what_v1_cannot_do_is_refused_where_the_engine_needs_it(newest: pytest.M
         choose({}, triton=False, aux_output_config=routed)
     with pytest.raises(ConfigError, match="found async_scheduling=True, allowed: None or False"):
         choose({}, triton=False, async_scheduling=True)
+
+
+def test_a_driver_without_vllm_leaves_it_to_the_engine_which_runner_it_needs(newest: pytest.MonkeyPatch) -> None:
+    ahead, history = {"async_scheduling": True}, parse({})
+    assert history is not None
+    args.refuse_arguments(history, "das", "kwargs", ahead)
+    newest.setattr(compat, "version", lambda host: "0.28.0")
+    with pytest.raises(ConfigError, match=r"found kwargs\.async_scheduling=True, which vLLM's V1 runner refuses"):
+        args.refuse_arguments(history, "das", "kwargs", ahead)
+    newest.setattr(compat, "version", lambda host: None)
+    newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
+    args.refuse_arguments(history, "das", "kwargs", ahead)
+    newest.setenv(args.RUNNER_VARIABLE, "0")
+    with pytest.raises(ConfigError, match=r"found kwargs\.async_scheduling=True"):
+        args.refuse_arguments(history, "das", "kwargs", ahead)
