@@ -475,6 +475,18 @@ def test_shipped_blocks_are_right_and_off_in_one_line(path: Path, found: dict[st
     assert parse({**found, "drafter": "none"}) is None
 
 
+def test_a_recipe_says_how_many_of_its_prompts_come_back() -> None:
+    path = ROOT / "configs/nemo_rl/recipes/grpo-qwen3-1.7b-1n8g-megatron-das.yaml"
+    said = re.search(r"about ([\d,]+) problems, each (\d+) times, .*?(\d+) % of the prompts", path.read_text(), re.S)
+    assert said is not None
+    problems, times, share = (int(number.replace(",", "")) for number in said.groups())
+    grpo = OmegaConf.load(path).grpo
+    prompts = grpo.max_num_steps * grpo.num_prompts_per_step
+    assert "max_num_epochs" not in grpo and prompts < problems * times
+    first = problems * (1 - (1 - 1 / problems) ** prompts)
+    assert round(100 * (1 - first / prompts)) == share
+
+
 def test_there_are_shipped_blocks_of_both_hosts() -> None:
     assert {path.parts[:2] for path, _ in SHIPPED} == {
         ("configs", "nemo_rl"),
