@@ -4,10 +4,12 @@
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
-# A Ray cluster over the nodes of a Slurm job, in containers, with room in /dev/shm for Ray's object store and the history; then the
-# command, on the first node:
-#     CONTAINER=verl-das.sqsh sbatch examples/cluster/slurm.sh python3 -m verl.trainer.main_ppo …
-# pyxis and enroot start the containers. The node's own /dev/shm is mounted: enroot's would be a small one of its own.
+# A Ray cluster over the nodes of a Slurm job, in containers, with room in /dev/shm for Ray's object store and the
+# history; then the command, on the first node:
+#     CONTAINER=verl-das.sqsh sbatch das-adapter/examples/cluster/slurm.sh python3 -m verl.trainer.main_ppo …
+# It runs in the directory where sbatch is called, which is mounted and must not be a checkout of das-adapter. CONTAINER
+# is a file or an image of a registry. pyxis and enroot start the containers. The node's own /dev/shm is mounted:
+# enroot's would be a small one of its own.
 set -euo pipefail
 
 OBJECT_STORE=${OBJECT_STORE:-64} # GiB a node for Ray's objects
@@ -17,6 +19,12 @@ PORT=${PORT:-6379}
 # One token for all nodes and the command: newer versions of Ray ask for it where they find one.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(cat /proc/sys/kernel/random/uuid)}
 : "${CONTAINER:?image for pyxis}" "${1:?the command to run}"
+# What begins with neither a dot nor a slash is an image of a registry to pyxis.
+if [ -f "$CONTAINER" ]; then CONTAINER=$(realpath "$CONTAINER"); fi
+if [ -e das_adapter/__init__.py ]; then
+    echo "$PWD is a checkout of das-adapter, which hides the container's package: call sbatch in another directory" >&2
+    exit 1
+fi
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 inside=(srun --container-image="$CONTAINER" --container-mounts="/dev/shm:/dev/shm,$PWD:$PWD" --container-workdir="$PWD"

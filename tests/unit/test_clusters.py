@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -78,3 +79,44 @@ def test_a_slurm_job_asks_for_as_much_shared_memory() -> None:
     said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
     assert int(said) * GIB == needed(64 * GIB)
     assert f"HISTORY=${{HISTORY:-{DasConfig().history.max_bytes // GIB}}}" in text
+
+
+SRUN = """#!{python}
+import sys
+with open({log!r}, "a") as log:
+    print(*(word.replace("\\n", " ") for word in sys.argv[1:]), file=log)
+"""
+"""In the place of Slurm's: it writes down what it is asked to run."""
+
+
+def slurm(directory: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the batch script in a directory, on one node. Return how it ended, and the steps that it asked for."""
+    stubs, log = directory / "stubs", directory / "steps"
+    stubs.mkdir()
+    texts = {"scontrol": "#!/bin/sh\necho 127.0.0.1\n", "srun": SRUN.format(python=sys.executable, log=str(log))}
+    for name, text in texts.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "CONTAINER": "das.sqsh"}
+    env |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
+    words = ["bash", str(ROOT / "examples/cluster/slurm.sh"), "python3", "train.py"]
+    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return done, log.read_text().splitlines() if log.exists() else []
+
+
+def test_an_image_that_is_a_file_is_given_to_pyxis_as_a_path(tmp_path: Path) -> None:
+    (tmp_path / "das.sqsh").touch()
+    done, steps = slurm(tmp_path)
+    images = {word for step in steps for word in step.split() if word.startswith("--container-image=")}
+    assert (done.returncode, images) == (0, {f"--container-image={tmp_path / 'das.sqsh'}"}), done.stderr
+
+
+def test_an_image_of_a_registry_keeps_its_name(tmp_path: Path) -> None:
+    assert "--container-image=das.sqsh " in slurm(tmp_path)[1][-1]
+
+
+def test_a_slurm_job_does_not_run_in_a_checkout(tmp_path: Path) -> None:
+    (tmp_path / "das_adapter").mkdir()
+    (tmp_path / "das_adapter/__init__.py").touch()
+    done, steps = slurm(tmp_path)
+    assert (done.returncode, steps) == (1, []) and "is a checkout of das-adapter" in done.stderr
