@@ -36,11 +36,19 @@ srun bash -c 'has=$(($(df --output=size -B1 /dev/shm | tail -n 1) >> 30))
 
 ray=(ray start --block --disable-usage-stats --object-store-memory="$((OBJECT_STORE << 30))")
 "${inside[@]}" --nodes=1 --ntasks=1 -w "$head" "${ray[@]}" --head --port="$PORT" &
+ray_head=$!
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     "${inside[@]}" --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks="$((SLURM_JOB_NUM_NODES - 1))" --exclude="$head" \
         bash -c "until (: < /dev/tcp/$head/$PORT) 2> /dev/null; do sleep 2; done; exec \"\$@\"" worker \
         "${ray[@]}" --address="$head:$PORT" &
 fi
+
+# This script is on the first node, as the head is. The command's step begins when the head answers: two steps at once
+# would both make that node's container.
+until (: < "/dev/tcp/$head/$PORT") 2> /dev/null; do
+    kill -0 "$ray_head" 2> /dev/null || { echo "Ray's head on $head has ended" >&2; exit 1; }
+    sleep 2
+done
 
 # The command begins when every node is there.
 WAIT='import os, sys, time, ray
@@ -52,5 +60,4 @@ ray.shutdown()
 os.environ["RAY_ADDRESS"] = address
 os.execvp(command[0], command)'
 "${inside[@]}" --nodes=1 --ntasks=1 -w "$head" \
-    bash -c "until (: < /dev/tcp/$head/$PORT) 2> /dev/null; do sleep 2; done; exec python3 -c \"\$@\"" driver \
-    "$WAIT" "$head:$PORT" "$SLURM_JOB_NUM_NODES" "$@"
+    python3 -c "$WAIT" "$head:$PORT" "$SLURM_JOB_NUM_NODES" "$@"

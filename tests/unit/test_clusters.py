@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,23 +83,34 @@ def test_a_slurm_job_asks_for_as_much_shared_memory() -> None:
 
 
 SRUN = """#!{python}
-import sys
-with open({log!r}, "a") as log:
-    print(*(word.replace("\\n", " ") for word in sys.argv[1:]), file=log)
+import socket, sys, time
+def log(line):
+    with open({log!r}, "a") as file:
+        print(line.replace("\\n", " "), file=file)
+step = " ".join(sys.argv[1:])
+log(step)
+if "--head" in step and {answers}:
+    time.sleep(1)  # a step that does not wait would come first
+    log("the head answers")
+    server = socket.create_server(("127.0.0.1", {port}))
+    server.settimeout(60)
+    server.accept()
 """
-"""In the place of Slurm's: it writes down what it is asked to run."""
+"""In the place of Slurm's: it writes down what it is asked to run, and Ray's head answers once, or ends at once."""
 
 
-def slurm(directory: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Run the batch script in a directory, on one node. Return how it ended, and the steps that it asked for."""
+def slurm(directory: Path, answers: bool = True) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the batch script in a directory, on two nodes. Return how it ended, and what the steps wrote down."""
     stubs, log = directory / "stubs", directory / "steps"
     stubs.mkdir()
-    texts = {"scontrol": "#!/bin/sh\necho 127.0.0.1\n", "srun": SRUN.format(python=sys.executable, log=str(log))}
-    for name, text in texts.items():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    srun = SRUN.format(python=sys.executable, log=str(log), answers=answers, port=port)
+    for name, text in {"scontrol": "#!/bin/sh\necho 127.0.0.1\n", "srun": srun}.items():
         (stubs / name).write_text(text)
         (stubs / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "CONTAINER": "das.sqsh"}
-    env |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
+    env = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "CONTAINER": "das.sqsh", "PORT": str(port)}
+    env |= {"SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2"}
     words = ["bash", str(ROOT / "examples/cluster/slurm.sh"), "python3", "train.py"]
     done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=120, check=False)
     return done, log.read_text().splitlines() if log.exists() else []
@@ -120,3 +132,16 @@ def test_a_slurm_job_does_not_run_in_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "das_adapter/__init__.py").touch()
     done, steps = slurm(tmp_path)
     assert (done.returncode, steps) == (1, []) and "is a checkout of das-adapter" in done.stderr
+
+
+def test_the_commands_step_begins_when_the_head_answers(tmp_path: Path) -> None:
+    done, steps = slurm(tmp_path)
+    assert done.returncode == 0, done.stderr
+    (command,) = (i for i, step in enumerate(steps) if step.endswith("python3 train.py"))
+    assert steps.index("the head answers") < command
+
+
+def test_a_slurm_job_ends_with_its_head(tmp_path: Path) -> None:
+    done, steps = slurm(tmp_path, answers=False)
+    assert done.returncode == 1 and "Ray's head on 127.0.0.1 has ended" in done.stderr
+    assert not any(step.endswith("python3 train.py") for step in steps)
