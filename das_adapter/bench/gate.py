@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ from das_adapter.bench.profile import profiler_args, step_profile
 
 MOST_CONTEXT = 2**18
 """Tokens of all requests' context."""
-FEW, MANY, SURE = 5, 15, 0.004
-"""Rounds of each kind of step, at least and at most: until what it costs has this standard error."""
+FEW, SURE, ENOUGH_S = 5, 0.004, 25.0
+"""Rounds of each kind of step, at least; standard error of what it costs that is enough; and seconds that are."""
 PROFILE_S = 30.0
 """Seconds that must be left for a profile."""
 
@@ -126,10 +127,12 @@ def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context:
     rounds: dict[str, list[float]] = {name: [] for name in run}
     for name in run:
         run[name](_seconds, plan, batch, context, steps)
-    for turn in range(MANY):
+    begin = time.monotonic()
+    for turn in itertools.count():
         for name in [*run][:: 1 - 2 * (turn % 2)]:
             rounds[name].append(run[name](_seconds, plan, batch, context, steps))
-        if turn + 1 >= FEW and all(_of_stock(rounds, name).error <= SURE for name in run):
+        sure = all(_of_stock(rounds, name).error <= SURE for name in run) or time.monotonic() - begin > ENOUGH_S
+        if turn + 1 >= FEW and sure:
             break
     return rounds
 
