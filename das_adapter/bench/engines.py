@@ -234,16 +234,11 @@ class Measured(NamedTuple):
         spread = statistics.stdev(samples) if len(samples) > 1 else float("inf")
         return cls(statistics.median(samples), 1.2533 * spread / len(samples) ** 0.5)
 
-    def over(self, other: Measured) -> Measured:
-        """Return the quotient of two figures."""
-        ratio = self.value / other.value
-        relative = ((self.error / self.value) ** 2 + (other.error / other.value) ** 2) ** 0.5
-        return Measured(ratio, ratio * relative)
-
 
 _IDS = itertools.count()
-FULL = 4
-"""Tokens that all requests have before steps are measured: none reads its prompt any more."""
+FULL, BLOCK = 4, 16
+"""Tokens that all requests have before steps are measured: none reads its prompt any more. Tokens of a block of the KV
+cache."""
 
 
 def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, **stock: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import (
+    BLOCK,
     FOLDER,
+    FULL,
     HISTORY,
     IN_PROCESS,
     KEYED,
@@ -29,7 +31,7 @@ from das_adapter.bench.profile import profiler_args, step_profile
 
 MOST_CONTEXT = 2**18
 """Tokens of all requests' context."""
-FEW, SURE, ENOUGH_S = 5, 0.004, 25.0
+FEW, SURE, ENOUGH_S = 5, 0.004, 8.0
 """Rounds of each kind of step, at least; standard error of what it costs that is enough; and seconds that are."""
 PROFILE_S = 30.0
 """Seconds that must be left for a profile."""
@@ -53,11 +55,14 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
         for name, das in arms.items():
             found["arms"][name] = run[name](_start, plan, das, 0.9 / len(arms)) | {"step_ms": {}}
             yield found
-        for batch, context in gate_points(plan):
-            at = f"{batch} x {context}"
+        room = min(arm["kv_tokens"] for arm in found["arms"].values())
+        for batch, context in gate_points(plan, room):
             rounds = in_turn(run, plan, batch, context)
-            for name, seconds in rounds.items():
-                found["arms"][name]["step_ms"][at] = Measured.of([1e3 * each for each in seconds])
+            if len(rounds) < 2:
+                continue
+            at = f"{batch} x {context}"
+            for name in arms:
+                found["arms"][name]["step_ms"][at] = Measured.of([1e3 * seconds[name] for seconds in rounds])
             for name in found["of_stock"]:
                 found["of_stock"][name][at] = _of_stock(rounds, name)
             yield found
@@ -109,32 +114,42 @@ def _beyond_doubt(found: Found, arm: str) -> float:
     return max(ratio - 2.0 * error for ratio, error in found["of_stock"][arm].values())
 
 
-def _of_stock(rounds: dict[str, list[float]], arm: str) -> Measured:
+def _of_stock(rounds: list[dict[str, float]], arm: str) -> Measured:
     """Return what a step costs, of stock's step in the same round."""
-    return Measured.of([ours / stock for ours, stock in zip(rounds[arm], rounds["stock"], strict=True)])
+    return Measured.of([seconds[arm] / seconds["stock"] for seconds in rounds])
 
 
-def gate_points(plan: Plan) -> list[tuple[int, int]]:
-    """Return requests and tokens of context of each: so many in all that reading the prompts does not take the time."""
+def gate_points(plan: Plan, room: int = 2**62) -> list[tuple[int, int]]:
+    """Return requests and tokens of context of each: no more in all than are read in little time, and than fit into a
+    KV cache of `room` tokens."""
     first, *longer = sorted(plan.contexts)
-    points = [(batch, min(first, MOST_CONTEXT // batch)) for batch in plan.batches]
-    return points + [(sorted(plan.batches)[1], context) for context in longer]
+    points = [(batch, first) for batch in plan.batches]
+    points += [(sorted(plan.batches)[1], context) for context in longer]
+    fitting = ((b, min(c, MOST_CONTEXT // b, room // b - BLOCK - _written(plan, b))) for b, c in points)
+    return [(batch, context) for batch, context in fitting if context > 0]
 
 
-def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context: int) -> dict[str, list[float]]:
-    """Return the seconds of a decode step by arm and round. The arms take turns, and the order turns too."""
-    steps = (4 if batch < 64 else 1) * plan.steps
-    rounds: dict[str, list[float]] = {name: [] for name in run}
-    for name in run:
-        run[name](_seconds, plan, batch, context, steps)
-    begin = time.monotonic()
-    for turn in itertools.count():
-        for name in [*run][:: 1 - 2 * (turn % 2)]:
-            rounds[name].append(run[name](_seconds, plan, batch, context, steps))
-        sure = all(_of_stock(rounds, name).error <= SURE for name in run) or time.monotonic() - begin > ENOUGH_S
-        if turn + 1 >= FEW and sure:
-            break
-    return rounds
+def _written(plan: Plan, batch: int) -> int:
+    """Return the tokens that each request of a figure writes."""
+    return FULL + (4 if batch < 64 else 1) * plan.steps
+
+
+def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context: int) -> list[dict[str, float]]:
+    """Return the seconds of a decode step by arm, of each round in which all arms have some. The arms take turns, and
+    the order turns too."""
+    work = _seconds, plan, batch, context, _written(plan, batch) - FULL
+    rounds: list[dict[str, float]] = []
+    for arm in run.values():
+        arm(*work)
+    begin, turn = time.monotonic(), 0
+    while True:
+        turn += 1
+        seconds = {name: run[name](*work) for name in [*run][:: 2 * (turn % 2) - 1]}
+        if not any(map(math.isnan, seconds.values())):
+            rounds.append(seconds)
+        sure = len(rounds) > 1 and all(_of_stock(rounds, name).error <= SURE for name in run)
+        if turn >= FEW and (sure or time.monotonic() - begin > ENOUGH_S):
+            return rounds
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:

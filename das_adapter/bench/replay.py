@@ -188,19 +188,23 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
 def in_turn(
     ours: Callable[..., Any], stock: Callable[..., Any], rollouts: Rollouts, before: Rollouts, once: bool
 ) -> Found:
-    """Let both engines write the batch, in turns, and return what ours told of its last rollout, with `of_stock`, the
-    time that it takes of stock's, and its standard error (None: of one rollout)."""
+    """Let both engines write the batch, in turns. Return what ours told of its first rollout, what went wrong in any,
+    and `of_stock`, the time that it takes of stock's, with its standard error (None: of one rollout)."""
     times: list[tuple[float, float]] = []
-    while True:
-        arm = ours(_history, rollouts, before)
-        times.append((arm["seconds"], stock(_stock, rollouts)))
-        arm["of_stock"] = Measured.of([mine / theirs for mine, theirs in times])
-        sure = arm["of_stock"].error <= SURE or sum(map(sum, times)) > ENOUGH_S or len(times) == MANY
-        if once or (sure and len(times) >= FEW):
+    arms: list[Found] = []
+    for _ in range(1 if once else MANY):
+        arms.append(ours(_history, rollouts, before))
+        times.append((arms[-1]["seconds"], stock(_stock, rollouts)))
+        of_stock = Measured.of([mine / theirs for mine, theirs in times])
+        if len(times) >= FEW and (of_stock.error <= SURE or sum(map(sum, times)) > ENOUGH_S):
             break
-    if once:
-        arm["of_stock"] = arm["of_stock"].value, None
-    return arm | {"stock_seconds": Measured.of([theirs for _, theirs in times]).value, "rollouts": len(times)}
+    return arms[0] | {
+        "unforced": sum(arm["unforced"] for arm in arms),
+        "error": next((arm["error"] for arm in arms if arm["error"]), None),
+        "of_stock": [of_stock.value, None if once else of_stock.error],
+        "stock_seconds": Measured.of([theirs for _, theirs in times]).value,
+        "rollouts": len(times),
+    }
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:

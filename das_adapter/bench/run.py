@@ -13,7 +13,7 @@ measured are good and others are missing, and `not run`. The exit code is 0 if n
 failed. Parts and their minutes, estimated by what an H200 took, for all of their shapes:
 
     kernels  1    the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
-    gate     8    undrafted steps beside stock vLLM's, start-up and KV cache
+    gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   6    recorded rollouts through real forward passes, with and without drafts
     lossless 4    equal tokens behind long prompts
     copy     4    quantising the policy, and its copy after sleep

@@ -89,10 +89,11 @@ def _with(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[
     """Make the config of an engine whose arguments are changed. ConfigError: the model is a drafter's checkpoint in the
     speculators format, with which vLLM has replaced the block's drafter."""
     vars(args).update(changes)
-    model, given = args.model, args.speculative_config or {}
+    model, asked = args.model, args.speculative_config or {}
+    given = {key.replace("-", "_"): value for key, value in asked.items()}  # as vLLM does: a later one wins
     made = make()
     taken = args.speculative_config
-    if config.drafter != "none" and any(taken.get(key.replace("-", "_")) != value for key, value in given.items()):
+    if config.drafter != "none" and any(taken.get(key) != value for key, value in given.items()):
         raise ConfigError(
             f"das.drafter={config.drafter!r} and the model, {model!r}, a drafter's checkpoint, both choose a drafter: "
             f"set the model to its verifier, {args.model!r}, or das.drafter to 'none'"

@@ -61,7 +61,7 @@ def test_a_drafters_checkpoint_as_the_model_is_refused_beside_another_drafter(tm
         allowed = f"its verifier, {str(POLICY)!r}, or das.drafter to 'none'"
         with pytest.raises(ConfigError, match=f"{re.escape(found)}.*{re.escape(allowed)}"):
             engine_config(model=str(tmp_path), additional_config={"das": block})
-    for model, block in ((POLICY, eagle3), (tmp_path, KEYED)):
+    for model, block in ((POLICY, eagle3), (POLICY, eagle3 | {"verify": {"noise": "stock"}}), (tmp_path, KEYED)):
         made = engine_config(model=str(model), additional_config={"das": block})
         assert (made.model_config.model, made.speculative_config.method) == (str(POLICY), "eagle3")
 
