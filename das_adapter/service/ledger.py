@@ -86,9 +86,10 @@ class Ledger(LengthLog):
         are `offset` above the run's; None: it begins empty."""
         self._start = directory, offset
 
-    def start(self) -> tuple[str | None, int]:
-        """Return what a node's history begins with, see `start_from`."""
-        return self._start
+    def start(self) -> tuple[str | None, int, int]:
+        """Return what a node's history begins with, see `start_from`, and the run's weight version; -1: it has had no
+        weight sync yet."""
+        return *self._start, self._version
 
     def report(self, step: int, report: dict[str, Any]) -> None:
         """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`."""

@@ -47,7 +47,7 @@ class NodeHistory:
     """The history of the problems at home on a node: each text that engines leave in the spool goes to its problem's
     home. When nodes come or go, problems that have a new home begin anew there. Whatever happens to the directory,
     `sync` answers. Calls of the node's engines, those of other nodes, a checkpoint's and `tick` come in threads of
-    their own, which share the writer, whose lock is held from `read` to `keep`."""
+    their own, which share the writer, whose lock is held while the history begins, and from `read` to `keep`."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class NodeHistory:
         """Those to which texts could not be sent the last time."""
         self._lengths = deque[Responses](maxlen=2**12)
         """Of the last batches, for the ledger."""
-        self._version = 0
+        self._version = -1
+        """The newest of the node's engines; -1: none has had a weight sync."""
         self._sealable = _AT_A_SYNC
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
@@ -103,7 +104,6 @@ class NodeHistory:
         try:
             self.writer.restore()
             self._begin()
-            self._load()
             self._take()
             synced = self._ask(version, cursor, rungs)
             self._sealable -= self.writer.publish(self._sealable)
@@ -151,7 +151,10 @@ class NodeHistory:
         self.writer.store.save(path)
 
     def tick(self) -> None:
-        """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""
+        """Do what waits for no weight sync of this node's engines, which may sleep: begin, send what is for others,
+        take what has arrived, and what follows."""
+        if self._offset is None:
+            self._begin()
         self._deliver()
         self._take()
         self._send()
@@ -255,14 +258,18 @@ class NodeHistory:
             ask(call, _PEER_S)
 
     def _begin(self) -> None:
-        """Go on with what lies in the directory, or learn what the history starts with."""
-        if self._offset is not None:
-            return
-        store = self.writer.store
-        start, offset = ask(ledger.running().start.remote(), _PEER_S)
-        self._meet(ledger.histories())
-        self._start = None if store.tokens else start
-        self._offset = max(offset, store.newest - self._version if store.tokens else 0)
+        """Go on with what lies in the directory, or take in what the run starts with; nothing is done before the run's
+        first weight sync, which says what its weight version is."""
+        with self.writer.lock:  # two threads may begin
+            if self._offset is None:
+                store = self.writer.store
+                start, offset, version = ask(ledger.running().start.remote(), _PEER_S)
+                if (version := max(version, self._version)) < 0:
+                    return
+                self._meet(ledger.histories())
+                self._start = None if store.tokens else start
+                self._offset = max(offset, store.newest - version if store.tokens else 0)
+            self._load()
 
     def _load(self) -> None:
         """Take in what the run starts with; what can't be read now is tried again at the next weight sync."""

@@ -208,6 +208,20 @@ def test_killed_before_it_publishes_what_engines_of_other_nodes_sent(run: Run) -
     assert run.tokens == tokens + len(POEM)
 
 
+def test_killed_where_engines_sleep(run: Run) -> None:
+    """As where replicas of veRL's are on training nodes: no weight sync of theirs lets the history begin again."""
+    run.goes_on(run.write(0, home=1))
+    before, tokens = run.figures(1), run.tokens
+    os.kill(before["pid"], signal.SIGKILL)
+    problem, written = run.write(0, home=1), run.version
+    run.version = next(run.versions)
+    ray.get(run.engines[0].sync.remote(run.version))
+    until(lambda: run.tokens == tokens + len(POEM))
+    after = run.figures(1)
+    assert after["pid"] != before["pid"] and after["newest"] == written
+    assert ray.get(run.engines[0].visited.remote([problem])) == [problem]
+
+
 def test_killed_while_it_saves(run: Run, tmp_path: Path, caplog: Any) -> None:
     problem, folder, before = run.write(1), tmp_path / "step_1", [run.figures(of)["pid"] for of in (0, 1)]
     run.kill_at("step_1/das_history.partial/index/0")

@@ -83,6 +83,13 @@ def job(ray_address: str) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def unsynced(job: None) -> None:
+    """A run that has had no weight sync."""
+    ledger_module.end_earlier()
+    ledger()
+
+
 class Alone(NodeHistory):
     """A history in this process, at home in all problems."""
 
@@ -111,11 +118,12 @@ def writer(job: None, tmp_path: Path) -> Alone:
 
 
 def figures_of(history: Any) -> dict[str, Any]:
-    """Ask the actor of a history for its size, its place and its process's id."""
+    """Ask the actor of a history for its size, its newest weight version, its place and its process's id."""
 
     def figures(of: NodeHistory) -> dict[str, Any]:
         store = of.writer.store
-        return {"tokens": store.tokens, "directory": str(store.directory), "pid": os.getpid()}
+        size = {"tokens": store.tokens, "newest": store.newest}
+        return {**size, "directory": str(store.directory), "pid": os.getpid()}
 
     return ray.get(history.__ray_call__.options(concurrency_group="peers").remote(figures))
 
@@ -212,7 +220,7 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
     assert tokens(published) == 60 + (WINDOW - 1) * 30  # version 0 is none of the last visits
 
 
-def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: Alone) -> None:
+def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(unsynced: None, writer: Alone) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     assert writer.writer.store.staged == 0  # the run's first weight sync says which version this is
     before = writer.published(1)
@@ -448,9 +456,9 @@ def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(job: Non
     assert caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError") == 1
 
 
-def test_texts_for_other_nodes_wait_until_these_are_known(writer: Alone) -> None:
+def test_texts_for_other_nodes_wait_until_these_are_known(unsynced: None, writer: Alone) -> None:
     put(writer.directory(), "away-other-engine-1", pack([Trajectory(1, POEM.tobytes(), 1)]))
-    writer.tick()  # as after its process was started again
+    writer.tick()
     assert writer.files == ["away-other-engine-1"]
 
 
