@@ -274,15 +274,19 @@ class NodeHistory:
     def _load(self) -> None:
         """Take in what the run starts with; what can't be read now is tried again at the next weight sync."""
         try:
-            for path in checkpoint.parts(Path(self._start)) if self._start else ():
+            parts = checkpoint.parts(Path(self._start)) if self._start else []
+            everything = self.writer.policy.config.scope == "global"  # is in each part, less in that of a late node
+            for path in sorted(parts, key=lambda part: -part.stat().st_size):
                 if path in self._loaded:
                     continue
                 try:
                     problems = problems_in(path)
-                    if self.writer.policy.config.scope != "global":
+                    if not everything:
                         problems = problems[homes(problems, self._nodes) == self._nodes.index(self._node)]
                     self.writer.store.absorb(path, problems)
                     self.writer.altered = True
+                    if everything:
+                        break
                 except DasError as error:  # it is damaged
                     self.writer.report(error)
                 self._loaded.add(path)

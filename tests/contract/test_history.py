@@ -310,6 +310,26 @@ def test_another_run_starts_warm_and_forgets_in_time(job: None, tmp_path: Path) 
         assert saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist() == moved
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_where_all_nodes_saved_all_texts_the_largest_part_is_loaded_alone(
+    job: None, tmp_path: Path, damaged: bool
+) -> None:
+    """The next one, where it can't be read."""
+    everything = CONFIG.model_copy(update={"scope": "global"})
+    old, index = Alone(tmp_path, "old", everything), tmp_path / "saved" / saved.INDEX
+    index.mkdir(parents=True)
+    for part in range(3):  # nodes that came late have fewer texts
+        old.push("a", Trajectory(part, POEM.tobytes(), 1))
+        old.save(str(index / str(part)))
+    if damaged:
+        (index / "2").write_bytes((index / "2").read_bytes()[:-1] + b"damaged")
+    ray.get(ledger().start_from.remote(str(index.parent)))
+    try:
+        assert tokens(Alone(tmp_path, "new", everything).published(0)) == (60 if damaged else 90)
+    finally:
+        ray.get(ledger().start_from.remote(None))
+
+
 def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> None:
     def save_part(index: Path) -> int:
         history.save(str(index / "0"))
