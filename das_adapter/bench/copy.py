@@ -7,7 +7,6 @@ from typing import Any
 
 from das_adapter.bench.engines import (
     IN_PROCESS,
-    SHAPES,
     V1,
     Bar,
     Found,
@@ -58,7 +57,7 @@ def _measure(plan: Plan, weights: str) -> Found:
     llm = engine(plan, das | {"speculate": "always"}, max_model_len=context + 4 * plan.steps + 16, **sleeps)
     seconds, told = [], []
     for turn in range(SLEEPS + 1):
-        step_seconds(llm, min(plan.batches), context, plan.steps, SHAPES[plan.shape]["vocab_size"])
+        step_seconds(llm, min(plan.batches), context, plan.steps, plan.vocabulary)
         told.append(llm.collective_rpc("das_rpc", args=("stats", {}))[0])  # what failed is over at a weight sync
         if turn == SLEEPS:
             break

@@ -67,6 +67,10 @@ class Plan:
     def tiny(self) -> bool:
         return self.shape == "tiny"
 
+    @property
+    def vocabulary(self) -> int:
+        return int(SHAPES[self.shape]["vocab_size"])
+
 
 Found = dict[str, Any]
 """Figures of a part."""

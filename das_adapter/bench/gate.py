@@ -163,8 +163,7 @@ def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
 
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
-    return step_seconds(STARTED[-1], batch, context, steps, vocabulary, logprobs=[0] * batch)
+    return step_seconds(STARTED[-1], batch, context, steps, plan.vocabulary, logprobs=[0] * batch)
 
 
 def _share(tokens: int, shape: dict[str, Any]) -> float | None:
@@ -185,8 +184,7 @@ def _told() -> Found:
 
 def _profile(plan: Plan) -> Found:
     batch, context = gate_points(plan)[1]
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
-    return step_profile(STARTED[-1], _traces(), batch, context, plan.steps, vocabulary, logprobs=[0] * batch)
+    return step_profile(STARTED[-1], _traces(), batch, context, plan.steps, plan.vocabulary, logprobs=[0] * batch)
 
 
 def _traces() -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
-from das_adapter.bench.engines import SHAPES, Bar, Found, Plan, apart
+from das_adapter.bench.engines import Bar, Found, Plan, apart
 
 GROUP, STEPS = 16, 16
 
@@ -25,7 +25,7 @@ class World:
         from das_adapter.core.index import SuffixIndex
         from das_adapter.engine.v2.device_index import DeviceIndex
 
-        rng, vocabulary = np.random.default_rng(batch), SHAPES[plan.shape]["vocab_size"]
+        rng, vocabulary = np.random.default_rng(batch), plan.vocabulary
         problems = -(-batch // GROUP)
         below = (1 / (np.arange(1, vocabulary + 1) + 2.7)).cumsum()
 
@@ -71,7 +71,7 @@ def draws(plan: Plan) -> Found:
     """Time both samplers' draws, by number of rows."""
     from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
-    vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
+    vocabulary, device = plan.vocabulary, "cuda" if torch.cuda.is_available() else "cpu"
     rows: Found = {}
     for count in plan.rows:
         seeds, logits = torch.arange(count, device=device), torch.randn(count, vocabulary, device=device)

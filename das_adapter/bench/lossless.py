@@ -12,7 +12,6 @@ from das_adapter.bench import replay
 from das_adapter.bench.engines import (
     IN_PROCESS,
     KEYED,
-    SHAPES,
     Bar,
     Found,
     Plan,
@@ -38,7 +37,7 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     off = KEYED if needs_v1(DasConfig()) else None  # V2's own noise is keyed
     texts, _ = apart(plan, _written, plan, off, None, env=environment)
     past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
-    past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
+    past = replay.corrupted(past, 0.1, plan.vocabulary)
     drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)
     different = sum(a != b for a, b in zip(texts, drafted, strict=True))
     about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "error")}
@@ -62,6 +61,6 @@ def _written(
     if past:
         with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
             llm.collective_rpc("das_rpc", args=("refresh", replay.kept(store, past)))
-    asked, seeds = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"]), range(1, REQUESTS + 1)
+    asked, seeds = prompts(REQUESTS, context, plan.vocabulary), range(1, REQUESTS + 1)
     _, texts = generate(llm, asked, sampling([written] * REQUESTS, range(REQUESTS), seeds, seed=seeds))
     return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}

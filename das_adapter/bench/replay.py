@@ -16,7 +16,6 @@ from das_adapter.bench.engines import (
     FOLDER,
     HISTORY,
     IN_PROCESS,
-    SHAPES,
     STARTED,
     Bar,
     Found,
@@ -45,13 +44,12 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
     found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
     found |= {"history_tokens": sum(len(t) for _, t in earlier), "arms": {}}
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
-    histories = {FIRST: corrupted(rollouts, shares[0], vocabulary)}
+    histories = {FIRST: corrupted(rollouts, shares[0], plan.vocabulary)}
     histories |= {"earlier": earlier} if earlier else {}
-    histories |= {f"corrupted {share}": corrupted(rollouts, share, vocabulary) for share in shares}
+    histories |= {f"corrupted {share}": corrupted(rollouts, share, plan.vocabulary) for share in shares}
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
-    wrong = corrupted(alone, None, vocabulary)
+    wrong = corrupted(alone, None, plan.vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
     with process(plan, IN_PROCESS) as stock:
         stock(_start, plan, None, rollouts)
@@ -116,7 +114,7 @@ BARS = (
 
 def generated(plan: Plan) -> Rollouts:
     """Make rollouts with the lengths of a GRPO step: groups of samples that share much, a log-normal tail."""
-    rng, vocabulary = np.random.default_rng(0), SHAPES[plan.shape]["vocab_size"]
+    rng, vocabulary = np.random.default_rng(0), plan.vocabulary
     found: Rollouts = []
     for problem in range(-(-plan.replayed // GROUP)):
         base = rng.integers(1, vocabulary, plan.longest, dtype=np.int32)
@@ -148,7 +146,7 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
         if not before:
             before, late = late[: len(late) // 2], late[len(late) // 2 :]
         for found, texts in ((batch, late[:GROUP]), (earlier, before[-2 * GROUP :])):
-            found += [(problem, text % SHAPES[plan.shape]["vocab_size"]) for text in texts]
+            found += [(problem, text % plan.vocabulary) for text in texts]
         if len(batch) >= plan.replayed:
             break
     return [(problem, text[: plan.longest]) for problem, text in batch[: plan.replayed]], earlier
