@@ -159,7 +159,8 @@ class StepTimes:
         """Whether there was a prior, or a step."""
         self.observed = 0
         self.surprise = 0.0
-        """Relative error of the last few predictions: large outside the fitted range, or where times scatter."""
+        """Relative error of the last few predictions since the last fit: large outside the fitted range, or where times
+        scatter."""
         self._kinds = kinds
         self._fitted_at, self._patience = 0, SOON
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
@@ -204,12 +205,15 @@ class StepTimes:
         since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
         usual = min(max(16, self._fitted_at), MANY)
         if not self.known or since >= (min(self._patience, usual) if surprised else usual):
-            self._fitted_at, self._patience = self.observed, 2 * self._patience if surprised else SOON
+            patience = 2 * self._patience if surprised else SOON
             self.fit()
+            self._patience = patience
 
     def fit(self) -> StepModel:
         """Fit the model again and return it; while too few kinds of step were seen twice, the prior, whose times are
-        multiplied to meet those that were seen."""
+        multiplied to meet those that were seen. Beyond the largest step that was seen times rise as the prior's do:
+        that small steps take equally long does not say that tokens cost nothing."""
+        self._fitted_at, self._patience, self.surprise = self.observed, SOON, 0.0
         found = [(c, key) for key, c in self._cells.items() if len(c.seconds) >= 2]
         few = len({key[:3] for _, key in found}) < self._kinds
         if few:
@@ -227,7 +231,19 @@ class StepTimes:
             weights = np.sqrt([len(c.seconds) for c in cells])
             captured = self._prior.sizes, self._prior.drafted_sizes
             self.model = fit(n, b, drafted, seconds, s, weights, *captured)
+            if self._kinds > 1 and (assumed := self._beyond(cells)):
+                seen = n, b, drafted, seconds, s, weights
+                n, b, drafted, seconds, s, weights = (np.append(*pair) for pair in zip(seen, assumed, strict=True))
+                self.model = fit(n, b, drafted, seconds, s, weights, *captured)
         return self.model
+
+    def _beyond(self, cells: Sequence[_Cell]) -> tuple[float, ...] | None:
+        """Return a step of twice the tokens of the largest that was seen, as the arguments of `fit`, if the model says
+        that it takes less than it would if times rose as the prior's do."""
+        n, b, s = max((c.tokens, c.requests, c.context) for c in cells)
+        rise = self._prior.step(2 * n, b, True, s) / self._prior.step(n, b, True, s)
+        seconds = rise * self.model.step(n, b, True, s)
+        return (2 * n, b, True, seconds, s, 0.25) if self.model.step(2 * n, b, True, s) < seconds else None
 
 
 def _eighths(n: int) -> int:
@@ -248,17 +264,20 @@ def fit(
 ) -> StepModel:
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
-    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation. The time
-    of the model never falls with the number of tokens, requests, drafts, or with the context.
+    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation; one that
+    weighs less than 1 is assumed, and the curve may bend at the largest of the others. The time of the model never
+    falls with the number of tokens, requests, drafts, or with the context.
     """
     captured: dict[str, Any] = {"sizes": sizes, "drafted_sizes": drafted_sizes}
     n, b = StepModel(0.0, 0.0, **captured).padded(tokens, drafted), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
-    weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
+    weighs = np.broadcast_to(np.asarray(weights, dtype=float), t.shape)
+    weight = weighs / t
     columns = {"base": np.ones_like(n), "token": n, "request": b, "draft": d, "context": s, "attention": s * n / b}
     line = ("base", "token") if n.max() > n.min() else ("base",)
-    knees = [float(knee) for knee in KNEES if n.min() < knee < n.max()]
+    most = n[weighs >= 1].max()
+    knees = [float(knee) for knee in KNEES if n.min() < knee < most] + [float(most)] * bool(most < n.max())
     extras: list[str] = []
     if 0 < d.sum() < len(d):
         extras.append("draft")

@@ -108,6 +108,16 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         }
     if config.neural and config.controlled:
         refused |= {"a multimodal policy": model.is_multimodal_model}
+    if config.controlled and model.is_hybrid:
+        mode = vllm_config.compilation_config.cudagraph_mode
+        refused |= {
+            "a policy with recurrent state but on vLLM's V2 runner from "
+            f"{compat.V2_RECURRENT.oldest} on: a step without drafts goes on from before the last accepted tokens": (
+                not runs_v2(vllm_config) or bool(compat.missing(compat.V2_RECURRENT))
+            ),
+            "a policy with recurrent state and full CUDA graphs, which vLLM captures for one draft length; "
+            "enforce_eager=True does, and so does cudagraph_mode PIECEWISE": mode and mode.has_full_cudagraphs(),
+        }
     if config.controlled and config.by_model:
         refused |= {
             "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,

@@ -84,3 +84,17 @@ def see_weight_calls(stock: Any) -> Any:
         return answers
 
     return collective_rpc
+
+
+@patch("vllm.v1.engine.core:EngineCore.add_lora", since="0.24", needs="lora_request")
+def see_adapters(stock: Any) -> Any:
+    """Without it an engine without a host does not see that a trainer has sent its adapter again. Remove this patch
+    when vLLM tells plug-ins that an adapter was loaded."""
+
+    def add_lora(self: Any, lora_request: Any) -> bool:
+        added: bool = stock(self, lora_request)
+        if alone(self.vllm_config):
+            self.collective_rpc("das_rpc", args=("refresh", {}))
+        return added
+
+    return add_lora

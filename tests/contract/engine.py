@@ -228,6 +228,8 @@ class Engine:
             between.perturb(self.runner.model, part.perturb)
         if part.refit is not None or part.perturb is not None:
             self.llm.reset_prefix_cache()
+        if part.send_adapter is not None:
+            self.llm.llm_engine.add_lora(adapter(part.send_adapter))
         if part.draft_weights is not None:
             between.send_drafter(self.runner, part.draft_weights, part.host)
         if part.sleep is not None:

@@ -77,6 +77,8 @@ class Round:
     """Change the policy's weights by so much, as NeMo-RL does."""
     perturb: float | None = None
     """Change the policy's weights by so much, without a host."""
+    send_adapter: str | None = None
+    """Load the LoRA adapter of this directory, as a trainer that sends it anew does."""
     draft_weights: str | None = None
     """Send this file as the drafter's weights."""
     host: str | None = None

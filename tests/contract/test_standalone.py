@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from jobs import Request, Round
-from requested import HISTORY, HOST, OFF, prompts
+from requested import HISTORY, HOST, LORA, OFF, lora, prompts
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
@@ -89,6 +89,13 @@ def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_sam
     assert after["accepted_tokens"] > before["accepted_tokens"]
     assert not any(r["stats"]["error"] for r in on) and after["alarm"] is None
     assert after["engines_behind"] == 0
+
+
+def test_it_drafts_from_its_own_history_after_its_adapter_was_sent(engine: Any, tmp_path: Path) -> None:
+    first, _, second = rounds()
+    parts = [replace(first, send_adapter=lora(tmp_path / "adapter")), second]
+    result = engine(das=HISTORY, standalone=True, rounds=parts, env=HOST, engine=LORA)
+    assert result[1]["stats"]["history_tokens"] >= sum(map(len, written(result[0])))
 
 
 def test_one_line_turns_it_off(engine: Any) -> None:

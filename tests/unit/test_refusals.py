@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
+from das_adapter import compat
 from das_adapter.config import parse
 from das_adapter.engine.runner import refuse
 from das_adapter.engine.settings import prepare_standalone
@@ -28,6 +30,7 @@ def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda",
         parallel_config=SimpleNamespace(**sizes),
         lora_config=object() if adapters else None,
         device_config=SimpleNamespace(device_type=device),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
 
 
@@ -93,9 +96,31 @@ def test_what_it_can_do_is_allowed() -> None:
     config = parse({"max_draft_tokens": 4})
     assert config is not None
     refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
-    refuse(config, engine({"is_hybrid": True}))
-    with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
-        refuse(config, engine({"is_hybrid": True}, device="cpu"))
+
+
+def test_a_recurrent_policy_is_refused_where_a_step_without_drafts_loses_its_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafts, always = parse({}), parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
+    assert drafts is not None and always is not None
+    v1, v2 = engine({"is_hybrid": True}), engine({"is_hybrid": True})
+    v2.use_v2_model_runner = True
+    monkeypatch.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_RECURRENT else [])
+    for older in (v1, v2):
+        with pytest.raises(ConfigError, match=r"drafter='history' does not .* recurrent state .* from 0\.32\.0 on"):
+            refuse(drafts, older)
+        refuse(always, older)  # every step has drafts
+    monkeypatch.setattr(compat, "missing", lambda host: [])
+    with pytest.raises(ConfigError, match="recurrent state"):
+        refuse(drafts, v1)
+    refuse(drafts, v2)
+    v2.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    with pytest.raises(ConfigError, match=r"full CUDA graphs.*enforce_eager=True does"):
+        refuse(drafts, v2)
+    v2.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    refuse(drafts, v2)
+    with pytest.raises(ConfigError, match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU"):
+        refuse(always, engine({"is_hybrid": True}, device="cpu"))
 
 
 @pytest.mark.parametrize(("rust", "parent", "refused"), [("1", True, True), ("1", False, False), ("0", True, False)])
