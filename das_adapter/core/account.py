@@ -20,7 +20,8 @@ LOOK_STEPS = 32
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
-"""Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time."""
+"""Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time, beside
+`LOSS` of that of all steps: by so much may what plain ones take be wrong."""
 COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
 """Acceptance below which drafts are useless, of at least so many draft tokens."""
 
@@ -189,7 +190,7 @@ class Account:
         batch = self.time.batch
         for _ in range(2):
             saved = self.time.saved_in(batch)
-            if saved >= -GUARD_LOSS * batch.drafted_seconds:
+            if saved >= -GUARD_LOSS * batch.drafted_seconds - LOSS * batch.seconds:
                 return None
             self.time.engine.fit()
         return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"

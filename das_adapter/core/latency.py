@@ -231,19 +231,17 @@ class StepTimes:
             weights = np.sqrt([len(c.seconds) for c in cells])
             captured = self._prior.sizes, self._prior.drafted_sizes
             self.model = fit(n, b, drafted, seconds, s, weights, *captured)
-            if self._kinds > 1 and (assumed := self._beyond(cells)):
-                seen = n, b, drafted, seconds, s, weights
-                n, b, drafted, seconds, s, weights = (np.append(*pair) for pair in zip(seen, assumed, strict=True))
-                self.model = fit(n, b, drafted, seconds, s, weights, *captured)
+            if self._kinds > 1 and not self.model.bend:
+                self._bend_beyond(*max((c.tokens, c.requests, c.context) for c in cells))
         return self.model
 
-    def _beyond(self, cells: Sequence[_Cell]) -> tuple[float, ...] | None:
-        """Return a step of twice the tokens of the largest that was seen, as the arguments of `fit`, if the model says
-        that it takes less than it would if times rose as the prior's do."""
-        n, b, s = max((c.tokens, c.requests, c.context) for c in cells)
-        rise = self._prior.step(2 * n, b, True, s) / self._prior.step(n, b, True, s)
-        seconds = rise * self.model.step(n, b, True, s)
-        return (2 * n, b, True, seconds, s, 0.25) if self.model.step(2 * n, b, True, s) < seconds else None
+    def _bend_beyond(self, n: float, b: float, s: float) -> None:
+        """Let times rise at least as the prior's do beyond the largest step that was seen; see `StepModel.step`."""
+        model, far = self.model, self.model.size(2 * n, True)
+        rise = self._prior.step(far, b, True, s) / self._prior.step(n, b, True, s)
+        short = rise * model.step(n, b, True, s) - model.step(far, b, True, s)
+        if short > 0:
+            self.model = replace(model, knee=n, bend=short / (far - n))
 
 
 def _eighths(n: int) -> int:
@@ -264,20 +262,17 @@ def fit(
 ) -> StepModel:
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
-    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation; one that
-    weighs less than 1 is assumed, and the curve may bend at the largest of the others. The time of the model never
-    falls with the number of tokens, requests, drafts, or with the context.
+    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation. The time
+    of the model never falls with the number of tokens, requests, drafts, or with the context.
     """
     captured: dict[str, Any] = {"sizes": sizes, "drafted_sizes": drafted_sizes}
     n, b = StepModel(0.0, 0.0, **captured).padded(tokens, drafted), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
-    weighs = np.broadcast_to(np.asarray(weights, dtype=float), t.shape)
-    weight = weighs / t
+    weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
     columns = {"base": np.ones_like(n), "token": n, "request": b, "draft": d, "context": s, "attention": s * n / b}
     line = ("base", "token") if n.max() > n.min() else ("base",)
-    most = n[weighs >= 1].max()
-    knees = [float(knee) for knee in KNEES if n.min() < knee < most] + [float(most)] * bool(most < n.max())
+    knees = [float(knee) for knee in KNEES if n.min() < knee < n.max()]
     extras: list[str] = []
     if 0 < d.sum() < len(d):
         extras.append("draft")

@@ -325,6 +325,14 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
     assert account.ask(8, True)
 
 
+def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_drafted_ones() -> None:
+    account = make(model=PLAIN)
+    for drafted in [False] * 1000 + [True] * GUARD_STEPS:
+        account.timed(timed_step(ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted), None)
+        account.now += 1
+    assert account.state is State.DRAFTING
+
+
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
     assert collapsed(COLLAPSE_TOKENS - 1, 0) is None
