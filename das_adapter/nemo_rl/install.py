@@ -117,5 +117,7 @@ def install() -> None:
 def _built_environment(worker: str) -> str | None:
     """Return the interpreter of a stock worker's virtual environment, where NeMo-RL's containers have built it: one
     named after das-adapter's worker would be built anew, without das-adapter."""
-    python = Path(os.environ.get("NEMO_RL_VENV_DIR", "venvs")) / worker / "bin" / "python"
+    from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
+
+    python = Path(os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)).absolute() / worker / "bin" / "python"
     return str(python) if python.exists() else None

@@ -100,12 +100,27 @@ def test_ray_can_ship_our_workers() -> None:
         assert ray.cloudpickle.dumps(worker.__ray_metadata__.modified_class)
 
 
-def test_our_workers_run_in_the_environment_of_the_stock_ones() -> None:
-    from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
+def test_our_workers_run_in_the_environment_of_the_stock_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where NeMo-RL has built it, and whatever directory the driver and Ray's nodes were started in."""
+    from nemo_rl.distributed import ray_actor_environment_registry as environments
+    from nemo_rl.utils import venvs
 
-    install.install()
+    monkeypatch.setattr(venvs, "DEFAULT_VENV_DIR", str(tmp_path / "checkout/venvs"))
+    monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
     for stock, ours in install.WORKERS.items():
-        assert get_actor_python_env(ours) == get_actor_python_env(stock)
+        monkeypatch.delitem(environments.ACTOR_ENVIRONMENT_REGISTRY, ours, raising=False)
+        install.install()
+        assert environments.get_actor_python_env(ours) == environments.get_actor_python_env(stock)
+        for folder, variable in (("checkout/venvs", None), ("mine", "mine")):
+            python = tmp_path / folder / stock / "bin/python"
+            python.parent.mkdir(parents=True)
+            python.touch()
+            if variable:
+                monkeypatch.setenv("NEMO_RL_VENV_DIR", variable)
+            install.install()
+            assert environments.get_actor_python_env(ours) == str(python)
+        monkeypatch.delenv("NEMO_RL_VENV_DIR")
 
 
 def test_every_refit_of_the_host_is_known() -> None:
