@@ -287,10 +287,16 @@ def parse(block: Any) -> DasConfig | None:
 def read(source: str) -> Any:
     """Read a block that an environment variable holds: JSON, or the path of a YAML file, in which `das:` may stand
     above it; None where it is empty. `parse` takes the answer. ConfigError: no such file, or not readable as YAML."""
-    import yaml
-
     if not source.strip():
         return None
+    found = read_mapping(source)
+    return block_of(found, source) if "das" in found else found
+
+
+def read_mapping(source: str) -> Mapping[str, Any]:
+    """Read JSON, or a YAML file whose path is given. ConfigError: as of `read`."""
+    import yaml
+
     inline = source.lstrip().startswith("{")
     try:
         found = yaml.safe_load(source if inline else Path(source).expanduser().read_text())
@@ -299,7 +305,7 @@ def read(source: str) -> Any:
         raise ConfigError(f"found {source!r}, {allowed}: {error}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(f"{source}: found {found!r}, expected a das: block, such as `drafter: history`")
-    return block_of(found, source) if "das" in found else found
+    return found
 
 
 def block_of(parent: Any, where: str) -> Any:

@@ -59,6 +59,12 @@ def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
         raise ConfigError(f"{block}: found {key}={found!r} beside it, allowed: {' or '.join(map(repr, allowed))}")
 
 
+def refuse_at_top(config: Any, block: str) -> None:
+    """Refuse a block at the top of a host's whole config, where no host reads it; `block`: the key where it does."""
+    if getattr(config, "das", None) is not None:
+        raise ConfigError(f"das: found a block at the top of the config, where it has no effect; write it to {block}")
+
+
 def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]) -> None:
     """Refuse a key that was set and has no effect; `needs`: see `config.NEEDS`."""
     for key, value in _set_keys(config):

@@ -119,12 +119,14 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     """Check a host's config as the host does at its start; return the block, and the engine arguments beside it."""
     from omegaconf import OmegaConf
 
+    from das_adapter.config_errors import refuse_at_top
     from das_adapter.errors import ConfigError
     from das_adapter.nemo_rl import settings as nemo_rl
     from das_adapter.tools.configs import VERL
     from das_adapter.verl import settings as verl
 
-    place = verl.ROLLOUT if host == VERL else nemo_rl.GENERATION
+    place, block = (verl.ROLLOUT, verl.BLOCK) if host == VERL else (nemo_rl.GENERATION, nemo_rl.BLOCK)
+    refuse_at_top(content, block)
     node = OmegaConf.select(content, place)
     if node is None:
         raise ConfigError(f"{place}: found nothing there, expected the config of {host}'s rollouts")

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from das_adapter.config_errors import refuse_at_top
 from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
 
@@ -57,6 +58,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
 
     `algorithm`: module of NeMo-RL's algorithm.
     """
+    refuse_at_top(master_config, settings.BLOCK)
     generation = _generation(master_config)
     das = settings.check(generation)
     if das is None:

@@ -29,8 +29,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
     Raises:
         ConfigError: it can't be read.
     """
-    raw = config.read(str(path))
-    keys = raw if isinstance(raw, Mapping) else {}
+    keys = config.read_mapping(str(path))
     parents = keys.get("defaults") or []
     files = [parent for parent in ([parents] if isinstance(parents, str) else parents) if str(parent).endswith("ml")]
     if "policy" in keys or files:
@@ -39,7 +38,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
         return VERL, _composed(path, overrides)
     if overrides:
         raise ConfigError(f"{path}: found a block alone and {overrides[0]!r}, which is for the config of a host")
-    return None, raw
+    return None, config.read(str(path))
 
 
 def _composed(path: Path, overrides: Sequence[str]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
-from das_adapter.config_errors import check_host
+from das_adapter.config_errors import check_host, refuse_at_top
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments
 
@@ -31,6 +31,7 @@ def check(config: Any) -> DasConfig | None:
         ConfigError: names the key, what was found and what is allowed.
         UnsupportedHost: vLLM or veRL lacks a symbol that das-adapter needs.
     """
+    refuse_at_top(config, BLOCK)
     das = of_run(config)
     if das is None:
         return None

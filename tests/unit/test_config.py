@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from das_adapter import compat
 from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import IN_EVERY_STEP, SUCCESSORS
 from das_adapter.errors import ConfigError
+from das_adapter.nemo_rl import checkpoint
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.engine_args import v1_speculative_config
 from das_adapter.verl import settings as verl
@@ -451,6 +453,18 @@ def test_nemo_rl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     both = {**stock, "backend": "vllm", "das": {}, "vllm_kwargs": {"additional_config": {"das": {}}}}  # the overlay
     assert nemo_rl.check(both) == DasConfig()
     assert nemo_rl.check({"das": {"drafter": "none", "history": {"load": "x"}}}) is None
+
+
+@pytest.mark.parametrize("block_there", [False, True])
+def test_a_block_at_the_top_of_a_hosts_config_is_refused_with_its_place(block_there: bool, any_host: None) -> None:
+    found = "das: found a block at the top of the config, where it has no effect; write it to "
+    config = under_verl({} if block_there else None)
+    config.das = {"drafter": "history"}
+    with pytest.raises(ConfigError, match=re.escape(f"{found}{verl.BLOCK}")):
+        verl.check(config)
+    generation = {"backend": "vllm", **({"das": {}} if block_there else {})}
+    with pytest.raises(ConfigError, match=re.escape(f"{found}{nemo_rl.BLOCK}")):
+        checkpoint.begin(SimpleNamespace(policy={"generation": generation}, das={"drafter": "history"}), None)
 
 
 def blocks(node: Any) -> Iterator[dict[str, Any]]:

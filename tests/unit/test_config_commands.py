@@ -96,7 +96,7 @@ VERL = ROOT / "examples" / "verl" / "grpo_qwen2_5_7b_gsm8k.yaml"
 DAS = "actor_rollout_ref.rollout.custom.das"
 
 
-def test_a_verl_config_is_composed_and_checked_as_verl_does() -> None:
+def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> None:
     pytest.importorskip("verl")
     found = shown(VERL)
     assert found["host"] == "veRL" and found["das"]["drafter"] == "history"
@@ -108,6 +108,12 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does() -> None:
     ):
         done = CliRunner().invoke(main, ["config", str(VERL), override])
         assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+    path = tmp_path / "run.yaml"
+    path.write_text("hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\ndas: {}\n")
+    done = CliRunner().invoke(main, ["config", str(path)])
+    assert done.exit_code == 1 and f"at the top of the config, where it has no effect; write it to {DAS}" in " ".join(
+        done.output.split()
+    )
 
 
 def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +134,7 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(recipe: Path, mo
     for override, words in (
         ("policy.generation.backend=sglang", "policy.generation.backend='sglang' beside it, allowed: 'vllm'"),
         ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
+        ("+das.drafter=history", "where it has no effect; write it to policy.generation.das"),
         ("no.such.key=1", "no.such.key"),
     ):
         done = CliRunner().invoke(main, ["config", str(recipe), override])
