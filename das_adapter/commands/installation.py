@@ -99,12 +99,19 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     import yaml
 
     from das_adapter.config import check_files, parse
+    from das_adapter.errors import ConfigError
     from das_adapter.tools import configs
 
     host, content = configs.load(path, overrides)
     arguments: dict[str, Any] = {}
     if host:
-        das, arguments = _of_host(host, content)
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            das, arguments = _of_host(host, content)
+        except OmegaConfBaseException as error:
+            follow = "which overrides of the host's command line may follow"
+            raise ConfigError(f"{path}, {follow}: {error}") from None
     elif das := parse(content):
         check_files(das)
     block, runs = das and configs.effective(das), configs.placement(das, host, arguments)

@@ -57,11 +57,12 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
     """Merge a NeMo-RL config over its parents."""
     try:
         from nemo_rl.utils.config import OverridesError, load_config, parse_hydra_overrides
+        from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
         raise ConfigError(f"{path}: found NeMo-RL's config, which NeMo-RL's own code reads: {error}") from None
     try:
         return parse_hydra_overrides(load_config(path), list(overrides))
-    except (OSError, OverridesError) as error:
+    except (OSError, OverridesError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 

@@ -116,6 +116,23 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> N
     )
 
 
+def test_a_value_that_the_hosts_command_line_sets_may_follow_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verl")
+    monkeypatch.delenv("RUN_DIR", raising=False)
+    path = tmp_path / "run.yaml"
+    rollout = {"name": "???", "custom": {"das": {"log_dir": "${oc.env:RUN_DIR}"}}}
+    composed = {"hydra": {"searchpath": ["pkg://verl.trainer.config"]}, "defaults": ["ppo_trainer", "_self_"]}
+    path.write_text(yaml.safe_dump({**composed, "actor_rollout_ref": {"rollout": rollout}}))
+    given = [f"{DAS}.log_dir={tmp_path}", "actor_rollout_ref.rollout.name=vllm"]
+    for overrides, words in ((given[1:], "RUN_DIR"), (given[:1], "Missing mandatory value: actor_rollout_ref.rollout")):
+        done = CliRunner().invoke(main, ["config", str(path), *overrides])
+        said = " ".join(done.output.split())
+        assert done.exit_code == 1 and words in said and "overrides of the host's command line may follow" in said
+    assert shown(path, *given)["das"]["log_dir"] == str(tmp_path)
+
+
 def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nemo_rl.utils.config", None)
     with pytest.raises(ConfigError, match="which NeMo-RL's own code reads"):
@@ -123,7 +140,9 @@ def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reason = "put a checkout of NVIDIA-NeMo/RL on PYTHONPATH"
     monkeypatch.setenv("NEMO_RL_DIR", str(Path(pytest.importorskip("nemo_rl", reason=reason).__file__).parents[1]))
     found = shown(recipe, "+policy.generation.das.max_draft_tokens=8")
@@ -142,6 +161,11 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(recipe: Path, mo
     monkeypatch.setenv("NEMO_RL_DIR", "/none")
     done = CliRunner().invoke(main, ["config", str(recipe)])
     assert done.exit_code == 1 and "/none/examples" in "".join(done.output.split())
+    monkeypatch.delenv("NO_SUCH_DIR", raising=False)
+    path = tmp_path / "run.yaml"
+    path.write_text("defaults: ${oc.env:NO_SUCH_DIR}/base.yaml\n")
+    done = CliRunner().invoke(main, ["config", str(path)])
+    assert done.exit_code == 1 and "'NO_SUCH_DIR' not found" in " ".join(done.output.split()), done.output
 
 
 def test_the_runner_is_the_engines_own_choice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
