@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -163,8 +163,8 @@ class DasConfig(_Block):
     start first, and where requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to the
     replica with the fewest requests in flight; `host`: the host's own balancer."""
     log_dir: UserPath | None = None
-    """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
-    written."""
+    """Directory into which every engine writes its decisions, which `das-adapter report` shows; a relative one is in
+    the directory of the host's driver. All nodes must see it. None: they are not written."""
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
     draft: DraftConfig = DraftConfig()
@@ -329,6 +329,15 @@ def check_files(config: DasConfig) -> None:
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None and (there := unwritable(config.log_dir)):
         raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
+
+
+def make_absolute(block: MutableMapping[str, Any], config: DasConfig) -> None:
+    """Make the directories of a block absolute in the containers of its host, whose other processes may have other
+    working directories than its driver."""
+    if config.log_dir is not None:
+        block["log_dir"] = os.path.abspath(config.log_dir)
+    if config.history.load:
+        block["history"]["load"] = os.path.abspath(config.history.load)
 
 
 def _plain(node: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from das_adapter.config import make_absolute
 from das_adapter.config_errors import refuse_at_top
 from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
@@ -54,7 +55,8 @@ def save_history(stock: Any) -> Any:
 
 def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) -> None:
     """Check the block, choose what the history starts with, and leave in the generation config what labels and
-    checkpoints need; before anything is launched. Raises as `settings.check` and `checkpoint.begin`.
+    checkpoints need, and absolute directories; before anything is launched. Raises as `settings.check` and
+    `checkpoint.begin`.
 
     `algorithm`: module of NeMo-RL's algorithm.
     """
@@ -63,6 +65,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
     das = settings.check(generation)
     if das is None:
         return
+    make_absolute(generation["das"], das)
     if das.history.run_ahead != "off" and (reason := settings.no_effect(algorithm, master_config)):
         logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
     if not settings.logs_figures(algorithm, master_config):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter import compat
+from das_adapter.config import make_absolute
 from das_adapter.patching import patch, when_imported
 from das_adapter.verl import ahead, identity, settings
 
@@ -34,13 +35,15 @@ followed = threading.Event()
 )
 def check_at_start(stock: Any) -> Any:
     """Without it a wrong `das:` block is found when engines start, or never; `fully_async_main` starts without
-    `validate_config`. And a second run of one process would go on with what the first has learned. Remove this patch
-    when veRL lets plug-ins check the config of every pipeline."""
+    `validate_config`. A second run of one process would go on with what the first has learned, and relative
+    directories would be those of each process. Remove this patch when veRL lets plug-ins check the config of every
+    pipeline."""
 
     def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if settings.check(config):
+        if das := settings.check(config):
             from das_adapter.service import ledger
 
+            make_absolute(config.actor_rollout_ref.rollout.custom.das, das)
             ledger.end_earlier()
         return stock(config, *args, **kwargs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import checkpoint
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.engine_args import v1_speculative_config
+from das_adapter.verl import hooks
 from das_adapter.verl import settings as verl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -465,6 +467,24 @@ def test_a_block_at_the_top_of_a_hosts_config_is_refused_with_its_place(block_th
     generation = {"backend": "vllm", **({"das": {}} if block_there else {})}
     with pytest.raises(ConfigError, match=re.escape(f"{found}{nemo_rl.BLOCK}")):
         checkpoint.begin(SimpleNamespace(policy={"generation": generation}, das={"drafter": "history"}), None)
+
+
+def test_relative_directories_of_a_block_are_the_drivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_host: None
+) -> None:
+    pytest.importorskip("ray")
+    manager = SimpleNamespace(get_latest_checkpoint_path=lambda: None)
+    monkeypatch.setitem(sys.modules, "nemo_rl.utils.checkpoint", SimpleNamespace(CheckpointManager=lambda _: manager))
+    (tmp_path / "saved").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = under_verl({"log_dir": "logs", "history": {"load": "saved"}})
+    OmegaConf.set_struct(config, True)
+    hooks.check_at_start.replacement(lambda config: None)(config)
+    generation: dict[str, Any] = {"das": {"log_dir": "logs", "history": {"load": False}}}
+    checkpoint.begin(SimpleNamespace(policy={"generation": generation}, checkpointing={}), None)
+    monkeypatch.chdir("/")
+    for found, load in ((verl.of_run(config), f"{tmp_path}/saved"), (nemo_rl.of_generation(generation), False)):
+        assert found is not None and (found.log_dir, found.history.load) == (f"{tmp_path}/logs", load)
 
 
 def blocks(node: Any) -> Iterator[dict[str, Any]]:
