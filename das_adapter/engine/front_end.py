@@ -9,7 +9,7 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import RequestLabels
-from das_adapter.engine.runner import refuse, runner_for, set_v1
+from das_adapter.engine.runner import forget_v1, refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
     alone,
     draft_less,
@@ -41,6 +41,7 @@ def choose_runner(stock: Any) -> Any:
     would not speculate. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forget_v1()
         take_block_from_environment(self)
         config = settings(self)
         if config is None:

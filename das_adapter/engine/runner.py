@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import threading
 from typing import Any, NamedTuple
 
 from das_adapter import compat
@@ -20,6 +21,9 @@ from das_adapter.protocol.engine_args import (
 )
 
 logger = logging.getLogger("vllm.das_adapter")
+
+_chosen = threading.Event()
+"""Set while `set_v1` has chosen the runner of this process's environment."""
 
 
 class Choice(NamedTuple):
@@ -73,12 +77,21 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
 def set_v1(why: str) -> None:
     """Have the processes of an engine run vLLM's V1 model runner, and say why. ConfigError: the environment says
     otherwise."""
+    if RUNNER_VARIABLE not in os.environ:
+        _chosen.set()
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
         raise ConfigError(
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
             f"model runner ({why}): unset it"
         )
     logger.info("das: vLLM's V1 model runner: %s", why)
+
+
+def forget_v1() -> None:
+    """Take back what `set_v1` chose for an earlier engine, whose processes have started, before another one is made."""
+    if _chosen.is_set() and os.environ.get(RUNNER_VARIABLE) == "0":
+        del os.environ[RUNNER_VARIABLE]
+    _chosen.clear()
 
 
 def refuse(config: DasConfig, vllm_config: Any) -> None:

@@ -178,7 +178,14 @@ def test_the_model_runner_is_chosen_where_nobody_has(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DAS_CONFIG", "{}")
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert not engine_config().use_v2_model_runner
-    assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # for the processes of this engine
+    monkeypatch.delenv("DAS_CONFIG")
+    engine_config()
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ  # the next one chooses for itself
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    for additional in ({"das": {}}, {}):
+        engine_config(additional_config=additional)
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_what_a_gpu_alone_imports_is_in_every_build(vllm_env: dict[str, str]) -> None:
