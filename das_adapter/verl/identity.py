@@ -161,6 +161,8 @@ def follow_samples(stock: Any) -> Any:
         writing: Writing | None = getattr(self, "das_writing", None)
         if writing and not (sample.validate or sample.job):
             writing.stop(sample.step)
+        for teacher in (getattr(self, "teacher_client", None) or {}).values():
+            teacher._das = None  # it reads what was written, and its engine may refuse a label
         token = _current.set(sample)
         try:
             return await stock(self, sampling_params, trajectory, **kwargs)

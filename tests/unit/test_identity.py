@@ -180,6 +180,26 @@ def test_without_an_active_block_requests_are_untouched() -> None:
     assert requests({"actor_rollout_ref": {"rollout": {}}}, TRAJECTORY, [[1, 2]]) == [{"temperature": 1.0}]
 
 
+def test_a_teachers_requests_are_untouched() -> None:
+    """veRL's on-policy distillation asks them of the whole sample, where its agent loop has ended."""
+    sent = []
+
+    async def server(self: Any, request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
+        sent.append(sampling_params)
+        return SimpleNamespace(token_ids=[7, 7], stop_reason="completed")
+
+    async def loop(worker: Any, *_: Any, **__: Any) -> None:
+        for client in (SimpleNamespace(config=ON), worker.teacher_client["math"]):
+            call = {"prompt_ids": [1, 2], "sampling_params": {"prompt_logprobs": 0}}
+            await identity.label_requests.replacement(server)(client, "id", **call)
+
+    worker = SimpleNamespace(teacher_client={"math": SimpleNamespace(config=ON)})
+    asyncio.run(identity.follow_samples.replacement(loop)(worker, {}, TRAJECTORY, session_id=0))
+    students, teachers = sent
+    assert Label.of(students["extra_args"]).problem == prompt_identity([1, 2])
+    assert teachers == {"prompt_logprobs": 0}
+
+
 def test_a_label_is_read_back_and_has_its_defaults() -> None:
     label = Label(problem=2**64 - 1, seed=7, record=False, start=3)
     assert Label.of({**label.extra_args(), "other": "x"}) == label
