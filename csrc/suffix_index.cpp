@@ -6,6 +6,7 @@
 #include <cfloat>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <tuple>
 
@@ -19,6 +20,7 @@ namespace {
 
 constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
 constexpr uint64_t kCounts = 75;  // percent of a file's bytes that count, or the others are written again
+constexpr uint64_t kAlike = 16;  // files of about one size, or they are written again as one
 constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
@@ -569,15 +571,21 @@ uint64_t SuffixIndex::write(bool hurry) {
   };
   for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
     move(*it, [](const Segment& segment) { return !segment.file; });
+  std::map<int, uint64_t> alike;  // files that are not full, by the power of kAlike that their bytes are
+  const auto power = [](const SegmentFile& file) { return std::ilogb(file.alive) / std::ilogb(kAlike); };
+  for (const auto& [number, file] : store_->files())
+    if (file->alive && file->alive < kWritten) ++alike[power(*file)];
   for (const auto& [number, file] : store_->files()) {
-    if (hurry || !file->alive || 100 * file->alive >= kCounts * file->body()) continue;
+    if (hurry || !file->alive) continue;
+    const bool small = file->alive < kWritten && alike[power(*file)] >= kAlike;
+    if (!small && 100 * file->alive >= kCounts * file->body()) continue;
     for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
       move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
   }
   if (moving.empty()) return 0;
   for (const auto& [id, segment] : moving) check(*segment);
-  store_->write(moving, header());
   for (const auto& [id, segment] : moving) changed_.insert(id);
+  store_->write(moving, header());
   return bytes;
 }
 

@@ -55,7 +55,7 @@ class SuffixIndex {
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
   // Puts a file's bytes of what is in no file into one, and, without a `hurry`, of what lies in files of which little
-  // counts; returns how many.
+  // counts, or in many small ones; returns how many.
   uint64_t write(bool hurry);
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 

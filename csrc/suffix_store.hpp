@@ -18,7 +18,8 @@ namespace das {
 
 // Files never change; nobody but their user can read them. `manifest-N` lists what generation N changed: problems with
 // all their segments, and the files that these lie in. `whole-N` lists a generation completely, now and then;
-// `manifest` is the newest of these. A file that a generation no longer needs stays for kKept more.
+// `manifest` is the newest of these. A file that a generation no longer needs stays for kKept more; one that none has
+// had goes at once.
 class Store {
  public:
   using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;
@@ -78,14 +79,18 @@ class Store {
         wholes_.insert(number);
       }
     }
+    unpublished_ = next_;
   }
 
   // Writes segments to a new file, and replaces them by what is mapped of it. `header` has the newest version.
   void write(const std::vector<std::pair<uint64_t, Segment*>>& segments, FileHeader header) {
     header.number = next_++;
     const Table table(segments.begin(), segments.end());
-    write_segments(path(name("segments", header.number)), false, header, table);
-    const auto file = std::make_shared<SegmentFile>(path(name("segments", header.number)), true, true);
+    const std::string target = path(name("segments", header.number));
+    write_segments(target, false, header, table);
+    dead_[header.number] = generation();  // if it can't be mapped
+    const auto file = std::make_shared<SegmentFile>(target, true, true);
+    dead_.erase(header.number);
     for (size_t i = 0; i < segments.size(); ++i) {
       Segment& segment = *segments[i].second;
       if (segment.file) segment.file->alive -= segment.nbytes();
@@ -93,6 +98,11 @@ class Store {
       file->alive += segment.nbytes();
     }
     files_[header.number] = file;
+    for (auto it = files_.lower_bound(unpublished_); it != files_.end();) {
+      const bool stays = it->second->alive;
+      if (!stays) std::filesystem::remove(path(name("segments", it->first)));
+      it = stays ? std::next(it) : files_.erase(it);
+    }
   }
 
   // Publishes the next generation: `changed` has what is new in it, `all()` everything. A complete manifest is written
@@ -101,7 +111,7 @@ class Store {
   void publish(const Table& changed, uint64_t count, All&& all, FileHeader header) {
     header.number = generation() + 1;
     header = write_manifest({name("manifest", header.number)}, kManifestMagic, header_.checksum, changed, header);
-    header_ = header;
+    header_ = header, unpublished_ = next_;
     manifests_.insert(header.number);
     since_ += changed.size();
     if (wholes_.empty() || count <= kSmall + since_) {
@@ -265,7 +275,7 @@ class Store {
   std::map<uint64_t, uint64_t> dead_;  // file number: the first generation that does not need it
   std::set<uint64_t> manifests_, wholes_;
   uint64_t since_ = 0;  // segments in the manifests since the last complete one
-  uint64_t next_ = 1;
+  uint64_t next_ = 1, unpublished_ = 1;  // numbers of the next file, and of the first that no generation has
 };
 
 }  // namespace das

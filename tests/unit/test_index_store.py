@@ -101,6 +101,57 @@ def test_many_steps_end_in_one_segment_and_few_files(store: HistoryStore) -> Non
     assert len(names(store, "manifest")) == 3
 
 
+def test_problems_that_come_one_by_one_end_in_few_files(store: HistoryStore) -> None:
+    """Those that the last generations had stay meanwhile, too."""
+    rng, whole = np.random.default_rng(0), SuffixIndex()
+    for step in range(4):
+        for problem in range(100 * step, 100 * step + 100):
+            text = rng.integers(0, 9, 60)
+            store.add(problem, text, step)
+            whole.add(problem, text, step)
+            while store.work(every=True):
+                pass
+            assert len(names(store)) <= 100
+        store.seal()
+    whole.seal()
+    for _ in range(3):
+        store.seal()
+    assert len(names(store)) <= 30
+    assert store.file_bytes <= store.nbytes * 4 / 3
+    index = SuffixIndex.attach(store.directory)
+    assert index.tokens == store.tokens == whole.tokens
+    for problem in range(400):
+        assert drafted(index, problem, (1, 2)) == drafted(whole, problem, (1, 2))
+
+
+NO_ROOM_TO_MAP = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from das_adapter.core.index.store import HistoryStore
+
+store = HistoryStore(sys.argv[1])
+store.add(1, np.random.default_rng(0).integers(0, 50_000, 1_000_000), 0)
+store.work(every=True)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**21, -1))
+try:
+    store.seal()
+except OSError as error:
+    print(error.strerror)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+for _ in range(3):
+    store.seal()
+print(len([*store.directory.glob("segments-*")]))
+"""
+
+
+def test_a_file_that_cannot_be_mapped_goes(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", NO_ROOM_TO_MAP, str(tmp_path / "store")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "Cannot allocate memory\n1\n"), done.stderr
+
+
 def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) -> None:
     rng = np.random.default_rng(0)
     store.add(1, rng.integers(0, 50_000, 400_000), 0)
