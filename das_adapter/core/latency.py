@@ -193,11 +193,11 @@ class StepTimes:
         cell.seconds.append(seconds)
         return predicted
 
-    def take_error(self) -> float:
+    def take_error(self) -> float | None:
         """Return the mean relative error of the predictions since the last call, each made before its step was fitted;
-        0 if there were none."""
+        None: there were none."""
         error, self._error, judged, self._judged = self._error, 0.0, self._judged, 0
-        return error / judged if judged else 0.0
+        return error / judged if judged else None
 
     def keep_fitted(self) -> None:
         """Fit the model at the first step, and again after enough new ones, earlier where its recent predictions were

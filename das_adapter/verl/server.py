@@ -102,9 +102,12 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await super().wait_for_requests_to_drain()
 
     async def sleep(self) -> None:
-        """Sleep as the stock server does: the rollout has ended."""
+        """Sleep as the stock server does: the rollout has ended. Its figures are reported at once: a replica that the
+        trainer lends has its next weight sync when it is lent again, many steps later."""
         self._sleeps = True
         await self._aside.end()
+        if self.node_rank == 0:
+            await asyncio.to_thread(self._session.report, int(self.global_steps or 0) + 1)
         await super().sleep()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:

@@ -103,7 +103,8 @@ def test_only_the_policy_gets_our_server() -> None:
 
 
 def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -> None:
-    """As in a validation, after a reward model has had the GPU."""
+    """As in a validation, after a reward model has had the GPU. A rollout's figures are reported when it ends: replicas
+    that are lent hear of no weight sync while they sleep."""
     from verl.workers.rollout.replica import RolloutMode
 
     from das_adapter.service.run_ahead import Aside
@@ -117,15 +118,17 @@ def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -
                 await server.set_global_steps(step)
             await server.wake_up(["kv_cache"])
 
-    synced: list[int] = []
-    session = SimpleNamespace(sync=lambda version, report=False: synced.append(version))
+    synced, reported = list[int](), list[int]()
+    session = SimpleNamespace(sync=lambda version, report=False: synced.append(version), report=reported.append)
     server = object.__new__(DasVLLMHttpServer)
     vars(server).update(
         node_rank=0, rollout_mode=RolloutMode.STANDALONE, config=SimpleNamespace(free_cache_engine=True)
     )
     vars(server).update(_session=session, _order=None, _aside=Aside(server.abort_request), _sleeps=False)
+    server.global_steps = 2
     asyncio.run(validate())
     assert synced == [3, 3]
+    assert reported == [3, 4]
 
 
 def test_the_end_of_a_rollout_does_not_wait_for_what_is_written_ahead() -> None:
