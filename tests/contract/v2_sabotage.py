@@ -86,8 +86,17 @@ def noted(act: Callable[[], None]) -> None:
 
 def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
-    work."""
-    output, propose = DraftLengths.output, HistorySpeculator.propose
+    work; a model's passes behind draft tokens, and those of them that may replay a CUDA graph of one length."""
+    output, propose, by_model = DraftLengths.output, HistorySpeculator.propose, Speculation.propose
+
+    def drafted(self: Any, run: Any, *args: Any) -> Any:
+        def ran(inputs: Any, **more: Any) -> Any:
+            behind = inputs.batch.num_draft_tokens > 0
+            for name, counts in (("behind drafts", behind), ("of one length", inputs.batch.decode_graph_eligible)):
+                COMPARED[name] = COMPARED.get(name, 0) + (behind and counts)
+            return run(inputs, **more)
+
+        return by_model(self, ran, *args)
 
     def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
@@ -98,7 +107,7 @@ def count_unequal() -> None:
             COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(step.admitted.tolist())) > 1)
         return output(self, step, sampled, now)
 
-    HistorySpeculator.propose = proposed  # type: ignore[method-assign]
+    HistorySpeculator.propose, Speculation.propose = proposed, drafted  # type: ignore[method-assign]
     DraftLengths.output = counted  # type: ignore[method-assign]
 
 

@@ -8,6 +8,7 @@ copy misses nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -116,6 +117,10 @@ class Speculation:
             if self._missed is not None and wanted == 0 and self._missed.may_miss(batch):
                 self._missed.miss(inputs)
                 return drafts
+            if batch.max_query_len is not None:
+                # Requests have their own lengths: FlashAttention 3's plan has as many rows as the policy's graph for
+                # these, and a graph of the drafter, which is for one length, has fewer.
+                inputs = inputs._replace(batch=dataclasses.replace(batch, decode_graph_eligible=False))
             read = inputs if self._missed is None else self._missed.read_up(inputs)
             behind = {} if read is inputs else {"is_profile": True}  # without graphs, which are of other shapes
             begin = self._now()
