@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,13 @@ from das_adapter.protocol.label import BadLabel, Label, Labeller
 
 LABEL = "_das_label"
 """Attribute of vLLM's requests: their `Label`, once it was read."""
+
+
+def warm_up(req_ids: Iterable[str]) -> bool:
+    """Return whether the requests of a step are those with which vLLM warms up its kernels before the first of a
+    client, whose names end otherwise."""
+    first = next(iter(req_ids), "")
+    return "_warmup_" in first and first.endswith("_")
 
 
 def media(request: Any) -> list[str]:

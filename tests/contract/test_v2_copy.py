@@ -52,6 +52,25 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
     assert result[3]["compared"]["unequal"] > 20  # steps
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["with a host", "without a host"])
+def test_nothing_is_learned_from_vllms_warm_up(v2_engine: Any, alone: bool) -> None:
+    """Its steps are none of the run's, its passes are not counted, and its texts are no history."""
+    rounds = stock(synced(two_rounds(requests(shortened(PLAIN, 12), 6))))
+    das = {"drafter": "history", "history": {"device_bytes": "2MiB"}} if alone else SELF
+    cold, warm = (
+        v2_engine(das=das, rounds=rounds, standalone=alone, sabotage=f"any draft length{warmed_up}")
+        for warmed_up in ("", ", warmed up")
+    )
+    assert tokens(warm) == tokens(cold)
+    for found, expected in zip(warm, cold, strict=True):
+        for name in ("drafter_passes", "draft_tokens", "accepted_tokens", "steps", "error"):
+            assert found["stats"].get(name) == expected["stats"].get(name)
+    if alone:
+        assert warm[-1]["compared"]["empty"] == 0
+    else:
+        assert warm[0]["stats"]["drafter_passes"] > 0
+
+
 def test_the_copy_drafts_within_a_requests_top_k_and_top_p(v2_engine: Any) -> None:
     """Of the tokens that it would draft outside none would be accepted."""
     limited = [{"temperature": 2.0, "top_k": 2}, {"temperature": 2.0, "top_p": 0.4}]

@@ -14,6 +14,7 @@ from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from das_adapter.core.backoff import Rest
+from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths
@@ -167,6 +168,28 @@ def any_length(reading_along: bool) -> None:
         MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
 
 
+def warmed_up(act: Callable[[], None]) -> None:
+    """Do something else, and warm the engine's kernels up as vLLM does on a GPU: with requests of its own. Count the
+    texts without tokens that an engine without a host takes for history."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    act()
+    start, add = CPUWorker.compile_or_warm_up_model, SharedHistory.add
+    torch.accelerator.synchronize = lambda: None
+
+    def warm_up(self: Any) -> Any:
+        times = start(self)
+        warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+        return times
+
+    def counted(self: Any, trajectory: Any) -> None:
+        COMPARED["empty"] = COMPARED.get("empty", 0) + (not trajectory.tokens)
+        add(self, trajectory)
+
+    CPUWorker.compile_or_warm_up_model, SharedHistory.add = warm_up, counted  # type: ignore[method-assign]
+
+
 def weights_at_one_place(without: bool) -> None:
     """Fail where what a parallel drafter reads the policy's text by has moved; `without`: it starts with noise for
     weights."""
@@ -230,6 +253,7 @@ SABOTAGE = {
     "any draft length": functools.partial(any_length, False),
     "any draft length, noted verification": functools.partial(noted, functools.partial(any_length, False)),
     "any draft length, reading along": functools.partial(any_length, True),
+    "any draft length, warmed up": functools.partial(warmed_up, functools.partial(any_length, False)),
     "drafter without weights": drafter_without_weights,
     "drafter without weights at one place": functools.partial(weights_at_one_place, True),
     "failing drafter": failing_drafter,

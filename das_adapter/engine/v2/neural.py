@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.controller import EngineController
+from das_adapter.engine.requests import warm_up
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator
@@ -128,7 +129,7 @@ class Speculation:
                 self.speculator.num_speculative_steps = passes
             self._limits.take()
             run(read, num_speculative_tokens=wanted, **behind)
-            if engine is not None:
+            if engine is not None and not warm_up(batch.req_ids):
                 usual = not behind and not batch.has_prefill
                 self._calls.append(Call(batch.num_reqs, passes, usual, begin, self._now()))
         except Exception as error:

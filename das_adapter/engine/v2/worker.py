@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.timing import captured_tokens
 from das_adapter.engine.v2.admission import ADMITS, Admission, an_eighth_apart, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -249,7 +249,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     runner). Remove this patch when vLLM hands speculators the requests of a step and tells them which have ended."""
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dummy_run"):
+        if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
             return stock(scheduler_output, *args, **kwargs)
         for part in (state.source, state.runner.adaptive_verification):
             if isinstance(part, (HistorySpeculator, Admission)):
