@@ -172,6 +172,17 @@ def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) 
     assert private == 0
 
 
+def test_files_that_nobody_reads_any_more_are_mapped_no_more(store: HistoryStore) -> None:
+    index, mapped = SuffixIndex.attach(store.directory), []
+    for version in range(10):
+        store.add(1, POEM, version)
+        store.seal(window=1)
+        index.refresh()
+        assert drafted(index) == POEM
+        mapped.append(Path("/proc/self/maps").read_text().count(f"{store.directory}/"))
+    assert mapped == [2] * 10  # of the store and of the index
+
+
 def test_files_beyond_the_window_go_two_generations_later(store: HistoryStore) -> None:
     store.add(1, POEM, 0)
     store.seal()
