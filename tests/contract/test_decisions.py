@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from requested import OFF, PLAIN, requests, tokens, two_rounds
+from requested import OFF, requests, tokens, two_rounds
 
 from das_adapter.protocol.decision_log import read
 from das_adapter.tools import run_series
@@ -14,7 +14,8 @@ from das_adapter.tools import run_series
 @pytest.mark.one_build
 def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_factory: Any) -> None:
     logs = tmp_path_factory.mktemp("logs")
-    rounds = two_rounds(requests(PLAIN))
+    ends = [{"max_tokens": 160}, *[{"max_tokens": 30}] * 3]  # three go on when the others have ended
+    rounds = two_rounds(requests([{**end, "temperature": 1.0, "ignore_eos": True} for end in ends]))
     reference = engine(das=OFF, rounds=rounds)
     for das in (
         {"budget": "optimal", "speculate": "always", "log_dir": str(logs)},
@@ -23,6 +24,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         result = engine(das=das, rounds=rounds)
         assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
+        assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
     rollouts = read(logs)
     assert sum(step["requests"] for step in run_series.by_training_step(rollouts)) > 0
     steps = [step for rollout in rollouts for step in rollout.steps]

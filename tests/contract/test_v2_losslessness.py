@@ -86,6 +86,8 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     if arm in ("history", "crowded", "drafted", "small steps", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
+    if arm not in ("controlled", "garbage", "failing", "off"):
+        assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
     if arm in CONTROLLED:
         assert_logged(read(tmp_path), result)
     if arm == "drafted":
