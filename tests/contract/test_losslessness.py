@@ -70,9 +70,10 @@ def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str,
 
 
 def test_without_a_drafter_no_token_depends_on_the_scheduling(engine: Any) -> None:
-    """vLLM schedules asynchronously where nobody drafts on the host."""
+    """vLLM schedules asynchronously where nobody drafts on the host, and few requests at a time where room is short."""
     rounds = two_rounds(requests(EVERY_PARAMETER))
-    result = engine(das=OFF, engine={"async_scheduling": True}, asynchronous=True, rounds=rounds)
+    crowded = {"async_scheduling": True, "max_num_seqs": 5}
+    result = engine(das=OFF, engine=crowded, asynchronous=True, rounds=rounds)
     for expected, found in zip(engine(das=OFF, rounds=rounds), result, strict=True):
         assert found["asynchronous"] and not expected["asynchronous"]
         assert found["tokens"] == expected["tokens"]
