@@ -264,6 +264,7 @@ class Engine:
             "pooled": self.pools.authors() if self.pools else [],
             "compared": dict(v2_cpu.compared()) if V2 else {},
             "noted": dict(noted),
+            "configs": configs(self.llm.llm_engine.vllm_config),
             "samplers": [type(getattr(self.runner, n, None)).__module__ for n in ("sampler", "rejection_sampler")],
         }
         if part.graphs is not None:
@@ -330,6 +331,11 @@ def count_preemptions(scheduler: Any) -> list[int]:
 
     scheduler._preempt_request = count
     return counted
+
+
+def configs(config: Any) -> dict[str, str]:
+    """Return the parts of vLLM's config that say how an engine schedules, stores and drafts."""
+    return {part: repr(getattr(config, f"{part}_config")) for part in ("cache", "scheduler", "parallel", "speculative")}
 
 
 def memory() -> int:

@@ -272,9 +272,12 @@ def test_empty_and_odd_requests_pass(engine: Any) -> None:
 
 def test_without_a_block_vllm_is_stock(engine: Any) -> None:
     rounds = [Round([Request(p, {"max_tokens": 40, "seed": i}) for i, p in enumerate(prompts(4))])]
-    none = engine(das={"drafter": "none"}, rounds=rounds)
-    assert none[0]["samplers"] == ["vllm.v1.sample.sampler", "builtins"]
-    assert none[0]["tokens"] == engine(das=None, rounds=rounds)[0]["tokens"]
+    (bare,) = engine(das=None, rounds=rounds, env={"VLLM_PLUGINS": ""})  # without the plug-in
+    assert bare["samplers"] == ["vllm.v1.sample.sampler", "builtins"]
+    off = {"das": {"drafter": "none"}, "standalone": True}
+    for (found,) in (engine(das=None, rounds=rounds), engine(**off, rounds=rounds)):
+        for name in ("tokens", "logprobs", "samplers", "runner", "configs"):
+            assert found[name] == bare[name]
 
 
 def test_what_v1_does_not_apply_to_drafted_positions_is_refused(engine: Any) -> None:
