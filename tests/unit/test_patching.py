@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ import pytest
 from das_adapter import compat, patching
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import Patch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -103,6 +106,26 @@ def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
 
     applied = (*plugin.AT_START, *hooks.HOOKS, *install.HOOKS)
     assert set(map(about, applied)) <= set(map(about, patching.patches()))
+
+
+def test_every_patch_that_is_listed_is_used() -> None:
+    """Where it is defined or where it is imported, by its name: the import alone is no use."""
+    used = set[tuple[str, str]]().union(*map(names_in, (ROOT / "das_adapter").rglob("*.py")))
+    listed = {(patch.replacement.__module__, patch.replacement.__name__) for patch in patching.patches()}
+    assert sorted(listed - used) == []
+
+
+def names_in(file: Path) -> set[tuple[str, str]]:
+    """Return what a file uses of das-adapter's modules, by module and name."""
+    here = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    home = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
+    used = {home.get(node.id, (here, node.id)) for node in nodes if isinstance(node, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in home:
+            used.add((".".join(home[node.value.id]), node.attr))
+    return used
 
 
 @pytest.mark.parametrize(
