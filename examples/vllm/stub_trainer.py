@@ -31,6 +31,8 @@ SERVER = (
 )
 EXTENSION = "weights_from_disk.WeightsFromDisk"
 """The class of the worker with `update_weights_from_path`; prime-rl has one of its own."""
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
+"""vLLM's counter."""
 
 
 def policy_served(
@@ -109,10 +111,12 @@ def run(
 
 
 def metrics(address: str) -> dict[str, float]:
-    """Return das-adapter's figures of a server, by their name on its Prometheus endpoint."""
+    """Return das-adapter's figures of a server, and how many draft tokens were accepted since its start, by their name
+    on its Prometheus endpoint."""
     time.sleep(1.5)  # vLLM logs every second here
     text = requests.get(f"{address}/metrics", timeout=60).text
-    return {name: float(value) for name, value in re.findall(r"^vllm:(das_\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+    wanted = rf"^vllm:(das_\w+|{ACCEPTED})\{{.*\}} (\S+)$"
+    return {name: float(value) for name, value in re.findall(wanted, text, re.MULTILINE)}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import pytest
 pytestmark = pytest.mark.hosts
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "skyrl" / "rollouts.py"
+ACCEPTED = "spec_decode_num_accepted_tokens_total"
 NEWEST = Path(os.environ.get("DAS_TEST_NEWEST", Path(sys.prefix) / "newest"))
 """SkyRL 0.4 asks for vLLM 0.30, of which it needs modules that this environment's does not have."""
 
@@ -28,6 +29,7 @@ def test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights(tmp_p
     off, on = json.loads((tmp_path / "result.json").read_text()).values()
     assert [step["tokens"] for step in off] == [step["tokens"] for step in on]
     assert off[0]["tokens"] != off[1]["tokens"]
-    history = [step["figures"]["das_history_tokens"] for step in on]
+    history, accepted = ([step["figures"][name] for step in on] for name in ("das_history_tokens", ACCEPTED))
     assert 0 == history[0] < history[1] < history[2]
+    assert accepted[1] < accepted[2]
     assert on[-1]["figures"]["das_history_hits"] == on[-1]["figures"]["das_health"] == 1.0

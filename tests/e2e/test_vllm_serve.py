@@ -33,6 +33,7 @@ def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_
     assert second["das_history_tokens"] >= written
     assert second["das_history_hits"] == 1.0
     assert second["das_health"] == 1.0
+    assert second[stub_trainer.ACCEPTED] > first[stub_trainer.ACCEPTED]
 
 
 def test_a_bad_request_is_answered_with_its_key_and_no_route_is_ours(tmp_path: Path) -> None:
