@@ -354,11 +354,13 @@ def test_what_is_written_ahead_ends_when_a_request_comes_and_when_the_rollout_en
         begun = worker.ahead("a3")
         await until(lambda: "a3" in running)
         on_the_way = worker.ahead("a4")  # it has not reached the engine when the request comes
-        real = asyncio.create_task(worker.ask("r2", Label(1, 2)))
+        label = Label(1, 2, ahead=np.array([7], dtype=np.int32).tobytes())
+        real = asyncio.create_task(worker.ask("r2", label))
         assert await begun == await on_the_way == ([7, 8], False)
         assert await worker.ahead("a5") == ([], False)  # a request goes on
         running["r2"].set()
         await real
+        assert worker.engine.params[-1].extra_args == label.extra_args()  # it drafts what it brings along
         last, late = worker.ahead("a6"), worker.ahead("a7")
         await until(lambda: "a6" in running)
         await worker.hooks.end_ahead()
