@@ -181,6 +181,7 @@ def test_metrics_are_filled(runs: Any) -> None:
         assert step["das/health"] == 1
         assert step["training/rollout_probs_diff_max"] < 1e-3  # the log-probabilities are the trainer's own
     assert runs.history[-1]["das/history_bytes"] > 0
+    assert len({step["das/token_hash"] for step in runs.history}) == len(runs.history)
 
 
 def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
