@@ -156,6 +156,17 @@ def _routing() -> dict[str, Iterable[Any]]:
     }
 
 
+def _varied() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of what changes the answer: a row for each thing that is varied."""
+    found = result("simulator_varied.json")["drawn"]
+    names = {"epochs": "epochs, one step each", "lag": "lag, steps"}
+    return {
+        "what": [names.get(what, what) for what in found],
+        "values": [", ".join(of) for of in found.values()],
+        "of off": [", ".join(f"{row['rollout_of_off']:.2f}" for row in of.values()) for of in found.values()],
+    }
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
     made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -174,6 +185,7 @@ TABLES = {
     "drafters": _drafters,
     "results": _results,
     "routing": _routing,
+    "varied": _varied,
 }
 
 
