@@ -67,7 +67,7 @@ int64_t sample_row(const float* logits, int64_t vocab, uint32_t state) {
       // h = 0 has 32 leading zeros; u >= 2^-33 then still holds, hence the 1. The rest allows for rounding.
       const int zeros = h[i] ? __builtin_clz(h[i]) : 32;
       const float bound = (zeros + 1) * 0.6931472f + 1e-4f + 1e-6f * std::abs(logit);
-      if (logit + bound < best) continue;
+      if (!(logit + bound >= best)) continue;  // NaN where top-k or top-p left the token out
       const float score = logit + gumbel(h[i]);
       if (score > best || (score == best && begin + i < winner)) best = score, winner = begin + i;
     }

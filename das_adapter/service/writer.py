@@ -8,7 +8,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
@@ -31,8 +32,8 @@ class Writer:
     writer that was killed is taken again, without the texts that are published. Any thread may call."""
 
     def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S, beside: int = 0):
-        """Take over the history that an earlier writer left in the directory, or begin one; `beside`: see `room`. Where
-        it is damaged, it begins anew, with a line in the log; what engines left stays. Raises as `HistoryStore`."""
+        """Take over the history that an earlier writer left in the directory, or begin one; `beside`: see `room`.
+        Raises as `HistoryStore`."""
         self.policy = HistoryPolicy(config)
         self.lock = threading.RLock()
         """Of texts on their way, from `read` to `keep`; held for a moment."""
@@ -50,10 +51,7 @@ class Writer:
         try:
             self.store = self._opened(directory)
         except IndexFileError as error:
-            check_owner(directory)
-            logger.error("das: history: %s; the history begins anew", error)
-            _remove_files(directory)
-            self.store = self._opened(directory)
+            self._begin_anew(directory, error)
         self._found = {path.name for path in self.waiting(BATCH, TEXTS)} if self.store.tokens else set()
         """Files that an earlier writer left: it may have published some of their texts."""
 
@@ -96,13 +94,14 @@ class Writer:
         """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget;
         return whether there is more."""
         until, more, crowded = time.monotonic() + seconds, True, len(self._kept) >= _MOST_FILES
-        if self._grown:
-            self._grown = False
-            left = room(self.directory, self._beside, size_of(self.directory))
-            self.policy.tidy(self.store, left)  # which merges as well: no problem is written twice
-        while more and time.monotonic() < until:
-            more = self.store.work(self.policy.window, every=crowded)
-            time.sleep(0.001)  # whoever waits for the store has its turn
+        with self._anew_where_damaged():
+            if self._grown:
+                self._grown = False
+                left = room(self.directory, self._beside, size_of(self.directory))
+                self.policy.tidy(self.store, left)  # which merges as well: no problem is written twice
+            while more and time.monotonic() < until:
+                more = self.store.work(self.policy.window, every=crowded)
+                time.sleep(0.001)  # whoever waits for the store has its turn
         if crowded and not self.store.staged:
             self.publish()
         return more
@@ -113,10 +112,11 @@ class Writer:
             if tokens <= 0 or not (self._kept or self.altered or self._trouble):
                 return 0
             staged = self.store.staged
-            self.store.seal(self.policy.window, tokens)
-            self.altered, self._trouble, self._grown = False, "", True
-            if not self.store.staged:
-                self._done([*self._kept])
+            with self._anew_where_damaged():
+                self.store.seal(self.policy.window, tokens)
+                self.altered, self._trouble, self._grown = False, "", True
+                if not self.store.staged:
+                    self._done([*self._kept])
             return staged - self.store.staged
 
     def restore(self) -> None:
@@ -144,6 +144,23 @@ class Writer:
         if self._trouble != repr(error):
             logger.error("das: history: %r; engines go on with what is published", error)
         self._trouble = repr(error)
+
+    @contextmanager
+    def _anew_where_damaged(self) -> Iterator[None]:
+        try:
+            yield
+        except IndexFileError as error:
+            with self.lock:
+                self.store.close()
+                self._begin_anew(self.directory, error)
+
+    def _begin_anew(self, directory: Path, error: IndexFileError) -> None:
+        """Begin a damaged history anew where it lies, with a line in the log; what engines left is read again."""
+        check_owner(directory)
+        logger.error("das: history: %s; the history begins anew", error)
+        _remove_files(directory)
+        self.store = self._opened(directory)
+        self._kept, self._found, self.altered = [], set(), True
 
     def _done(self, files: Sequence[str]) -> None:
         for file in files:

@@ -97,6 +97,25 @@ def test_a_damaged_history_begins_anew_where_it_lies_with_what_engines_left(
     assert caplog.text.count("; the history begins anew") == 1
 
 
+def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(tmp_path: Path, caplog: Any) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1)])
+    take(writer)
+    writer.work(60.0)
+    writer.store.close()  # the process ends
+    for file in writer.directory.glob("segments-*"):
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1  # in the body, which nobody reads before the problem comes again
+        file.write_bytes(content)
+    again = opened(tmp_path)
+    put_batch(again.directory, "engine", [written(1)._replace(version=1), written(2)])
+    take(again)
+    assert take(again) == 60
+    assert not again.waiting(BATCH)
+    assert caplog.text.count("; the history begins anew") == 1
+    again.store.close()
+
+
 def test_texts_that_come_twice_are_kept_once(tmp_path: Path) -> None:
     """As from a node that had no answer."""
     writer = opened(tmp_path)
