@@ -174,14 +174,6 @@ V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS)
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 """What is relied on where the policy copy drafts there; without it these engines run V1."""
 
-V2_RECURRENT = Host(
-    _WHEELS,
-    "0.32.0",
-    relied_on=_symbols("vllm.v1.worker.gpu.model_states.mamba_hybrid: MambaHybridModelState.initialize_kv_cache"),
-)
-"""Where a policy with recurrent state goes on from the right one after a step without drafts: what mended that has no
-name, and this method came with it."""
-
 HOSTS: dict[str, Host] = {
     "vllm": Host(
         _WHEELS,

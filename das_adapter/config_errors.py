@@ -60,8 +60,13 @@ def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
 
 
 def refuse_at_top(config: Any, block: str) -> None:
-    """Refuse a block at the top of a host's whole config, where no host reads it; `block`: the key where it does."""
-    if getattr(config, "das", None) is not None:
+    """Refuse a block at the top of a host's whole config, where no host reads it, but for one to which the right place
+    refers; `block`: the key of that place."""
+
+    def within(node: Any, key: str) -> Any:
+        return node.get(key) if isinstance(node, Mapping) else getattr(node, key, None)
+
+    if getattr(config, "das", None) not in (None, functools.reduce(within, block.split("."), config)):
         raise ConfigError(f"das: found a block at the top of the config, where it has no effect; write it to {block}")
 
 

@@ -101,6 +101,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     over = getattr(parallel, "prefill_context_parallel_size", 1)
     ranks, backend = parallel.tensor_parallel_size, parallel.distributed_executor_backend
+    recurrent = model.is_hybrid or model.is_attention_free
     vllms_own = config.neural and not config.uses_history and not config.controlled
     refused = {
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
@@ -112,27 +113,20 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         and not vllms_own,
         # Its sampler draws the tokens by the watermark's key; keyed noise would leave it out without a word.
         "watermark_config": config.keyed and getattr(vllm_config, "watermark_config", None) is not None,
+        # After a step without drafts it goes on from before the last accepted tokens: on V1, and in most of V2.
+        "a policy with recurrent state": recurrent and config.controlled,
     }
     if config.copies_policy:
         refused |= {
-            "a policy with recurrent state": model.is_hybrid,
             "LoRA adapters": vllm_config.lora_config is not None,
             "enable_eplb=True": parallel.enable_eplb,
         }
     if config.neural and config.controlled:
         refused |= {"a multimodal policy": model.is_multimodal_model}
-    if config.controlled and model.is_hybrid:
-        mode = vllm_config.compilation_config.cudagraph_mode
-        refused |= {
-            "a policy with recurrent state but on vLLM's V2 runner from "
-            f"{compat.V2_RECURRENT.oldest} on: a step without drafts goes on from before the last accepted tokens": (
-                not runs_v2(vllm_config) or bool(compat.missing(compat.V2_RECURRENT))
-            ),
-            "a policy with recurrent state and full CUDA graphs, which vLLM captures for one draft length; "
-            "enforce_eager=True does, and so does cudagraph_mode PIECEWISE": mode and mode.has_full_cudagraphs(),
-        }
     if config.controlled and config.by_model:
+        shards = getattr(parallel, "decode_context_parallel_size", 1)
         refused |= {
+            f"decode_context_parallel_size={shards} on vLLM's V1 runner": shards > 1 and not runs_v2(vllm_config),
             "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
             f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1
             and getattr(model, "is_moe", True),
@@ -148,7 +142,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             f"das.drafter={config.drafter!r}: found installed logits processors ({names}), which vLLM's V1 runner "
             "leaves out beside any drafter: other tokens would be written; allowed: das.drafter='none'"
         )
-    if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
+    if recurrent and vllm_config.device_config.device_type == "cpu":
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
             "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"

@@ -469,6 +469,13 @@ def test_a_block_at_the_top_of_a_hosts_config_is_refused_with_its_place(block_th
         checkpoint.begin(SimpleNamespace(policy={"generation": generation}, das={"drafter": "history"}), None)
 
 
+def test_a_block_at_the_top_to_which_the_right_place_refers_is_taken(any_host: None) -> None:
+    config = under_verl({})
+    config.das = {"drafter": "history"}
+    config.actor_rollout_ref.rollout.custom.das = "${das}"
+    assert verl.check(config) == parse({"drafter": "history"})
+
+
 def test_relative_directories_of_a_block_are_the_drivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, any_host: None
 ) -> None:

@@ -22,8 +22,8 @@ LOOP, LONGEST = [5, 6, 7], 400
 class Engine:
     """Requests that write a loop, and the drafter that looks for what follows."""
 
-    def __init__(self, **prompts: list[int] | torch.Tensor) -> None:
-        """`prompts`: token ids or embeddings."""
+    def __init__(self, step_tokens: int = 8192, **prompts: list[int] | torch.Tensor) -> None:
+        """`step_tokens`: that a step may have; `prompts`: token ids or embeddings."""
         block = {"drafter": "history", "speculate": "always", "budget": "unlimited"}
         model = SimpleNamespace(
             max_model_len=LONGEST, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None
@@ -33,6 +33,7 @@ class Engine:
                 additional_config={SETTINGS_KEY: block},
                 parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
                 speculative_config=SimpleNamespace(),
+                scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=step_tokens),
                 model_config=model,
                 compilation_config=SimpleNamespace(cudagraph_mode=None),
             )
@@ -50,6 +51,12 @@ class Engine:
             self.lengths[row] = len(prompt)
         self.drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=[*requests]))
         self._written = 0
+
+    def end_last(self) -> None:
+        """Take away the last request."""
+        req_ids = self.drafter.runner.input_batch.req_ids
+        del self.drafter.runner.requests[req_ids.pop()]
+        self.lengths, self.tokens = self.lengths[:-1], self.tokens[:-1]
 
     def step(self) -> list[list[int]]:
         """Have each request write a token, and return the drafts."""
@@ -69,6 +76,15 @@ def test_a_prompt_of_embeddings_is_drafted_for_as_any_other() -> None:
     assert engine.drafter.stats()["error"] is None
     assert drafts[6] == [(LOOP * 5)[1:13]] * 2  # as far as the next step may write, which adds a token of its own
     assert drafts[18] == [[], []]
+
+
+def test_drafts_leave_room_in_a_step_for_all_requests_and_for_prompts() -> None:
+    engine = Engine(step_tokens=36, **{str(i): [1, 2, 99, 99] for i in range(4)})
+    before = [engine.step() for _ in range(10)]
+    engine.end_last()
+    after = [engine.step() for _ in range(2)]
+    assert engine.drafter.stats()["error"] is None
+    assert [max(map(len, drafts)) for drafts in (before[-1], *after)] == [7, 5, 7]  # of 16 that there are
 
 
 def test_a_weight_sync_is_no_part_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:

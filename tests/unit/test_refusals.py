@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CUDAGraphMode
 
-from das_adapter import compat
 from das_adapter.config import parse
 from das_adapter.engine.runner import refuse
 from das_adapter.engine.settings import prepare_standalone
@@ -22,7 +20,7 @@ TORCHRUN = {"tensor_parallel_size": 2, "distributed_executor_backend": "external
 
 def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: Any) -> Any:
     """vLLM's config, as far as it is looked at."""
-    traits = dict.fromkeys(("is_hybrid", "is_multimodal_model", "uses_mrope", "is_moe"), False)
+    traits = dict.fromkeys(("is_hybrid", "is_attention_free", "is_multimodal_model", "uses_mrope", "is_moe"), False)
     sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False}
     sizes |= {"distributed_executor_backend": "mp", **parallel}
     return SimpleNamespace(
@@ -30,7 +28,6 @@ def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda",
         parallel_config=SimpleNamespace(**sizes),
         lora_config=object() if adapters else None,
         device_config=SimpleNamespace(device_type=device),
-        compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
 
 
@@ -53,6 +50,8 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
         ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
         ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
         ({"drafter": "self"}, {"is_moe": True}, {"enable_eplb": True}, "enable_eplb=True"),
+        ({"drafter": "self"}, {}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
+        ({"drafter": "mtp"}, {}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
         ({"drafter": "self"}, {}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"drafter": "history"}, {}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.speculate=always does"),
@@ -98,29 +97,20 @@ def test_what_it_can_do_is_allowed() -> None:
     refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
 
 
-def test_a_recurrent_policy_is_refused_where_a_step_without_drafts_loses_its_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("trait", ["is_hybrid", "is_attention_free"])
+def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) -> None:
     drafts, always = parse({}), parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
     assert drafts is not None and always is not None
-    v1, v2 = engine({"is_hybrid": True}), engine({"is_hybrid": True})
-    v2.use_v2_model_runner = True
-    monkeypatch.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_RECURRENT else [])
-    for older in (v1, v2):
-        with pytest.raises(ConfigError, match=r"drafter='history' does not .* recurrent state .* from 0\.32\.0 on"):
-            refuse(drafts, older)
-        refuse(always, older)  # every step has drafts
-    monkeypatch.setattr(compat, "missing", lambda host: [])
-    with pytest.raises(ConfigError, match="recurrent state"):
-        refuse(drafts, v1)
-    refuse(drafts, v2)
-    v2.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    with pytest.raises(ConfigError, match=r"full CUDA graphs.*enforce_eager=True does"):
-        refuse(drafts, v2)
-    v2.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    refuse(drafts, v2)
+    for v2 in (False, True):
+        policy = engine({trait: True})
+        policy.use_v2_model_runner = v2
+        with pytest.raises(
+            ConfigError, match=r"das\.drafter='history' does not work with a policy with recurrent state"
+        ):
+            refuse(drafts, policy)
+        refuse(always, policy)
     with pytest.raises(ConfigError, match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU"):
-        refuse(always, engine({"is_hybrid": True}, device="cpu"))
+        refuse(always, engine({trait: True}, device="cpu"))
 
 
 @pytest.mark.parametrize(("rust", "parent", "refused"), [("1", True, True), ("1", False, False), ("0", True, False)])

@@ -54,6 +54,8 @@ class Proposer:
         self.model_tokens = NOBODY
         """Tokens that the model shall draft for each request of the batch, int64 [batch]."""
         self._max_model_len = vllm_config.model_config.max_model_len
+        scheduler = vllm_config.scheduler_config
+        self._step_tokens = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
         self._ends, self._lengths, self._by_model = np.zeros((3, 1), dtype=np.int64)
         """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens; tokens of its last
         draft, if that was to be the model's."""
@@ -249,7 +251,11 @@ class Proposer:
         if followed is None and drafts is not None:
             drafts = drafts[rows]
         by_model = np.minimum(drafts, self._by_model[slots]) if self.model_source and drafts is not None else None
-        # The next step writes the draft and one token more: neither may pass the request's end.
+        # The next step writes the draft and one token more: neither may pass the request's end, or take what the other
+        # requests and prompts need of a step, to which vLLM comes later. More prompts come where the batch has changed.
+        kept = self._step_tokens // (2 if followed is None else 16)
+        if (fits := (self._step_tokens - kept) // max(everyone, 1) - 1) < self.config.num_draft_tokens:
+            room = np.minimum(room, max(0, fits))
         return Decoded(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
