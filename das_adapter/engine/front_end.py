@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,8 @@ SHARDED = "_das_sharded"
 """Attribute of vLLM's speculative config: whether each rank draws for a part of the batch."""
 LABELS = "_das_labels"
 """Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
+_gauges: dict[str, Any] = {}
+"""This process's Prometheus gauges, by the figure's key."""
 
 
 @patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", since="0.24")
@@ -188,7 +191,8 @@ def log_figures(stock: Any) -> Any:
     Remove this patch when vLLM lets plug-ins add figures to its loggers."""
 
     async def do_log_stats(self: Any) -> None:
-        if self.log_stats and alone(self.vllm_config):
+        first = self.vllm_config.parallel_config._api_process_rank <= 0  # reading empties the engines' counters
+        if self.log_stats and first and alone(self.vllm_config):
             try:
                 publish(self, await call_workers(self, "stats", {}))
             except Exception as error:
@@ -219,22 +223,26 @@ def log_figures_offline(stock: Any) -> Any:
 def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     """Log the figures of an engine without a host (vLLM's `AsyncLLM` or `LLMEngine`) since the last time, and set its
     Prometheus gauges; `answers`: to `stats`, of each data-parallel engine's ranks."""
-    from prometheus_client import Gauge
-
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
     found = figures(parts, vars(engine).setdefault("_das_told", set()))
     if not sum(part["request_forwards"] for part in parts):
         return
-    known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
     for key, value in found.items():
-        name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
-        if name not in known:
-            what = f"{key} of das-adapter, since it was last logged"
-            gauge = Gauge(name, what, ["model_name"], multiprocess_mode="mostrecent")
-            known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
-        known[name].set(value)
+        _gauge(key).labels(engine.vllm_config.model_config.served_model_name or "").set(value)
     names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
     logger.info(
         "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
         *(found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
     )
+
+
+def _gauge(key: str) -> Any:
+    """Return this process's Prometheus gauge of a figure, registered: a new engine has vLLM's names removed."""
+    from prometheus_client import REGISTRY, Gauge
+
+    if key not in _gauges:
+        name, what = key.removeprefix("das/").replace("/", "_"), f"{key} of das-adapter, since it was last logged"
+        _gauges[key] = Gauge(f"vllm:das_{name}", what, ["model_name"], registry=None, multiprocess_mode="mostrecent")
+    with suppress(ValueError):  # it is there
+        REGISTRY.register(_gauges[key])
+    return _gauges[key]

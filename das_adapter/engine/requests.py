@@ -107,7 +107,8 @@ def _source(vllm_config: Any) -> str:
     parallel = vllm_config.parallel_config
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     ranks = parallel.data_parallel_rank, parallel._api_process_rank
-    return repr((socket.gethostname(), devices, vllm_config.model_config.seed, *ranks))
+    bundles = os.environ.get("VLLM_RAY_BUNDLE_INDICES")  # of SkyRL's servers, which see the same devices
+    return repr((socket.gethostname(), devices, vllm_config.model_config.seed, *ranks, *filter(None, [bundles])))
 
 
 def label_of(request: Any) -> Label:

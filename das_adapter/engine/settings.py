@@ -97,8 +97,11 @@ def draft_less(args: Any, config: DasConfig) -> DasConfig:
 
 
 def history_name(vllm_config: Any) -> str:
-    """Return the name of the directory of an engine's history: that of its data-parallel siblings too."""
-    return f"das-history-{_run(vllm_config)}-{os.geteuid()}"
+    """Return the name of the directory of an engine's history: that of its data-parallel siblings too. Where all
+    problems share one history, it is another: its writer would look for texts under other keys."""
+    config = settings(vllm_config)
+    kind = "-global" if config is not None and config.history.scope == "global" else ""
+    return f"das-history-{_run(vllm_config)}-{os.geteuid()}{kind}"
 
 
 def _run(vllm_config: Any) -> str:

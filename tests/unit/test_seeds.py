@@ -246,6 +246,17 @@ def test_servers_and_ranks_that_count_the_same_prompt_draw_apart() -> None:
     assert drawn(front_end(), 5) == drawn(front_end(), 5)
 
 
+def test_servers_that_see_the_same_devices_draw_apart_where_ray_gives_them_bundles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = []
+    for bundles in ("0,1", "2,3"):
+        monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", bundles)
+        servers.append(front_end())
+    first, second = (drawn(server, 20) for server in servers)
+    assert not {*first} & {*second}
+
+
 def test_threads_of_a_front_end_that_begin_together_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them finds that nobody counts, as with vLLM's `renderer_num_workers`; then they go on one by one."""
     together, turn = threading.Barrier(3), threading.Lock()

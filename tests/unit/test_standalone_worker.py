@@ -17,8 +17,10 @@ from vllm import SamplingParams
 from das_adapter.config import parse
 from das_adapter.engine import alone
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.settings import history_name
 from das_adapter.engine.v1.worker import HostWorkerState
 from das_adapter.engine.worker import WorkerState
+from das_adapter.protocol.engine_args import RUN_KEY, SETTINGS_KEY
 from das_adapter.protocol.messages import Refresh, Refreshed
 
 
@@ -114,3 +116,11 @@ def test_a_sync_that_fails_is_made_up_for_by_the_next() -> None:
         state.begin_standalone(step)
         assert (state.counters.error, state.standalone is not None) == (error, True)
     assert state.refreshed == 2
+
+
+def test_a_history_that_all_problems_share_lies_apart() -> None:
+    names = {}
+    for scope in ("problem", "trusted", "global"):
+        block = {"history": {"scope": scope}}
+        names[scope] = history_name(SimpleNamespace(additional_config={RUN_KEY: "run", SETTINGS_KEY: block}))
+    assert names["problem"] == names["trusted"] != names["global"]
