@@ -174,6 +174,11 @@ V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS)
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 """What is relied on where the policy copy drafts there; without it these engines run V1."""
 
+ENDS_AT_STOP_STRINGS = Host(
+    _WHEELS, "0.32.0", relied_on=_symbols("vllm.v1.engine.output_processor: OutputProcessor._trim_surplus_tokens")
+)
+"""Where a response ends with a stop string, whatever tokens its last step brought behind it."""
+
 HOSTS: dict[str, Host] = {
     "vllm": Host(
         _WHEELS,

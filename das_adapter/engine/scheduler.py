@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from das_adapter import compat
 from das_adapter.engine.settings import alone, runs_v2, settings
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens, draft_lengths
 
+ONE_BY_ONE = "_das_one_by_one"
+"""Attribute of vLLM's scheduler: whether the front end is told tokens one by one where it looks for stop strings."""
+_WITH_THE_FIRST = ("new_prompt_logprobs_tensors", "events", "prefill_stats")
+_WITH_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params")
+"""Fields of vLLM's `EngineCoreOutput` beside its tokens."""
 _WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update")
 """Names under which trainers' worker extensions take new weights."""
 
@@ -47,10 +55,33 @@ def reserve_draft_slots(stock: Any) -> Any:
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
-        if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
-            self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
+        if config is not None and config.drafter != "none":
+            setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
+            if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
+                self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
 
     return init
+
+
+def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
+    """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of one token, if it has stop strings,
+    or is not among the unfinished `requests` any more: the front end ends it with the token that completes one."""
+    count, request = len(output.new_token_ids), requests.get(output.request_id)
+    if count < 2 or (request is not None and not request.sampling_params.stop):
+        return [output]
+    parts = []
+    for i in range(count):
+        part: dict[str, Any] = {"new_token_ids": output.new_token_ids[i : i + 1]}
+        for rows in ("new_logprobs", "new_sampling_mask"):
+            if getattr(output, rows, None) is not None:
+                part[rows] = getattr(output, rows).slice_request(i, 1)
+        if (experts := getattr(output, "routed_experts", None)) is not None:
+            end = len(experts) - count + i + 1
+            part["routed_experts"] = experts[end - 1 if i else 0 : end]
+        others = _WITH_THE_FIRST * (i > 0) + _WITH_THE_LAST * (i < count - 1)
+        part |= {name: None for name in others if hasattr(output, name)}
+        parts.append(msgspec.structs.replace(output, **part))
+    return parts
 
 
 @patch(
@@ -58,16 +89,21 @@ def reserve_draft_slots(stock: Any) -> Any:
     since="0.24",
     needs="scheduler_output, model_runner_output",
 )
-def hear_draft_length(stock: Any) -> Any:
-    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen.
-    Remove this patch when vLLM lets a worker choose the draft length."""
+def follow_steps(stock: Any) -> Any:
+    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen,
+    and, before vLLM 0.32, a response keeps the tokens that its last draft brought behind a stop string. Remove this
+    patch when vLLM lets a worker choose the draft length, and 0.32 is the oldest supported."""
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
         if chosen is not None and isinstance(lookup, DraftLength):
             lookup.chosen = chosen
-        return stock(self, scheduler_output, model_runner_output)
+        answers = stock(self, scheduler_output, model_runner_output)
+        if getattr(self, ONE_BY_ONE, False):
+            for answer in answers.values():
+                answer.outputs = [part for output in answer.outputs for part in one_by_one(output, self.requests)]
+        return answers
 
     return update_from_output
 

@@ -109,7 +109,8 @@ def install() -> None:
 
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY
     for stock, ours in WORKERS.items():
-        registry[ours] = _built_environment(stock) or registry[stock]
+        built = _built_environment(stock) if registry[stock].startswith("uv") else None  # else the user has chosen
+        registry[ours] = built or registry[stock]
     for hook in HOOKS:
         hook.when_imported()
 

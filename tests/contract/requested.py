@@ -35,6 +35,7 @@ EVERY_PARAMETER = [
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     {"temperature": 1.2, "allowed_token_ids": list(range(1, 60)), "top_k": 30, "top_p": 0.95},
     {"temperature": 1.0, "bad_words": ["22", "####"]},
+    {"temperature": 1.0, "stop": ["7"]},
 ]
 EVERY_ON_V2 = [
     *EVERY_PARAMETER,

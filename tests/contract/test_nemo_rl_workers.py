@@ -112,6 +112,7 @@ def test_our_workers_run_in_the_environment_of_the_stock_ones(tmp_path: Path, mo
         monkeypatch.delitem(environments.ACTOR_ENVIRONMENT_REGISTRY, ours, raising=False)
         install.install()
         assert environments.get_actor_python_env(ours) == environments.get_actor_python_env(stock)
+        monkeypatch.setitem(environments.ACTOR_ENVIRONMENT_REGISTRY, stock, "uv run --locked")
         for folder, variable in (("checkout/venvs", None), ("mine", "mine")):
             python = tmp_path / folder / stock / "bin/python"
             python.parent.mkdir(parents=True)
@@ -120,6 +121,9 @@ def test_our_workers_run_in_the_environment_of_the_stock_ones(tmp_path: Path, mo
                 monkeypatch.setenv("NEMO_RL_VENV_DIR", variable)
             install.install()
             assert environments.get_actor_python_env(ours) == str(python)
+        monkeypatch.setitem(environments.ACTOR_ENVIRONMENT_REGISTRY, stock, sys.executable)
+        install.install()  # as under NEMO_RL_PY_EXECUTABLES_SYSTEM
+        assert environments.get_actor_python_env(ours) == sys.executable
         monkeypatch.delenv("NEMO_RL_VENV_DIR")
 
 
