@@ -1,4 +1,5 @@
-"""What das-adapter changes in vLLM's engine core: slots for drafts, and the draft length that a worker chooses."""
+"""What das-adapter changes in vLLM's engine core: slots for drafts, the draft length that a worker chooses, tokens
+behind stop strings, and weight updates that nobody tells of."""
 
 from __future__ import annotations
 

@@ -35,8 +35,9 @@ EVERY_PARAMETER = [
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     {"temperature": 1.2, "allowed_token_ids": list(range(1, 60)), "top_k": 30, "top_p": 0.95},
     {"temperature": 1.0, "bad_words": ["22", "####"]},
-    {"temperature": 1.0, "stop": ["7"]},
 ]
+STOP_STRINGS = [{"temperature": 1.0, "stop": ["7"]}]
+"""With what a response ends before the engine hears of it: it counts tokens that nobody gets."""
 EVERY_ON_V2 = [
     *EVERY_PARAMETER,
     {"temperature": 1.0, "min_p": 0.05},

@@ -153,7 +153,7 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
     for override, words in (
         ("policy.generation.backend=sglang", "policy.generation.backend='sglang' beside it, allowed: 'vllm'"),
         ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
-        ("+das.drafter=history", "where it has no effect; write it to policy.generation.das"),
+        ("+das.drafter=self", "where it has no effect; write it to policy.generation.das"),
         ("no.such.key=1", "no.such.key"),
     ):
         done = CliRunner().invoke(main, ["config", str(recipe), override])
