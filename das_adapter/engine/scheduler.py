@@ -67,8 +67,8 @@ def reserve_draft_slots(stock: Any) -> Any:
 def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
     """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of one token, if it has stop strings,
     or is not among the unfinished `requests` any more: the front end ends it with the token that completes one."""
-    count, request = len(output.new_token_ids), requests.get(output.request_id)
-    if count < 2 or (request is not None and not request.sampling_params.stop):
+    count = len(output.new_token_ids)
+    if count < 2 or ((request := requests.get(output.request_id)) is not None and not request.sampling_params.stop):
         return [output]
     parts = []
     for i in range(count):
