@@ -41,8 +41,8 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     """Compare two runs: tokens, rewards, rollout time, acceptance.
 
     RUN_A and RUN_B: what the trainer's logger wrote: veRL's file logger (.jsonl), TensorBoard's event files or a
-    directory with them, or a Weights & Biases export (.csv, .json, .jsonl). Exit code 1 if tokens differ in a step, 3
-    if they can't be compared, because a run does not log das/token_hash.
+    directory with them, or a Weights & Biases export of one run (.csv, .json, .jsonl). Exit code 1 if tokens differ in
+    a step, 2 after an error, 3 if they can't be compared, because a run does not log das/token_hash.
     """
     from das_adapter.tools import compare as runs
     from das_adapter.tools import run_logs

@@ -79,11 +79,17 @@ def _records(lines: Sequence[str]) -> Iterator[Any]:
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row: those under `data`, where veRL's file logger put them, with the `prefix` of
-    NeMo-RL's; else those of its columns, without what Weights & Biases adds to their names."""
+    NeMo-RL's; else those of its columns, without what Weights & Biases adds to their names: the run, where the columns
+    are of one alone."""
     prefix = f"{row['prefix']}/" if row.get("prefix") else ""
-    found = {}
+    found: dict[str, float] = {}
+    runs: dict[str, str] = {}
     for name, value in row.get("data", row).items():
+        run, _, figure = f"{prefix}{name}".rpartition(" - ")
+        if run and (other := runs.setdefault(figure, run)) != run:
+            runs_found = f"found {figure!r} of the runs {other!r} and {run!r}"
+            raise ValueError(f"{runs_found}, expected one run: export each into a file of its own")
         with contextlib.suppress(TypeError, ValueError):  # text, a histogram or an empty cell
             if not str(name).endswith(("__MIN", "__MAX")) and name not in _STEP and not math.isnan(float(value)):
-                found[f"{prefix}{name}".rpartition(" - ")[2].removeprefix("train/")] = float(value)
+                found[figure.removeprefix("train/")] = float(value)
     return found

@@ -208,4 +208,22 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
         done = CliRunner().invoke(main, ["compare", str(good), str(path)])
-        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+        assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_a_table_of_two_runs_is_refused(suffix: str, tmp_path: Path) -> None:
+    path = (tmp_path / "chart").with_suffix(suffix)
+    hashes = zip(HASHES, reversed(HASHES), strict=True)
+    names = ("off - das/token_hash", "das - 2nd - das/token_hash")
+    rows = [{"Step": step, **dict(zip(names, pair, strict=True))} for step, pair in enumerate(hashes)]
+    path.write_text(json.dumps(rows))
+    if suffix == ".csv":
+        with path.open("w") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    done = CliRunner().invoke(main, ["compare", str(path), str(path)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 2 and "found 'das/token_hash' of the runs 'off' and 'das - 2nd'" in said, done.output
+    assert "export each into a file of its own" in said
