@@ -65,18 +65,28 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
             "VLLM_USE_RUST_FRONTEND: found '1', allowed beside a das: block: '0', because vLLM's Rust front end gives "
             "requests neither labels nor seeds"
         )
-    if config.history.run_ahead != "off":
-        raise ConfigError(
-            f"das.history.run_ahead: found {config.history.run_ahead!r}, allowed: 'off', because this engine has no "
-            "host that shows its next batch"
-        )
-    if config.shares_history and config.history.load:
-        raise ConfigError(
-            f"das.history.load: found {config.history.load!r}, allowed: null, because this engine "
-            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
-        )
+    if refused := without_host(config):
+        raise ConfigError(refused)
     if run := os.environ.get(RUN_VARIABLE):
         args.additional_config = {**args.additional_config, RUN_KEY: run}
+
+
+def without_host(config: DasConfig) -> str | None:
+    """Say why an engine without a host refuses a block; None: it takes it."""
+    history = config.history
+    if not config.shares_history:
+        return None
+    if history.run_ahead != "off":
+        return (
+            f"das.history.run_ahead: found {history.run_ahead!r}, allowed: 'off', because this engine has no "
+            "host that shows its next batch"
+        )
+    if history.load:
+        return (
+            f"das.history.load: found {history.load!r}, allowed: null, because this engine "
+            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
+        )
+    return None
 
 
 def draft_less(args: Any, config: DasConfig) -> DasConfig:

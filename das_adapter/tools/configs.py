@@ -11,6 +11,7 @@ from das_adapter import compat, config
 from das_adapter.config import DasConfig
 from das_adapter.config_errors import lacking
 from das_adapter.engine.runner import runner_for
+from das_adapter.engine.settings import without_host
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import draft_lengths, engine_args
 
@@ -108,6 +109,8 @@ def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, A
         found["history"] = f"written by one {writer} on each node, in its shared memory; {saved}"
     by = {VERL: "das-adapter's load balancer", NEMO_RL: "das-adapter's generation class", None: "nobody: no host"}
     found["routing"] = f"{das.routing}, by {by[host]}" if das.routing != "host" or not host else f"{host}'s own"
+    if host is None and (refused := without_host(das)):
+        found["without a host"] = f"refused: {refused}"
     return found
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from das_adapter import compat
 from das_adapter.cli import main
 from das_adapter.config import NEEDS, DasConfig, parse
+from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
 from das_adapter.tools import configs
 
@@ -72,6 +74,22 @@ def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(tmp_path: Pat
         path.write_text(text)
         done = CliRunner().invoke(main, ["config", str(path)])
         assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize("key", ["run_ahead", "load"])
+def test_what_only_a_host_can_do_is_shown_for_a_block_alone(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "das.yaml"
+    value = {"run_ahead": "auto", "load": str(tmp_path)}[key]
+    path.write_text(yaml.safe_dump({"history": {key: value}}))
+    said = shown(path)["runs"]["without a host"]
+    assert said.startswith(f"refused: das.history.{key}: found {value!r}, allowed: ")
+    das = parse({"history": {key: value}})
+    assert das is not None and "without a host" not in configs.placement(das, "veRL", {})
+    with pytest.raises(ConfigError) as refused:
+        prepare_standalone(SimpleNamespace(additional_config={}, speculative_config=None), das)
+    assert said == f"refused: {refused.value}"
+    path.write_text("history: {load: false}\n")
+    assert "without a host" not in shown(path)["runs"]
 
 
 def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(ne
 
 def test_a_speculative_config_is_refused_beside_a_drafter_without_a_host() -> None:
     engine = SimpleNamespace(speculative_config={"method": "ngram"}, additional_config={})
-    off, history = parse({"drafter": "none", "verify": {"noise": "keyed"}}), parse({})
+    block = {"drafter": "none", "verify": {"noise": "keyed"}, "history": {"run_ahead": "auto"}}
+    off, history = parse(block), parse({})
     assert off is not None and history is not None
     prepare_standalone(engine, off)
     with pytest.raises(ConfigError, match=r"das\.drafter='history' and speculative_config both choose a drafter"):
