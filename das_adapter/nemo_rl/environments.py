@@ -59,9 +59,14 @@ def install(name: str, python: Path, source: str | None) -> str:
 
 
 def _own_source() -> str:
-    """Return where the das-adapter that runs here was installed from: a wheel or checkout (PEP 610), or a registry."""
+    """Return where the das-adapter that runs here was installed from: a wheel, a checkout or a repository's commit (PEP
+    610), or a registry."""
     own = importlib.metadata.distribution("das-adapter")
-    url = json.loads(own.read_text("direct_url.json") or "{}").get("url", "")
+    origin = json.loads(own.read_text("direct_url.json") or "{}")
+    url = origin.get("url", "")
+    if vcs := origin.get("vcs_info"):
+        below = f"#subdirectory={origin['subdirectory']}" if "subdirectory" in origin else ""
+        return f"{vcs['vcs']}+{url}@{vcs['commit_id']}{below}"
     return urllib.parse.unquote(url.removeprefix("file://")) or f"das-adapter=={own.version}"
 
 

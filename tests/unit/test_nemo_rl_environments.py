@@ -84,6 +84,28 @@ def test_every_environment_that_needs_it_gets_it(venvs: Path, tmp_path: Path) ->
     assert installed(venvs, WORKER) == "9.7"
 
 
+@pytest.mark.parametrize("below", [None, "python"])
+def test_after_an_installation_from_git_the_same_commit_is_installed(
+    below: str | None, venvs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, commit = "ssh://git@example.org/das%20adapter.git", "0123456789abcdef0123456789abcdef01234567"
+    vcs = {"vcs": "git", "requested_revision": "main", "commit_id": commit}
+    info = tmp_path / "own" / "das_adapter-9.8.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: das-adapter\nVersion: 9.8\n")
+    (info / "direct_url.json").write_text(
+        json.dumps({"url": url, "vcs_info": vcs, **({"subdirectory": below} if below else {})})
+    )
+    monkeypatch.syspath_prepend(info.parent)
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text('#!/bin/sh\necho "asked for $*" >&2\nexit 2\n')
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join((str(uv.parent), os.environ["PATH"])))
+    said = call(venvs).output.split()
+    assert said[-1] == f"git+{url}@{commit}" + (f"#subdirectory={below}" if below else "")
+
+
 def test_what_does_not_run_there_has_failed(venvs: Path, tmp_path: Path) -> None:
     done = call(venvs, "--from", wheel(tmp_path, "9.8", native="raise ImportError('built for another Python')\n"))
     assert done.exit_code == 1 and f"{COLLECTOR}: ImportError: built for another Python" in done.output
