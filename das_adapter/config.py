@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -38,9 +39,7 @@ def _read_speculate(when: Any) -> Any:
 
 
 def _read_size(size: Any) -> Any:
-    if (type(size) is int and size > 0) or (
-        isinstance(size, str) and re.fullmatch(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", size, re.I)
-    ):
+    if isinstance(size, int | str) and re.fullmatch(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", str(size), re.I):
         return size
     raise ValueError("allowed: a number of bytes, 65536 or more, or a size such as 512MiB")
 
@@ -294,15 +293,17 @@ def read(source: str) -> Any:
 
 
 def read_mapping(source: str) -> Mapping[str, Any]:
-    """Read JSON, or a YAML file whose path is given. ConfigError: as of `read`."""
+    """Read JSON, or a YAML file (which may hold JSON) whose path is given. ConfigError: as of `read`."""
     import yaml
 
-    inline = source.lstrip().startswith("{")
     try:
-        found = yaml.safe_load(source if inline else Path(source).expanduser().read_text())
+        text = source if source.lstrip().startswith("{") else Path(source).expanduser().read_text()
+        try:  # YAML knows no tabs between JSON's values
+            found = json.loads(text)
+        except ValueError:
+            found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        allowed = "allowed: a das: block as JSON, or the path of a YAML file"
-        raise ConfigError(f"found {source!r}, {allowed}: {error}") from None
+        raise ConfigError(f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path: {error}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(f"{source}: found {found!r}, expected a das: block, such as `drafter: history`")
     return found

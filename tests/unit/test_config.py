@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from das_adapter import compat
-from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
+from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse, read
 from das_adapter.config_errors import IN_EVERY_STEP, SUCCESSORS
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import checkpoint
@@ -137,6 +137,15 @@ def test_a_key_that_is_off_may_be_written_so_in_yaml() -> None:
     """YAML and Hydra's command line read `off` as a truth value."""
     for off in ("off", "'off'"):
         assert parsed(yaml.safe_load(f"history: {{run_ahead: {off}}}")).history.run_ahead == "off"
+
+
+def test_json_is_read_as_json(tmp_path: Path) -> None:
+    given = {"draft": {"options": {"threshold": 1e-05}}}
+    text = json.dumps(given, indent="\t")
+    path = tmp_path / "das.json"
+    path.write_text(text)
+    assert read(text) == read(str(path)) == given, "tabs between values, and numbers that are text in YAML"
+    assert read("{drafter: self}") == {"drafter": "self"}, "YAML's short form is read as before"
 
 
 def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
