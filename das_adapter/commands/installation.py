@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,14 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     place, block = (verl.ROLLOUT, verl.BLOCK) if host == VERL else (nemo_rl.GENERATION, nemo_rl.BLOCK)
     refuse_at_top(content, block)
     node = OmegaConf.select(content, place)
-    if node is None:
-        raise ConfigError(f"{place}: found nothing there, expected the config of {host}'s rollouts")
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{place}: found {node!r}, expected the config of {host}'s rollouts")
+    arguments = "engine_kwargs.vllm" if host == VERL else "vllm_kwargs"
+    given = OmegaConf.select(content, f"{place}.{arguments}") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{place}.{arguments}: found {given!r}, expected a mapping")
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
-    given = OmegaConf.select(node, "engine_kwargs.vllm") if host == VERL else node.get("vllm_kwargs")
-    return das, {"data_parallel_size": node.get("data_parallel_size"), **(given or {})}
+    return das, {"data_parallel_size": node.get("data_parallel_size"), **given}
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

@@ -123,6 +123,8 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> N
     for override, words in (
         ("actor_rollout_ref.rollout.name=sglang", "allowed: 'vllm'"),
         ("no.such.key=1", "no.such.key"),
+        ("actor_rollout_ref.rollout=3", "actor_rollout_ref.rollout: found 3, expected the config of veRL's rollouts"),
+        ("++actor_rollout_ref.rollout.engine_kwargs.vllm=3", "engine_kwargs.vllm: found 3, expected a mapping"),
     ):
         done = CliRunner().invoke(main, ["config", str(VERL), override])
         assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
@@ -173,6 +175,7 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
         ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
         ("+das.drafter=self", "where it has no effect; write it to policy.generation.das"),
         ("no.such.key=1", "no.such.key"),
+        ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: found 3, expected a mapping"),
     ):
         done = CliRunner().invoke(main, ["config", str(recipe), override])
         assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
