@@ -46,7 +46,6 @@ COMMANDS = {
     "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
     "published.json": "benchmarks/published.py --out OUT",
-    "quantised_kernels.json": "benchmarks/quantised_kernels.py --repeats 4 --out OUT",
     "run_ahead.json": "benchmarks/run_ahead.py --steps 60 --visits 2 --batch 4 --arm history --arm ahead --out OUT"
     f" actor_rollout_ref.model.path={POLICY} actor_rollout_ref.actor.optim.lr=2.0e-5",
     "scale.json": "benchmarks/scale.py --syncs 8 --known 100000 --out OUT",

@@ -21,7 +21,6 @@ MEASURES = {
     "noise_acceptance.py": ["das_adapter/engine/quantised.py", "csrc/quantised_linear.cpp"],
     "pipelines.py": [*RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],
-    "quantised_kernels.py": ["csrc"],
     "run_ahead.py": [*RUN, "das_adapter/verl"],
     "scale.py": ["das_adapter/core", "das_adapter/service", "csrc"],
     "scale_nodes.py": ["das_adapter/core", "das_adapter/service", "csrc"],

@@ -51,8 +51,8 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
 
 
 class _CpuWeight:
-    """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own kernels: faster than PyTorch's and
-    oneDNN's for the few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
+    """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own kernels, which are made for the few
+    tokens of a decode step."""
 
     def __init__(self, weight: torch.Tensor, bits: int = 8):
         if weight.dtype not in (torch.float32, torch.bfloat16):
