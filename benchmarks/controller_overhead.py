@@ -1,20 +1,16 @@
-"""Measure the processor time of all controller work in one decode step, of V1's proposer, and of V2's choice of draft
-lengths, by batch size.
+"""Measure the processor time of V1's proposer in one decode step, and of V2's choice of draft lengths, with that of the
+controller, by batch size.
 
-    python benchmarks/controller_overhead.py [--steps 3000] [--out FILE.json]
-
-A warm controller decides on drafts of 0 to 16 tokens with falling chances, as the index returns them. The figures
-include everything that a drafter calls in a step: `plan` and `timed`.
+    python benchmarks/controller_overhead.py [--out FILE.json]
 
 The proposer drafts for requests whose texts agree with their siblings' and their history in nine tokens of ten. A step
 waits for what it does before a forward pass, after it and when its drafts are taken, and for the search: that of more
 than four requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step of the 1.5B shape at a
-context of 2048 tokens, and of what vLLM took for that step (`gpu_gate_1.5b.json`). This, and what follows, is the
-quietest of three rounds.
+context of 2048 tokens, and of what vLLM took for that step (`gpu_gate_1.5b.json`).
 
 On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output` takes what a step brought and
 chooses, `settle` learns from it while the device works. Of both, `core` is what the controller takes, `hear` and `take`
-what the live texts take.
+what the live texts take. All figures are of the quietest of three rounds.
 """
 
 from __future__ import annotations
@@ -31,15 +27,10 @@ from typing import Any
 import numpy as np
 from commands import RESULTS
 
-from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.length import RESPONSE
 from das_adapter.core.roofline import Roofline
-from das_adapter.core.steps import Decoded, TimedStep
 
-TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 BATCHES = (1, 8, 64, 256)
 GROUP, CONTEXT, VOCABULARY, STEPS = 8, 2048, 151936, 300
 CORE = "search", "decide", "worth", "learn", "timed"
@@ -47,47 +38,6 @@ CHEAP = StepModel(base=0.008, token=8e-6)
 """Seconds of a step on V2, in which most drafts are worth verifying at each of the batch sizes."""
 SCHEDULER_US = 5.0
 """Of vLLM's scheduler for a request, after a step and before its drafts are taken: 1.36 ms for 256 on vLLM 0.27.1."""
-
-
-def measure(batch: int, steps: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    controller = Controller(DasConfig(), limit=16384)
-    known = [(p, int(n), 0) for p in range(batch) for n in rng.lognormal(7, 0.8, 8)]
-    controller.sync(np.array(known, RESPONSE))
-    slots = np.array([controller.open(i, 0, 16384) for i in range(batch)])
-    keep, seconds = np.zeros(batch, dtype=np.int64), []
-    lengths = rng.integers(0, 17, (64, batch))
-    chances = [np.concatenate([0.85 ** np.arange(1, n + 1) for n in row]).astype(np.float32) for row in lengths]
-    drafted, room = 0, np.full(batch, 1000)
-    for i in range(steps):
-        got, carried = 1 + rng.binomial(keep, 0.6), keep
-        total = batch + int(carried.sum())
-        took = TRUTH.step(total, batch, total > batch) * rng.uniform(0.97, 1.03)
-        asked = 0.0  # of that, what stands for the index
-
-        def history(limits: np.ndarray, floor: float, i: int = i) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal asked
-            start = time.thread_time()
-            cut = np.minimum(lengths[i % 64], limits)
-            at = np.repeat(np.concatenate([[0], np.cumsum(lengths[i % 64])])[:-1], cut)
-            offsets = np.concatenate([[0], np.cumsum(cut)])
-            stated = chances[i % 64][at + np.arange(offsets[-1]) - np.repeat(offsets[:-1], cut)]
-            asked = time.thread_time() - start
-            return stated, offsets
-
-        decoded = Decoded(slots, got, carried if total > batch else None, None, room)
-        begin = time.thread_time()
-        keep = controller.plan(decoded, history).history
-        controller.timed(TimedStep(slots, got, total, took))
-        seconds.append(time.thread_time() - begin - asked)
-        drafted += int(keep.any())
-    micros = np.array(seconds[steps // 10 :]) * 1e6
-    return {
-        "mean_us": float(micros.mean()),
-        "p50_us": float(np.median(micros)),
-        "p99_us": float(np.percentile(micros, 99)),
-        "drafted_share": drafted / steps,
-    }
 
 
 def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.ndarray]], roof: Roofline) -> Any:
@@ -250,23 +200,21 @@ def measured_ms(batch: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     from provenance import provenance, save
 
-    rows = {batch: measure(batch, args.steps) for batch in BATCHES}
     propose(1)  # imports what it needs
     gc.collect()
     gc.freeze()  # as vLLM does in a worker that has warmed up
     proposers, outputs = quietest(propose, "waited_p50_us"), quietest(chosen, "p50_us")
     for batch, row in proposers.items():
         row["share_of_measured"] = row["waited_p50_us"] / (1e3 * measured_ms(batch))
-    for name, found in {"controller": rows, "proposer": proposers, "output": outputs}.items():
+    for name, found in {"proposer": proposers, "output": outputs}.items():
         for batch, row in found.items():
             print(f"{name}, batch {batch:4}: " + ", ".join(f"{k} {v:.3g}" for k, v in row.items()))
     if args.out:
-        parts = {"controller_us_per_step": rows, "proposer_of_h100_step": proposers, "output_us_per_step": outputs}
+        parts = {"proposer_of_h100_step": proposers, "output_us_per_step": outputs}
         save(args.out, {"provenance": provenance(), **parts})
 
 
