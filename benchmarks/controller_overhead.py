@@ -53,6 +53,7 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
     vllm_config: Any = SimpleNamespace(
         additional_config={SETTINGS_KEY: {"drafter": "history"}},
         speculative_config=object(),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16384),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
         model_config=SimpleNamespace(**model, quantization="unknown"),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
