@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
-from index_drafters import ENGINES, Arctic, Engine, Ours
+from index_drafters import ENGINES, Arctic, Ours
 from index_workload import SETTINGS, Group, batches, groups
 from provenance import provenance, save
 
@@ -28,7 +28,9 @@ BATCHES = (1, 16, 64, 256)
 Log = Callable[[str], None]
 
 
-def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, at_once: int = 64) -> dict[str, float]:
+def accepted(
+    engine: Ours | Arctic, found: Sequence[Group], setting: str, budget: int, at_once: int = 64
+) -> dict[str, float]:
     """Write each group's target again, and count the draft tokens that are right.
 
     Args:
@@ -83,7 +85,7 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
     }
 
 
-def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: int = 100) -> dict[str, Any]:
+def cost(engine: Ours | Arctic, rollouts: Sequence[Rollout], budget: int = 8, steps: int = 100) -> dict[str, Any]:
     """Measure insert and seal speed, memory, and the time of a decode step by batch: each request writes three tokens a
     step, which are inserted, and gets a draft.
 

@@ -6,7 +6,7 @@ import importlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,39 +15,20 @@ from das_adapter.core.index.values import Int32
 from das_adapter.errors import DasError
 
 
-class Engine(Protocol):
-    """The interface that the benchmark needs of a drafter."""
-
-    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
-        """Add finished (version, response) pairs of one problem to the history."""
-
-    def seal(self) -> None:
-        """Draft from what was learned, from now on."""
-
-    def open(self, problem: int, prompt: Int32) -> int: ...
-
-    def extend(self, handles: list[int], texts: list[Int32]) -> None: ...
-
-    def draft(self, handles: list[int], budget: int) -> list[Int32]: ...
-
-    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
-        """Prepare a decode step to be timed: insert and draft, with its arguments in the form the drafter needs."""
-
-    def close(self, handles: list[int]) -> None: ...
-
-
 class Ours:
-    """das-adapter's `SuffixIndex`."""
+    """das-adapter's `SuffixIndex`. Its methods are the interface that the benchmarks need of a drafter."""
 
     def __init__(self, min_chance: float = 0.0) -> None:
         self.index = SuffixIndex()
         self._min_chance = min_chance
 
     def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
+        """Add finished (version, response) pairs of one problem to the history."""
         for version, tokens in texts:
             self.index.add(problem, tokens, version)
 
     def seal(self) -> None:
+        """Draft from what was learned, from now on."""
         self.index.seal()
 
     def open(self, problem: int, prompt: Int32) -> int:
@@ -63,6 +44,7 @@ class Ours:
         return [tokens[a:b] for a, b in itertools.pairwise(bounds)]
 
     def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        """Prepare a decode step to be timed: insert and draft, with its arguments in the form the drafter needs."""
         many, budgets = np.array(handles), np.full(len(handles), budget)
         flat, offsets = np.concatenate(texts), np.cumsum([0, *map(len, texts)])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from index_drafters import Ours
 from index_workload import SETTINGS, groups
 from provenance import provenance, save
 
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Int32
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.sim import rollouts as dumps
@@ -33,11 +31,11 @@ from device_reference import launch
 SLOTS, BUDGET = 32, 8
 
 
-class Device:
+class Device(Ours):
     """The device index, driven as the benchmark of the host's index drives that one."""
 
     def __init__(self, length: int) -> None:
-        self.index = SuffixIndex()
+        super().__init__()
         texts = torch.zeros(SLOTS, length, dtype=torch.int32)
         self.device = DeviceIndex(texts, BUDGET, 2**27, 0.0, 2**23)
         self.device._launch = functools.partial(launch, self.device)  # type: ignore[method-assign]
@@ -47,12 +45,8 @@ class Device:
         self._free = list(range(SLOTS))
         self._begin = np.zeros(SLOTS, dtype=np.int64)
 
-    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
-        for version, tokens in texts:
-            self.index.add(problem, tokens, version)
-
     def seal(self) -> None:
-        self.index.seal()
+        super().seal()
         self.device.arena.forget()
 
     def open(self, problem: int, prompt: Int32) -> int:
@@ -84,9 +78,6 @@ class Device:
         for slot in handles:
             self.device.close([(slot, 0)], self._total)
             self._free.append(slot)
-
-    def step(self, *_: Any) -> Any:
-        raise NotImplementedError("nothing to be timed")
 
 
 class FirstRound(Ours):
