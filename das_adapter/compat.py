@@ -109,6 +109,7 @@ _V2 = _symbols("""
         BatchExecutionDescriptor.uniform_token_count
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup Scheduler.get_request_counts
         Scheduler.max_num_scheduled_tokens
+    vllm.config.speculative: SpeculativeConfig.max_num_new_slots_for_drafting
     vllm.v1.request: Request.is_prefill_chunk
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)

@@ -81,7 +81,7 @@ def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
         made = _with(args, choice.arguments, config, make)
         if runs_v2(made):
             logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
-            return made
+            return _beside_slots(args, choice.arguments, config, make, made)
         args.speculative_config = None
         choice = runner_for(args, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
     if choice.v1 is not None:
@@ -103,6 +103,26 @@ def _with(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[
             f"set the model to its verifier, {args.model!r}, or das.drafter to 'none'"
         )
     return made
+
+
+def _beside_slots(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any], made: Any) -> Any:
+    """Make the config of an engine again where its steps would hold fewer tokens than without drafts: vLLM takes slots
+    for drafting from the inputs of a step for each request in it, whether it drafts or not."""
+    if made.speculative_config is None:
+        return made
+    sizes, slots = made.scheduler_config, made.speculative_config.max_num_new_slots_for_drafting
+    step, slots = sizes.max_num_scheduled_tokens, sizes.max_num_seqs * slots
+    if sizes.max_num_batched_tokens >= step + slots:
+        return made
+    logger.info(
+        "das: max_num_batched_tokens=%d: steps of %d tokens, and %d slots for drafting", step + slots, step, slots
+    )
+    more = {"max_num_batched_tokens": step + slots, "max_num_scheduled_tokens": step}
+    own = {name: getattr(args, name) for name in more}
+    try:
+        return _with(args, changes | more, config, make)
+    finally:
+        vars(args).update(own)
 
 
 def _checked(made: Any, config: DasConfig) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from das_adapter import compat
 from das_adapter.config import parse
+from das_adapter.engine import front_end
 from das_adapter.engine.runner import Choice, runner_for
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
@@ -193,6 +194,42 @@ def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.M
     newest.setattr(compat, "version", lambda host: "0.31.2")
     with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM 0.31.2 is older than 0.32.0"):
         choose(block, speculative_config=args.v1_speculative_config(config))  # as a host has it
+
+
+@pytest.mark.parametrize(
+    ("drafter", "slots", "given", "expected"),
+    [
+        ("history+dflash", 16, {}, (8192, 8192 + 1024 * 16)),
+        ("history+draft_model", 1, {}, (8192, 8192 + 1024)),
+        ("history", 0, {}, (8192, 8192)),
+        ("history+dflash", 16, {"max_num_scheduled_tokens": 4096}, (4096, 4096 + 1024 * 16)),
+        ("history+dflash", 16, {"max_num_batched_tokens": 2**15, "max_num_scheduled_tokens": 2**14}, (2**14, 2**15)),
+    ],
+)
+def test_slots_for_drafting_leave_a_step_the_tokens_that_it_has_without_drafts(
+    newest: pytest.MonkeyPatch, drafter: str, slots: int, given: dict[str, int], expected: tuple[int, int]
+) -> None:
+    """vLLM takes them from `max_num_batched_tokens` for each request of a step; the arguments may be used again."""
+    newest.setattr("vllm.triton_utils.HAS_TRITON", True)
+    block = {"drafter": drafter, "draft": {} if drafter == "history" else {"model": "m"}}
+    additional = {args.SETTINGS_KEY: block, args.REFRESHER: "host"}
+    usual = {"max_num_batched_tokens": None, "max_num_scheduled_tokens": None, "runner": "auto", "model": "m"}
+    usual |= {"additional_config": additional, "speculative_config": None, "data_parallel_size": 1}
+    engine = SimpleNamespace(**{**usual, "async_scheduling": None, **given})
+
+    def make(self: Any) -> Any:
+        self.max_num_batched_tokens = self.max_num_batched_tokens or 8192
+        sizes = SimpleNamespace(max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=1024)
+        sizes.max_num_scheduled_tokens = self.max_num_scheduled_tokens or self.max_num_batched_tokens
+        speculative = SimpleNamespace(max_num_new_slots_for_drafting=slots, method=self.speculative_config["method"])
+        found = {"scheduler_config": sizes, "speculative_config": speculative, "parallel_config": None}
+        return SimpleNamespace(**found, use_v2_model_runner=True)
+
+    newest.setattr(front_end, "refuse", lambda *_: None)
+    for _ in range(2):
+        made = front_end.choose_runner.replacement(make)(engine).scheduler_config
+        assert (made.max_num_scheduled_tokens, made.max_num_batched_tokens) == expected
+    assert engine.max_num_scheduled_tokens == given.get("max_num_scheduled_tokens")
 
 
 def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(newest: pytest.MonkeyPatch) -> None:
