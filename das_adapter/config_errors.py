@@ -25,7 +25,7 @@ SUCCESSORS = {
     "das.draft.tokens": "das.max_draft_tokens",
 }
 """What stands in the place of keys that there are no longer."""
-IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
+IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch", "enable_adaptive_verification")
 """Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
 MOST_BY_MODEL = 16
 """Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""

@@ -271,7 +271,7 @@ def test_a_drafter_that_is_none_refuses_no_key_of_today() -> None:
     assert parse({**given, "verify": {"noise": "keyed"}}) is not None
 
 
-@pytest.mark.parametrize("key", IN_EVERY_STEP)
+@pytest.mark.parametrize("key", sorted({*IN_EVERY_STEP, "enable_adaptive_verification"}))
 def test_options_of_a_drafter_in_every_step_are_refused_with_the_controller(key: str) -> None:
     options = {"drafter": "eagle3", "draft": {"model": "x", "options": {key: True}}}
     for more in ({}, {"drafter": "history+eagle3"}, {"speculate": "always"}):
