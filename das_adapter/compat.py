@@ -117,6 +117,7 @@ _V2 = _symbols("""
 _V2_DRAWS = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_watermarker
     vllm.v1.worker.gpu.input_batch: InputBatch.decode_graph_eligible InputBatch.max_query_len
+        InputBatch.num_draft_tokens_per_req
     vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p SamplingStates.min_p
     vllm.v1.worker.gpu.sample.sampler: Sampler.sampling_states
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits_cache, logits_cache_col)

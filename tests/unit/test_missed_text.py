@@ -35,13 +35,17 @@ class Batch:
     query_start_loc: Any = None
     input_ids: Any = None
     positions: Any = None
+    num_draft_tokens: int = 0
+    num_draft_tokens_per_req: Any = None
     num_reqs: int = 2
     idx_mapping: Any = field(default_factory=lambda: torch.arange(2))
 
 
 def inputs(begins: list[int], counts: list[int], prefills: bool = False) -> Inputs:
-    """Return a step of two requests; `prefills`: the second reads its prompt."""
-    made = Batch(["a", "b"], begins, counts, np.array([False, prefills]), num_tokens=sum(counts))
+    """Return a step of some requests; `prefills`: the last reads its prompt."""
+    made = Batch([*"abc"[: len(begins)]], begins, counts, np.zeros(len(begins), dtype=bool), num_tokens=sum(counts))
+    made.is_prefilling_np[-1] = prefills
+    made.num_reqs, made.idx_mapping = len(begins), torch.arange(len(begins))
     made.num_scheduled_tokens = np.array(counts, dtype=np.int32)
     made.query_start_loc_np = np.cumsum([0, *counts], dtype=np.int32)
     made.query_start_loc = torch.from_numpy(made.query_start_loc_np)
@@ -50,8 +54,8 @@ def inputs(begins: list[int], counts: list[int], prefills: bool = False) -> Inpu
     return Inputs(made, {}, {}, made.positions[:, None].float(), None)
 
 
-def read(step: Inputs, room: int = 64) -> list[int]:
-    """Return the positions that are read in a step, after three in which the drafter did not run."""
+def read_up(step: Inputs, room: int = 64) -> Any:
+    """Return the batch that is read in a step, after three in which the drafter did not run."""
     speculator = type("DFlashSpeculator", (SimpleNamespace,), {})(max_num_tokens=room, num_extra_query_per_req=0)
     missed = MissedText(speculator, TEXTS)
     for at in (20, 21, 22):
@@ -60,7 +64,12 @@ def read(step: Inputs, room: int = 64) -> list[int]:
     for same in (found.batch.input_ids, found.hidden[:, 0]):
         assert same.tolist() == found.batch.positions.tolist()
     assert missed.read_up(step) is step
-    return list(found.batch.positions.tolist())
+    return found.batch
+
+
+def read(step: Inputs, room: int = 64) -> list[int]:
+    """Return the positions that are read in such a step."""
+    return list(read_up(step, room).positions.tolist())
 
 
 def test_what_was_missed_comes_first() -> None:
@@ -75,3 +84,19 @@ def test_a_request_that_was_preempted_since_is_read_anew() -> None:
 def test_no_more_is_read_than_the_drafter_has_room_for(room: int, first: list[int]) -> None:
     """vLLM's scheduler fills a step up to `max_num_tokens` with prompts, and the drafter's buffers hold no more."""
     assert read(inputs([23, 43], [7, 1]), room) == [*first, *range(23, 30), 43]
+
+
+@pytest.mark.parametrize("prompt", [2, 30])
+@pytest.mark.parametrize("admitted", [(16, 0), (0, 16), (5, 11)])
+def test_no_request_is_longer_than_the_longest_one_that_attention_is_told_of(
+    admitted: tuple[int, int], prompt: int
+) -> None:
+    """The host knows how many drafts are in the step, of the sixteen that each request could have, but not whose."""
+    step = inputs([23, 43, 0], [1 + admitted[0], 1 + admitted[1], prompt], prefills=True)
+    batch: Any = step.batch
+    batch.num_scheduled_tokens = np.array([17, 17, prompt], dtype=np.int32)
+    batch.num_draft_tokens, batch.num_draft_tokens_per_req = 16, np.array([16, 16, 0], dtype=np.int32)
+    batch.query_start_loc_np = np.cumsum([0, 9, 9, prompt], dtype=np.int32)
+    found = read_up(step)
+    told, real = np.diff(found.query_start_loc_np), found.query_start_loc.diff().numpy()
+    assert (told.sum(), told[2]) == (real.sum(), prompt) and told.max() >= real.max()

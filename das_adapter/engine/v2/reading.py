@@ -88,7 +88,7 @@ class MissedText:
             input_ids=torch.where(ahead < 0, before, batch.input_ids[step]),
             positions=positions,
             query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
-            query_start_loc_np=np.append(0, np.minimum(most.cumsum(), total)).astype(np.int32),
+            query_start_loc_np=np.append(0, told_lengths(batch, missed).cumsum()).astype(np.int32),
         )
         if not self._reads_hidden:
             return inputs._replace(batch=longer)
@@ -145,6 +145,21 @@ class MissedText:
             slot_mappings=slots,
         )
         return attention, build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+
+
+def told_lengths(batch: Any, missed: np.ndarray) -> np.ndarray:
+    """Return the lengths of a batch's requests that the host tells the drafter's attention, int64 [requests], behind
+    the `missed` tokens of each. The device alone may know whose drafts are in the step: here it is those of the
+    longest requests, so that none is longer there than the longest one here. Prompts have their own lengths."""
+    every = batch.num_draft_tokens_per_req
+    lengths = batch.num_scheduled_tokens[: batch.num_reqs] + missed
+    if every is None:
+        return lengths
+    drafts = np.minimum(every, batch.num_draft_tokens)
+    lengths += drafts - every
+    order = lengths.argsort()
+    lengths[order] -= np.diff(np.minimum(drafts[order].cumsum(), drafts.sum() - batch.num_draft_tokens), prepend=0)
+    return lengths
 
 
 def may_miss_steps(speculator: Any) -> bool:
