@@ -37,6 +37,8 @@ class DraftWeights:
         self._mark: list[float] = []
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
+        self._follows: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        """The drafter's output layer beside the policy's, whose values it has until the trainer sends its own."""
         self._refused: str | None = None
 
     @property
@@ -49,6 +51,8 @@ class DraftWeights:
         for name in SHARED:
             if getattr(self.drafter, f"has_own_{name}", False):
                 self._part_from_policy(name)
+        if self._config.draft.weights == "trainer" and (self._config.method == "eagle3" or self._config.parallel):
+            self._follows = self._part_from_policy("lm_head")  # now: CUDA graphs will read it where it lies
         inner = getattr(self.drafter, "model", None)  # which some draft models call otherwise
         if hasattr(inner, "_build_fused_kv_buffers"):
             keep_addresses.apply(inner, owner=inner)
@@ -74,6 +78,9 @@ class DraftWeights:
     def refresh(self) -> str | None:
         """Return what is wrong with the drafter's weights after a weight sync, None if nothing is."""
         arrived, self._arrived = self._arrived, 0
+        for own, shared in self._follows:
+            for mine, policys in zip(own.parameters(), shared.parameters(), strict=True):
+                mine.data.copy_(policys)
         if self._config.draft.weights == "trainer":
             if not arrived:
                 mtp = self._config.method == "mtp"
@@ -143,6 +150,8 @@ class DraftWeights:
             for shared in SHARED:
                 if shared in name:
                     self._part_from_policy(shared)
+            if "lm_head" in name:
+                self._follows = []
             yield name, weight
 
     def _derived(self) -> Iterator[str]:
@@ -153,17 +162,19 @@ class DraftWeights:
             if isinstance(module, AttentionLayerBase):
                 yield from (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
 
-    def _part_from_policy(self, name: str) -> None:
+    def _part_from_policy(self, name: str) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
         """Give the drafter an output layer or embedding of its own, with the same values, where it shares the policy's:
-        where its checkpoint has none, or an equal one."""
-        policy = {id(p) for p in self._runner.model.parameters()}
-        for path, shared in list(self.drafter.named_modules()):
+        where its checkpoint has none, or an equal one. Return it beside the policy's; empty: it has its own."""
+        policy, parted = {id(p) for p in self._runner.model.parameters()}, []
+        for path, shared in list(self.drafter.named_modules(remove_duplicate=False)):  # both may be one in the policy
             owner, _, leaf = path.rpartition(".")
             if leaf == name and any(id(p) in policy for p in shared.parameters()):
                 own = copy.deepcopy(shared)
                 for new, old in zip(own.parameters(), shared.parameters(), strict=True):
                     new.__dict__.update(old.__dict__)  # how it is loaded: copies lose it
                 setattr(self.drafter.get_submodule(owner), name, own)
+                parted.append((own, shared))
+        return parted
 
     def _read_checkpoint(self) -> None:
         from vllm.config import set_current_vllm_config

@@ -164,6 +164,27 @@ def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatc
         mtp("checkpoint", "dummy")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_read_it(tied: bool) -> None:
+    """A head without one shares the policy's, which may be the policy's embedding, and vLLM captures graphs after it
+    has loaded both. Until one comes, the drafter's has the values of the policy's."""
+    embedding, layer = part(1), part(1)
+    policy = Model(embed_tokens=embedding, lm_head=embedding if tied else part(1), layer=layer)
+    drafter = Model(embed_tokens=embedding, mtp=part(1), lm_head=policy.lm_head)
+    config = parse({"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}})
+    weights = DraftWeights(SimpleNamespace(model=policy, drafter=SimpleNamespace(model=drafter)), config)
+    weights.take_loaded()
+    place = drafter.lm_head.weight.data_ptr()
+    assert place != policy.lm_head.weight.data_ptr()
+    assert drafter.embed_tokens is embedding
+    for policys, sent, expected in ((2, {}, 2), (3, {"lm_head.weight": torch.full((2, 2), 7.0)}, 7), (4, {}, 7)):
+        policy.lm_head.weight.fill_(policys)
+        drafter.load_weights({"mtp.weight": torch.ones(2, 2), **sent}.items())
+        assert weights.refresh() is None
+        assert drafter.lm_head.weight.data_ptr() == place
+        assert (drafter.lm_head.weight.mean(), policy.lm_head.weight.mean()) == (expected, policys)
+
+
 class Proposer(SimpleNamespace):
     """vLLM's proposer, with the methods that keyed noise takes over."""
 
