@@ -44,7 +44,7 @@ class WholeRollouts(SuffixIndex):
         self._texts[problem] = [*self._texts.pop(problem, []), (version, tokens)]
         super().add(problem, tokens, version)
 
-    def shrink(self, max_bytes: int, threads: int = 1) -> Shrunk:
+    def shrink(self, max_bytes: int) -> Shrunk:
         before, problems = self.tokens, len(self._texts)
         while self.nbytes > max_bytes:
             self._drop(self.nbytes - max_bytes)

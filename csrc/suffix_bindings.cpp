@@ -246,13 +246,12 @@ void bind_suffix_index(nb::module_& m) {
              das::check_tokens(tokens);
              shared.use([&](SuffixIndex& index) { index.add(problem, tokens.data(), tokens.size(), version); });
            })
-      .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("threads"),
-           nb::arg("least") = 0, nb::arg("tokens") = UINT64_MAX)
+      .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("least") = 0,
+           nb::arg("tokens") = UINT64_MAX)
       .def("merge", method(&SuffixIndex::merge), unlocked())
       .def("shrink",
-           [](SharedIndex& shared, uint64_t max_bytes, size_t threads) {
-             const auto shrunk =
-                 das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes, threads); });
+           [](SharedIndex& shared, uint64_t max_bytes) {
+             const auto shrunk = das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes); });
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
       .def("saving", method(&SuffixIndex::saving), unlocked())

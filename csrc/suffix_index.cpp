@@ -11,7 +11,6 @@
 #include <tuple>
 
 #include "suffix_build.hpp"
-#include "suffix_parallel.hpp"
 #include "suffix_thin.hpp"
 
 namespace das {
@@ -93,7 +92,7 @@ uint64_t SuffixIndex::Problem::age(int64_t version) const {
   return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
 }
 
-uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t least, uint64_t tokens) {
+uint64_t SuffixIndex::seal(size_t window, bool merged, size_t least, uint64_t tokens) {
   std::vector<uint64_t> chosen;
   uint64_t sealed = 0;
   for (uint64_t id : staged_) {
@@ -110,10 +109,8 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
   const std::unique_ptr<void, decltype(forget)> forgets(this, forget);  // whatever is thrown
   {
     const Change change(*this, chosen);
-    std::vector<Problem*> touched;
-    for (uint64_t id : chosen) touched.push_back(&problems_.at(id));
-    parallel(touched.size(), threads, [&](size_t i) {
-      Problem& problem = *touched[i];
+    for (uint64_t id : chosen) {
+      Problem& problem = problems_.at(id);
       auto& history = problem.history;
       for (const Segment& segment : history) check(segment);  // before anything changes
       Builder fresh;
@@ -130,7 +127,7 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
       else
         drop_before(problem, problem.visits.back());
       if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
-    });
+    }
   }
   return sealed;
 }
@@ -166,7 +163,7 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
   return merged;
 }
 
-SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
+SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes) {
   struct Owner {
     Problem* problem;
     uint64_t bytes;
@@ -213,7 +210,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
   shrunk.thinned = large.size();
   {
     const Change change(*this, std::move(ids));
-    parallel(large.size(), threads, [&](size_t i) { thin(*large[i], to); });
+    for (Problem* problem : large) thin(*problem, to);
   }
   shrunk.tokens -= token_count();
   return shrunk;

@@ -4,7 +4,6 @@ generations that the engines map. `service.node` runs it as a Ray actor, `servic
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -169,7 +168,7 @@ class Writer:
             self._done_with.append(file)
 
     def _opened(self, directory: Path) -> HistoryStore:
-        store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8))
+        store = HistoryStore(directory)
         make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)

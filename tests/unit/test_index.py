@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import resource
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -472,6 +475,32 @@ def test_what_is_called_after_a_drafting_has_begun_comes_after_it(requests: int)
         index.draft_rows(handles, text, zeros, zeros, zeros, budgets)
     assert drafted(index, handles[0]) != POEM[3:]  # it was extended
     assert drafted(index, handles[2]) == POEM[3:]
+
+
+FEW_THREADS = """
+import resource
+from pathlib import Path
+import numpy as np
+from das_adapter.core.index import SuffixIndex
+
+index = SuffixIndex()
+handles, zeros = np.array([index.open(1, []) for _ in range(8)]), np.zeros(8, dtype=np.int64)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**29,) * 2)
+found = index.draft_rows(handles, np.array([[3, 4, 3]], np.int32), zeros, zeros, zeros + 3, zeros + 1, 0.0)
+print(found.result()[0].tolist())
+"""
+
+
+def test_where_the_system_gives_no_thread_the_work_is_done_without() -> None:
+    """A thread's stack is 1 GiB there, and half of it fits into the address space."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (2**30,) * 2)
+
+    arguments = [sys.executable, "-c", FEW_THREADS]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, preexec_fn=limit)
+    assert (done.returncode, done.stdout) == (0, f"{[4] * 8}\n"), done.stderr
 
 
 @pytest.mark.parametrize("tokens", [[1, -2], [2**23], np.array([3, -1], np.int32)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -349,50 +348,6 @@ def test_a_directory_begun_anew_is_mapped_anew(tmp_path: Path) -> None:
         indexes[0].refresh()
         assert drafted(indexes[0]) == text
         shutil.rmtree(directory)
-
-
-def test_sealing_with_threads_gives_the_same_history(tmp_path: Path) -> None:
-    drafts = []
-    for threads in (1, 4):
-        with HistoryStore(tmp_path / str(threads), threads=threads) as store:
-            fill(store, 4, problems=20)
-            settle(store)
-            index = SuffixIndex.attach(store.directory)
-            handles = [index.open(p, [], prefix=[a, 3]) for p in range(20) for a in range(9)]
-            flat = index.draft_flat(handles, [8] * len(handles), 0.0)
-            drafts.append([a.tolist() for a in flat])
-    assert drafts[0] == drafts[1]
-
-
-FEW_THREADS = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from das_adapter.core.index import SuffixIndex
-from das_adapter.core.index.store import HistoryStore
-
-store, index = HistoryStore(sys.argv[1], threads=4), SuffixIndex()
-for problem in range(16):
-    store.add(problem, np.arange(50), 1)
-handles, zeros = np.array([index.open(1, []) for _ in range(8)]), np.zeros(8, dtype=np.int64)
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[2]),) * 2)
-store.seal()
-found = index.draft_rows(handles, np.array([[3, 4, 3]], np.int32), zeros, zeros, zeros + 3, zeros + 1, 0.0)
-print(store.tokens, found.result()[0].tolist())
-"""
-
-
-@pytest.mark.parametrize("stacks", [0.5, 1.5])
-def test_where_the_system_gives_no_threads_the_work_is_done_without(stacks: float, tmp_path: Path) -> None:
-    """A thread's stack is 1 GiB there, and so many of them fit into the address space."""
-    arguments = [sys.executable, "-c", FEW_THREADS, str(tmp_path / "store"), str(int(stacks * 2**30))]
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_STACK, (2**30,) * 2)
-
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, preexec_fn=limit)
-    assert (done.returncode, done.stdout) == (0, f"{16 * 50} {[4] * 8}\n"), done.stderr
 
 
 # Damage

@@ -63,7 +63,7 @@ class SuffixIndex:
     def seal(self, window: int = ALL) -> None:
         """Seal what was added, at the end of a step: it becomes history. `window`: visits that each problem added to
         keeps, the newest."""
-        self._core.seal(window, True, 1)
+        self._core.seal(window, True)
 
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out until `nbytes` <= `max_bytes`; return what went.
@@ -72,7 +72,7 @@ class SuffixIndex:
         that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
         """
-        return Shrunk(*self._core.shrink(max_bytes, 1))
+        return Shrunk(*self._core.shrink(max_bytes))
 
     @staticmethod
     def check(path: str | os.PathLike[str]) -> None:

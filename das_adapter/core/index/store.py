@@ -38,7 +38,7 @@ class HistoryStore:
     does, a slice at a time. Any thread may call.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], threads: int = 1) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Create the directory for this user alone, or take over what an earlier store left there.
 
         Raises:
@@ -46,7 +46,6 @@ class HistoryStore:
             IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
         self.directory = Path(directory)
-        self._threads = threads
         self._lock = threading.RLock()
         self._added = 0.0
         self._unwritten, self._merged = 0, False
@@ -79,7 +78,7 @@ class HistoryStore:
         About `tokens` are sealed at most; the others follow in `work`, for the next generation.
         """
         with self._changing():
-            self._core.seal(window, False, self._threads, 0, tokens)
+            self._core.seal(window, False, 0, tokens)
             self._core.publish(True)
             return self.generation
 
@@ -100,7 +99,7 @@ class HistoryStore:
             if self._closed:
                 return False
             least = 1 if every or time.monotonic() > self._added + QUIET_S else self._core.group
-            sealed = self._core.seal(window, False, self._threads, least, SLICE) if least else 0
+            sealed = self._core.seal(window, False, least, SLICE) if least else 0
             merged = 0 if sealed else self._core.merge(SLICE)
             self._unwritten += sealed + merged
             self._merged = self._merged or merged > 0
@@ -115,7 +114,7 @@ class HistoryStore:
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
         with self._changing():
-            shrunk = Shrunk(*self._core.shrink(max_bytes, self._threads))
+            shrunk = Shrunk(*self._core.shrink(max_bytes))
             if shrunk.tokens:
                 self._core.publish()
             return shrunk
@@ -129,7 +128,7 @@ class HistoryStore:
         """Write the history to one file, for `absorb` of another store; what was added is sealed before. Other threads
         may change the history while it is written."""
         with self._lock:
-            self._core.seal(window, False, self._threads)
+            self._core.seal(window, False)
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
