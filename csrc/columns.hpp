@@ -3,23 +3,14 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/vector.h>
 
 #include <utility>
 #include <vector>
-
-#include "allocate.hpp"
 
 template <class T>
 using In = nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 template <class T>
 using Out = nanobind::ndarray<T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
-
-// StepModel.costs.
-inline das::TokenCosts costs_of(const nanobind::tuple& costs) {
-  const auto cost = [&](size_t i) { return nanobind::cast<double>(costs[i]); };
-  return {cost(0), cost(1), cost(2), cost(3), nanobind::cast<std::vector<double>>(costs[4])};
-}
 
 template <class T>
 nanobind::object owned(std::vector<T>&& values) {

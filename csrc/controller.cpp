@@ -1,10 +1,15 @@
 // The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -15,6 +20,33 @@ namespace nb = nanobind;
 
 namespace {
 
+// Returns values, none of them negative, from the greatest to the least. The bits of such floats rise as they do: three
+// passes over 11 bits each, which few values are not worth.
+std::vector<float> descending(std::vector<float> values) {
+  constexpr uint32_t kBits = 11, kDigits = 1u << kBits;
+  if (values.size() < 256) {
+    std::sort(values.begin(), values.end(), std::greater<>());
+    return values;
+  }
+  std::vector<uint32_t> from(values.size()), to(values.size());
+  std::memcpy(from.data(), values.data(), values.size() * sizeof(float));
+  for (uint32_t shift = 0; shift < 32; shift += kBits) {
+    std::array<uint32_t, kDigits + 1> begin{};
+    const auto digit = [shift](uint32_t bits) { return kDigits - 1 - (bits >> shift) % kDigits; };
+    for (const uint32_t bits : from) ++begin[digit(bits) + 1];
+    std::partial_sum(begin.begin(), begin.end(), begin.begin());
+    for (const uint32_t bits : from) to[begin[digit(bits)]++] = bits;
+    from.swap(to);
+  }
+  std::vector<float> sorted(values.size());
+  std::memcpy(sorted.data(), from.data(), values.size() * sizeof(float));
+  return sorted;
+}
+
+// Keeps the set of tokens whose value exceeds its cost by most, given the chances of each request's draft,
+// `chances[offsets[i]]` and on, what an accepted token of it is worth, and StepModel.costs; returns the gain. Of m
+// tokens the best set is the m of greatest value, and as values fall along each draft, those above a threshold are a
+// prefix of it: the best m decides. das_adapter/core/budget.py explains it.
 double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const nb::tuple& costs,
                 Out<int64_t> keep) {
   const size_t batch = worth.size();
@@ -23,7 +55,42 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != static_cast<int64_t>(chances.size()) || !std::is_sorted(at, at + batch + 1))
     throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
-  return das::allocate(chances.data(), at, worth.data(), batch, costs_of(costs), keep.data());
+  const float* chance = chances.data();
+  const auto n = static_cast<size_t>(at[batch]);
+  std::vector<float> value(n);
+  for (size_t i = 0; i < batch; ++i) {
+    const auto accepted = static_cast<float>(worth.data()[i]);
+    for (int64_t j = at[i]; j < at[i + 1]; ++j) value[j] = chance[j] * accepted;
+  }
+  const auto cost = [&](size_t i) { return nb::cast<double>(costs[i]); };
+  const double token = cost(0), bend = cost(1), knee = cost(2), draft = cost(3);
+  const auto sizes = nb::cast<std::vector<double>>(costs[4]);
+  auto size = sizes.begin();
+  const auto seconds = [&](size_t drafted) {  // of the step's tokens; `drafted` never falls
+    auto tokens = static_cast<double>(batch + drafted);
+    while (size != sizes.end() && *size < tokens) ++size;
+    if (size != sizes.end()) tokens = *size;
+    return token * tokens + bend * std::max(0.0, tokens - knee) + (drafted ? draft : 0.0);
+  };
+  const std::vector<float> best_first = descending(value);
+  double sum = 0, gain = 0;
+  const double plain = seconds(0);
+  size_t most = 0;
+  for (size_t m = 1; m <= n; ++m) {
+    sum += best_first[m - 1];
+    if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
+  }
+  const float threshold = most ? best_first[most - 1] : INFINITY;
+  // Of equal values as many as are among the best.
+  auto ties =
+      static_cast<int64_t>(most) - (std::find(best_first.begin(), best_first.end(), threshold) - best_first.begin());
+  for (size_t i = 0; i < batch; ++i) {
+    int64_t j = at[i];
+    while (j < at[i + 1] && value[j] > threshold) ++j;
+    for (; ties > 0 && j < at[i + 1] && value[j] == threshold; ++j) --ties;
+    keep.data()[i] = j - at[i];
+  }
+  return gain;
 }
 
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.

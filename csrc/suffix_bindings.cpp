@@ -72,7 +72,7 @@ struct Flat {
   std::vector<float> chances;
   std::vector<int64_t> offsets{0};
 
-  explicit Flat(const std::vector<SuffixIndex::Draft>& drafts) {
+  explicit Flat(const std::vector<SuffixIndex::Draft>& drafts = {}) {
     offsets.reserve(drafts.size() + 1);
     for (const auto& draft : drafts) {
       tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
@@ -93,38 +93,27 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
 
 constexpr size_t kFew = 4;  // requests that are drafted for before a thread has woken
 
-// Drafts that the index's thread makes, and how much of each it keeps where it shares them out.
+// Drafts that the index's thread makes.
 struct Drafting {
-  struct Found {
-    std::vector<SuffixIndex::Draft> drafts;
-    std::vector<int64_t> keep;
-    double gain = 0;
-  };
-
   SharedIndex& shared;
-  std::shared_ptr<const Found> found;
+  std::shared_ptr<const Flat> found;
   std::shared_future<void> done;
 
-  const Found& wait() const {
+  const Flat& wait() const {
     unlocked(shared, [](const SuffixIndex&) {});
     done.get();
     return *found;
   }
 
-  nb::tuple result() const { return arrays(Flat(wait().drafts)); }
-
-  nb::tuple shared_out() const {
-    const Found& all = wait();
-    return nb::make_tuple(owned(std::vector(all.keep)), all.gain);
-  }
+  nb::tuple result() const { return arrays(Flat(wait())); }
 
   void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest, nb::list lists) const {
-    const auto& all = wait().drafts;
-    if (keep.size() != all.size() || rows.size() != all.size())
+    const Flat& all = wait();
+    if (keep.size() + 1 != all.offsets.size() || rows.size() != keep.size())
       throw nb::value_error("rows, keep: expected one per draft");
-    for (size_t i = 0; i < all.size(); ++i) {
-      const auto& tokens = all[i].tokens;
-      const size_t count = std::clamp<int64_t>(keep.data()[i], 0, static_cast<int64_t>(tokens.size()));
+    for (size_t i = 0; i < keep.size(); ++i) {
+      const Token* tokens = all.tokens.data() + all.offsets[i];
+      const size_t count = std::clamp<int64_t>(keep.data()[i], 0, all.offsets[i + 1] - all.offsets[i]);
       nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
       for (size_t j = 0; j < count; ++j)
         PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(j), PyLong_FromLong(std::min(tokens[j], largest)));
@@ -136,7 +125,7 @@ struct Drafting {
 Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
                     const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
-                    const In<int64_t>& budgets, double min_chance, const In<double>& worth, const nb::tuple& costs) {
+                    const In<int64_t>& budgets, double min_chance) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -145,7 +134,6 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
   }
   if (!sound) throw nb::value_error("rows, begins, ends: expected one per handle, and stretches of rows of tokens");
-  if (worth.size() && worth.size() != n) throw nb::value_error("worth: expected one per handle");
   std::vector<Token> written;
   std::vector<size_t> counts;
   for (size_t i = 0; i < n; ++i) {
@@ -155,20 +143,14 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
   const auto copied = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
-  TokenCosts priced = worth.size() ? costs_of(costs) : TokenCosts{};
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
-  const auto found = std::make_shared<Drafting::Found>();
+  const auto found = std::make_shared<Flat>();
   auto work = [found, min_chance, written = std::move(written), counts = std::move(counts), handles = copied(handles),
-               budgets = copied(budgets), worth = copied(worth), priced = std::move(priced)](SuffixIndex& index) {
+               budgets = copied(budgets)](SuffixIndex& index) {
     const Token* next = written.data();
     for (size_t i = 0; i < counts.size(); next += counts[i++])
       if (counts[i]) index.extend(handles[i], next, counts[i]);
-    found->drafts = index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
-    if (worth.empty()) return;
-    const Flat flat(found->drafts);
-    found->keep.resize(worth.size());
-    found->gain =
-        allocate(flat.chances.data(), flat.offsets.data(), worth.data(), worth.size(), priced, found->keep.data());
+    *found = Flat(index.draft(handles.data(), budgets.data(), handles.size(), min_chance));
   };
   return {shared, found, shared.begin(check, n > kFew, std::move(work))};
 }
@@ -234,10 +216,7 @@ void bind_suffix_index(nb::module_& m) {
     }
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
-  nb::class_<das::Drafting>(m, "Drafting")
-      .def("result", &das::Drafting::result)
-      .def("shared_out", &das::Drafting::shared_out)
-      .def("put", &das::Drafting::put);
+  nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result).def("put", &das::Drafting::put);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
       .def(nb::init<>())

@@ -25,7 +25,7 @@ from das_adapter.core.length import LengthModel, Responses, classes, expected_re
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
-from das_adapter.core.requests import NOBODY, PACE_STEPS, RequestTable
+from das_adapter.core.requests import PACE_STEPS, RequestTable
 from das_adapter.core.steps import Chances, Decoded, Floats, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
@@ -156,31 +156,15 @@ class Controller:
             floor = self._least_chance
         return Search(limits, floor)
 
-    def prices(self, slots: Ints) -> tuple[Floats, StepModel] | None:
-        """Return what alone decides on drafts that were looked for, with which they can be shared out where they are
-        found: what an accepted token of each request is worth, float64 [b] in seconds, and what a step costs. None:
-        budgets are fixed, all requests have one length, a model drafts too, or the step is taken to see what drafts
-        cost."""
-        if self._policy != "optimal" or self.common or self.drafts is not None or self.account.due("drafted"):
-            return None
-        return self.requests.worth[slots], self._model
-
-    def decide(
-        self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | StepPlan | None = None
-    ) -> StepPlan:
+    def decide(self, slots: Ints, search: Search | None, found: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `search` has returned, and
-        what was found in the history, see `HistoryDrafts`, or what `allocate` makes of it at the `prices`; None:
-        nothing was looked for."""
+        what was found in the history, see `HistoryDrafts`; None: nothing was looked for."""
         if search is None:
             return StepPlan.nothing(len(slots))
-        found, chances, offsets = None, _NO_DRAFTS, NOBODY  # neither is read where there is a plan
-        if isinstance(drafts, StepPlan):
-            found = drafts
-        else:
-            chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
+        chances, offsets = found or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
         model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
-        return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut), found)
+        return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
 
     def value(self, slots: Ints, context: Ints | None, ahead: int = 0) -> None:
         """Compute what an accepted token of each request is worth, if that is due now or so many steps ahead."""
@@ -223,20 +207,18 @@ class Controller:
         np.maximum(most, 0, out=most)
         return most
 
-    def _share_out(self, slots: Ints, offer: Offer, found: StepPlan | None) -> StepPlan:
-        """Decide how many tokens of each draft are verified, and for whom the model drafts instead; `found`: as far as
-        that was decided already."""
+    def _share_out(self, slots: Ints, offer: Offer) -> StepPlan:
+        """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
-        model = self._model
+        model, found = self._model, None
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
         else:
             plain, common = account.probe("plain"), self.common
-            if found is None:
-                worth = self.requests.worth[slots]
-                found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
+            worth = self.requests.worth[slots]
+            found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
             total = found.total
             drafting = model.step(running + total, running, total > 0) + found.passes_s
             gain = found.gain / drafting if total else None

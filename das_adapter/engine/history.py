@@ -12,9 +12,8 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import IndexFileError, SuffixIndex
-from das_adapter.core.latency import StepModel
 from das_adapter.core.requests import NOBODY, with_room
-from das_adapter.core.steps import Chances, Ints, Search, StepPlan
+from das_adapter.core.steps import Chances, Ints, Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.spool import size_of
@@ -38,8 +37,6 @@ class HistorySource:
         self._handles = self._lengths = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included."""
         self._looking: Any = None
-        self._shares_out = False
-        """Whether drafts are shared out where they are found."""
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
@@ -61,31 +58,18 @@ class HistorySource:
         self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
 
     def look(
-        self,
-        slots: np.ndarray,
-        rows: np.ndarray,
-        written: np.ndarray,
-        tokens: np.ndarray,
-        search: Search,
-        prices: tuple[np.ndarray, StepModel] | None = None,
+        self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
     ) -> None:
         """Begin to draft for some requests, given their slots, their rows of the batch and the lengths `written`, int64
-        [requests] each; `tokens` as in `Proposer.propose`, `prices`: `Controller.prices`."""
-        texts = self._handles[slots], tokens, rows, self._lengths[slots], written
-        self._shares_out = prices is not None
-        if prices is None:
-            self._looking = self.index.draft_rows(*texts, *search)
-        else:
-            self._looking = self.index.draft_rows(*texts, *search, prices[0], prices[1].costs(len(slots)))
+        [requests] each; `tokens` as in `Proposer.propose`."""
+        handles, lengths = self._handles[slots], self._lengths[slots]
+        self._looking = self.index.draft_rows(handles, tokens, rows, lengths, written, *search)
         self._lengths[slots] = written
 
-    def found(self) -> tuple[Chances, Ints] | StepPlan:
+    def found(self) -> tuple[Chances, Ints]:
         """Return what was found, as `Controller.decide` takes it."""
-        if not self._shares_out:
-            _, chances, offsets = self._looking.result()
-            return chances, offsets
-        keep, gain = self._looking.shared_out()
-        return StepPlan(keep, np.zeros(len(keep), dtype=np.int64), gain)
+        _, chances, offsets = self._looking.result()
+        return chances, offsets
 
     def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the batch's `drafts`."""

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from das_adapter.core.budget import allocate
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.latency import StepModel
 
 POEM = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -389,9 +387,9 @@ def test_a_refused_batch_changes_nothing() -> None:
             index.extend_many([first, second], np.array([1, 2], np.int32), offsets)
     texts = np.array([[1, 2, 3], [4, -7, 6]], np.int32)
 
-    def draft_rows(*given: list[int], worth: float | None = None) -> None:
+    def draft_rows(*given: list[int]) -> None:
         handles, rows, *others = map(np.array, given)
-        index.draft_rows(handles, texts, rows, *others, 0.0, *([] if worth is None else [np.full(1, worth)]))
+        index.draft_rows(handles, texts, rows, *others, 0.0)
 
     with pytest.raises(ValueError, match="not open"):
         draft_rows([first, 99], [0, 0], [0, 0], [1, 1], [4, 4])
@@ -399,8 +397,6 @@ def test_a_refused_batch_changes_nothing() -> None:
         draft_rows([first, second], [0, 1], [0, 0], [3, 2], [4, 4])
     with pytest.raises(ValueError, match="budgets"):
         draft_rows([first, second], [0, 0], [0, 0], [1, 1], [4])
-    with pytest.raises(ValueError, match="worth"):
-        draft_rows([first, second], [0, 0], [0, 0], [1, 1], [4, 4], worth=1.0)
     stretches = [
         [[0], [0], [1]],
         [[0, 2], [0, 0], [1, 1]],
@@ -438,27 +434,6 @@ def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
         assert drafts.pop(row) == [min(token, 5) for token in ours[0][begin : min(end, begin + 2)].tolist()]
         drafts.insert(row, [9])
     assert drafts == [[9]] * 50
-
-
-@pytest.mark.parametrize("requests", [3, 40, 100])
-def test_drafts_are_shared_out_where_they_are_found_as_they_are_afterwards(requests: int) -> None:
-    rng, model = np.random.default_rng(0), StepModel(base=0.01, token=0.001, draft=0.002, sizes=(64, 256))
-    index, zeros, kept = SuffixIndex(), np.zeros(requests, dtype=np.int64), 0
-    text = rng.integers(0, 4, (requests, 64)).astype(np.int32)
-    handles = np.array([index.open(i // 4, text[i, :32]) for i in range(requests)])
-    budgets, worth = rng.integers(0, 17, requests), rng.uniform(0.0, 0.01, requests)
-    for at in range(8, 64, 8):
-        priced = worth, model.costs(len(worth))
-        looking = index.draft_rows(
-            handles, text, np.arange(requests), zeros + at - 8, zeros + at, budgets, 0.0, *priced
-        )
-        keep, gain = looking.shared_out()
-        _, chances, offsets = looking.result()
-        plan = allocate(chances, offsets, worth, model)
-        assert np.array_equal(keep, plan.history)
-        assert gain == plan.gain
-        kept += int(keep.sum())
-    assert kept > requests
 
 
 @pytest.mark.parametrize("requests", [3, 40])

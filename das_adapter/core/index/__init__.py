@@ -17,7 +17,6 @@ from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
     ALL,
-    EVEN,
     Float32,
     Int32,
     Int64,
@@ -187,8 +186,6 @@ class SuffixIndex:
         ends: Int64,
         budgets: Int64,
         min_chance: float = 0.15,
-        worth: npt.NDArray[np.float64] = EVEN,
-        costs: tuple[Any, ...] = (),
     ) -> Any:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
         both in a thread without the GIL, or, if that has not begun by then, or they are few, where the result is taken
@@ -198,14 +195,13 @@ class SuffixIndex:
             handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
-            worth, costs: `allocate`'s, shape (b,), and `StepModel.costs`, where it is to be called there, too.
 
         Returns:
-            What waits for the drafts, in its method `result`, and returns what `draft_flat` does; `shared_out` returns
-            how many tokens of each draft to keep, int64 [b], and what that gains in seconds; `put(rows, keep, largest,
-            lists)` puts the first `keep` tokens of each draft, those above `largest` as that, into the list's `rows`.
+            What waits for the drafts, in its method `result`, and returns what `draft_flat` does; `put(rows, keep,
+            largest, lists)` puts the first `keep` tokens of each draft, those above `largest` as that, into the list's
+            `rows`.
         """
-        return self._core.draft_rows(handles, tokens, rows, begins, ends, budgets, min_chance, worth, costs)
+        return self._core.draft_rows(handles, tokens, rows, begins, ends, budgets, min_chance)
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its siblings draft from its response until `clear_live`; else it is forgotten."""

@@ -16,9 +16,6 @@ Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
 ALL = 2**63 - 1
 """More visits than a problem has."""
 
-EVEN: npt.NDArray[np.float64] = np.zeros(0)
-"""Instead of the worth of drafts: nothing is kept of one or left out."""
-
 
 class Number:
     """A number of the native index, read from `_core` of its owner, under `_lock` where that has one."""

@@ -153,7 +153,7 @@ class Proposer:
         slots = decoded.slots
         if self.engine.history:
             assert decoded.context is not None
-            self.engine.history.look(slots, rows, decoded.context, tokens, search, controller.prices(slots))
+            self.engine.history.look(slots, rows, decoded.context, tokens, search)
         decide = partial(self._decide, rows, slots, search, drafts)
         if self.model_source:
             decide()
