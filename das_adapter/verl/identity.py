@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,13 +45,15 @@ class Sample:
     validate: bool
     problem: int | None = None
     """Identity of the problem: the first turn's prompt. Later turns and resumed fragments keep it."""
+    prompt: Sequence[int] = ()
+    """The first turn's prompt, with which those of its later turns begin."""
     running: int = 0
-    """Requests that are being answered."""
+    """Requests that are being answered, or were interrupted and will be resumed."""
     drawn: int = 0
-    """Tokens of the longest conversation that was answered, its answer included: the next turn begins behind them,
+    """Tokens of the conversation that were answered, its longest answer included: the next turn begins behind them,
     whatever else is asked in between."""
     again: int = 0
-    """How often a request began where noise was drawn before: another answer, and not the next turn."""
+    """How many requests were not the next turn: another answer, or another conversation."""
     job: tuple[ahead.VerlJob, Any] | None = None
     """Where its first response is only written ahead: for whom, and the replica that does it."""
     first: asyncio.Future[None] | None = None
@@ -194,7 +196,8 @@ def label_requests(stock: Any) -> Any:
         prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
         media = any(kwargs.get(name) for name in MEDIA)
         resumed, own = _interrupted.get() or ([], None)
-        if own is None or resumed != prompt:
+        goes_on = own is not None and resumed == prompt
+        if own is None or not goes_on:
             own = label(self._das, sample, prompt, media)
         if sample.job is not None:
             if sample.first is None:  # requests that begin beside it have other noise when they come
@@ -205,31 +208,39 @@ def label_requests(stock: Any) -> Any:
             raise ahead.Written
         begins = own.start == len(prompt)
         params = replace(own, ahead=take(own.seed) if begins else None).put_into(kwargs["sampling_params"])
-        sample.running += 1
+        sample.running += not goes_on
+        aborted = False
         try:
             output = await stock(self, *args, **{**kwargs, "sampling_params": params})
+            aborted = output.stop_reason in ABORTED
         finally:
-            sample.running -= 1
-        text, aborted = [*prompt, *output.token_ids], output.stop_reason in ABORTED
+            sample.running -= not aborted
+        text = [*prompt, *output.token_ids]
         _interrupted.set((text, own) if aborted else None)
-        if not aborted:
+        if not aborted and _is_of_conversation(prompt, sample):
             sample.drawn = max(sample.drawn, len(text))  # whichever of several ended last
         return output
 
     return generate
 
 
-def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:
-    """Label a request of a sample that begins; `media`: whether the prompt has images, sound or video."""
+def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: bool = False) -> Label:
+    """Label a request of a sample that begins; `media`: whether the prompt has images, sound or video. Turns have one
+    seed, and draw behind each other; each request that is no turn has a seed of its own."""
     if sample.problem is None:
         sample.problem = prompt_identity(prompt_ids, *[sample.index] * media)
-    again = sample.running > 0 or len(prompt_ids) < sample.drawn
+        sample.prompt = prompt_ids
+    again = sample.running > 0 or len(prompt_ids) < sample.drawn or not _is_of_conversation(prompt_ids, sample)
     sample.again += again
     start = len(prompt_ids) if again else sample.drawn or len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
-    row = f"{sample.row}/again {sample.again}" if sample.again else sample.row
+    row = f"{sample.row}/again {sample.again}" if again else sample.row
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
     return Label(sample.problem, seed, not sample.validate, start)
+
+
+def _is_of_conversation(prompt_ids: Sequence[int], sample: Sample) -> bool:
+    return prompt_ids[: len(sample.prompt)] == sample.prompt
 
 
 def _integer(value: Any) -> int:

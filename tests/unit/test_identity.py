@@ -122,6 +122,41 @@ def test_a_resumed_request_begins_where_it_began() -> None:
     assert [label.start for label in labels(sent)] == [2, 2, 6]
 
 
+def test_a_longer_request_of_another_conversation_is_not_the_next_turn() -> None:
+    """Of a sub-agent with a long prompt of its own, say."""
+    turns = labels(requests(ON, TRAJECTORY, [[1, 2], [9] * 50, [1, 2, 7, 7, 4], [9] * 60], session_id=0))
+    assert [label.start for label in turns] == [2, 50, 4, 60]
+    first, other, second, another = (label.seed for label in turns)
+    assert first == second
+    assert len({first, other, another}) == 3
+
+
+def test_what_begins_while_a_request_is_interrupted_has_noise_of_its_own() -> None:
+    stops = ["aborted", "completed", "completed", "completed"]
+    client, sent, resume = SimpleNamespace(config=ON), [], asyncio.Event()
+
+    async def server(self: Any, request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
+        sent.append(sampling_params)
+        return SimpleNamespace(token_ids=[7, 7], stop_reason=stops[len(sent) - 1])
+
+    async def ask(*prompts: list[int]) -> None:
+        for prompt in prompts:
+            call = {"prompt_ids": prompt, "sampling_params": {}}
+            await identity.label_requests.replacement(server)(client, "id", **call)
+            if len(sent) == 1:
+                await resume.wait()
+        resume.set()
+
+    async def loop(*_: Any, **__: Any) -> None:
+        await asyncio.gather(ask([1, 2], [1, 2, 7, 7]), ask([1, 2]))
+        await ask([1, 2, 7, 7, 7, 7, 4])
+
+    asyncio.run(identity.follow_samples.replacement(loop)(None, {}, TRAJECTORY, session_id=0))
+    first, other, resumed, second = labels(sent)
+    assert first == resumed and (second.seed, second.start) == (first.seed, 6)
+    assert other.seed != first.seed
+
+
 def begun_together(
     one: list[int], other: list[int], *, aborted: bool = False, images: list[Any] | None = None, **kwargs: Any
 ) -> list[Label]:
