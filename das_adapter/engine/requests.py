@@ -4,6 +4,7 @@ drafts for."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -17,6 +18,8 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.protocol.label import BadLabel, Label, Labeller
+
+logger = logging.getLogger("vllm.das_adapter")
 
 LABEL = "_das_label"
 """Attribute of vLLM's requests: their `Label`, once it was read."""
@@ -44,6 +47,8 @@ class RequestLabels:
         source = _source(vllm_config)
         self._labeller = None if hosted else Labeller(config.verify.seed, source, joins_turns=self._trusts)
         self._lock = threading.Lock()
+        self._warned = False
+        """Whether the log has said that a request passed a host by."""
 
     def complete(self, request: Any) -> None:
         """Write the label and the seed of a request (vLLM's `EngineCoreRequest`).
@@ -53,6 +58,9 @@ class RequestLabels:
         asked for no particular tokens has a seed that stays with it through preemptions. vLLM counts it on for each of
         the `n` samples of a request.
 
+        With a host, one without a problem did not come through it, as over a server's HTTP address: there need not be a
+        weight sync that would drop its text, so none is kept.
+
         Raises:
             BadLabel: the label is wrong, or says what only trusted clients may say.
         """
@@ -61,7 +69,10 @@ class RequestLabels:
             return
         given = Label.of(params.extra_args)
         seed = params.seed if given.seed is None else given.seed
-        if labeller is not None:
+        if labeller is None:
+            if given.problem is None:
+                self._drop(params)
+        else:
             if not self._trusts:
                 _refuse(given)
             if given.problem is None or seed is None:
@@ -70,6 +81,16 @@ class RequestLabels:
                 params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
         if self._keyed:
             params.seed = _signed(seed, request.request_id, params.n)
+
+    def _drop(self, params: Any) -> None:
+        """Let requests that begin while this one runs draft from it, and no others."""
+        params.extra_args = {**(params.extra_args or {}), "das_record": 0}
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "das: a request came without identity, not through the host, which labels requests: it counts in no "
+                "figure, and its text is dropped when it ends"
+            )
 
     def _own(self, labeller: Labeller, request: Any, record: bool) -> Label:
         """Return the label of a request that is about its prompt; of one whose prompt is no tokens nobody knows that

@@ -7,6 +7,8 @@ from typing import Any
 
 from jobs import Request
 
+from das_adapter.core.identity import prompt_identity
+
 
 def beside(request: Request) -> dict[str, Any]:
     """What belongs to a request's prompt beside its tokens: an image, or a salt."""
@@ -34,6 +36,11 @@ def abort_last(llm: Any, number: int) -> None:
         return stock(engine)
 
     engine.step = step
+
+
+def labelled(request: Request) -> Request:
+    """Return a request with its problem, as hosts send it."""
+    return request if "das_problem" in request.label else request.labelled(das_problem=prompt_identity(request.prompt))
 
 
 def refusal(llm: Any, request: Request, label: dict[str, Any]) -> str | None:

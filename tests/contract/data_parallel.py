@@ -30,7 +30,8 @@ async def main() -> None:
     )
 
     async def write(number: int) -> int:
-        params = SamplingParams(max_tokens=20, seed=number, ignore_eos=True)
+        extra = {"das_problem": number}
+        params = SamplingParams(max_tokens=20, seed=number, ignore_eos=True, extra_args=extra)
         outputs: list[Any] = [o async for o in llm.generate({"prompt_token_ids": [5, number]}, params, str(number))]
         return len(outputs[-1].outputs[0].token_ids)
 

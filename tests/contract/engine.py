@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-from asking import abort_last, adapter, beside, refusal, sampling
+from asking import abort_last, adapter, beside, labelled, refusal, sampling
 from audit import Audit
 from jobs import POLICY, Job, Request, Round
 
@@ -179,6 +179,8 @@ class Engine:
         if more:
             abort_last(self.llm, len(more))
         asked = requests + more
+        if self.das is not None and not (self.job.standalone or self.job.nemo_rl):
+            asked = [labelled(request) for request in asked]
         outputs = self.llm.generate(
             [{"prompt_token_ids": r.prompt, **beside(r)} for r in asked],
             [SamplingParams(**sampling(r)) for r in asked],

@@ -65,6 +65,16 @@ def test_any_client_may_keep_its_text_out_and_choose_its_noise() -> None:
     assert found == Label(prompt_identity(TEMPLATE), 7, record=False)
 
 
+def test_what_passes_a_host_by_is_no_history_and_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    """Over a server's HTTP address: there may be no weight sync that ends its text."""
+    server = Server(hosted=True)
+    assert [server.asked(TEMPLATE, label).record for label in (None, {"das_seed": 7}, {"das_record": 1})] == [False] * 3
+    assert caplog.text.count("a request came without identity, not through the host") == 1
+    labelled = [server.asked(TEMPLATE, label) for label in ({"das_problem": 5}, {"das_problem": 5, "das_record": 0})]
+    assert labelled == [Label(5), Label(5, record=False)]
+    assert caplog.text.count("das:") == 1
+
+
 def test_a_cache_salt_parts_the_histories_of_clients_that_do_not_trust_each_other() -> None:
     strangers, friends = Server(), Server(scope="trusted")
     salts = [None, "", "mine", "mine", "theirs"]
