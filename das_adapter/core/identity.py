@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,17 @@ def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
 
 
 def media_hash(item: Any) -> str:
-    """Return the hash of an image, a sound or a video: of the values, where NumPy can read them."""
+    """Return the hash of an image, a sound or a video: of the values, where NumPy can read them, also those of its
+    parts, such as a tensor of frames and what is said of them."""
     try:
         values = np.asarray(item)
-    except ValueError:  # parts of several shapes
+    except (TypeError, ValueError):  # parts of several shapes, or values of a type that NumPy lacks
         values = np.empty(0, dtype=object)
     digest = hashlib.blake2b(digest_size=8)
-    if values.dtype.hasobject:
+    if values.dtype.hasobject and isinstance(item, Mapping | list | tuple):
+        parts = item.items() if isinstance(item, Mapping) else item
+        digest.update(repr([media_hash(part) for part in parts]).encode())
+    elif values.dtype.hasobject:
         digest.update(pickle.dumps(item))
     else:
         digest.update(f"{values.dtype.str}{values.shape}".encode())

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.core.identity import media_hash, prompt_identity, request_seed
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.service.run_ahead import Writing, take
@@ -38,8 +38,8 @@ class Sample:
 
     row: str
     """Name of the batch's row, which no other row of the step has."""
-    index: str
-    """Index of the prompt in the data set, as the data set has it."""
+    index: str | None
+    """Index of the prompt in the data set, as the data set has it; None: it has none."""
     step: int
     sample: int
     validate: bool
@@ -151,10 +151,9 @@ def follow_samples(stock: Any) -> Any:
     Remove this patch when veRL passes a sample's identity with its requests."""
 
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
-        index = str(trajectory.get("sample_index"))
         sample = Sample(
-            row=kwargs.pop(ROW, index),
-            index=index,
+            row=kwargs.pop(ROW, str(trajectory.get("sample_index"))),
+            index=_index(kwargs),
             step=_integer(trajectory.get("step")),
             sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
             validate=bool(trajectory.get("validate")),
@@ -194,7 +193,7 @@ def label_requests(stock: Any) -> Any:
         from verl.utils.tokenizer import normalize_token_ids
 
         prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
-        media = any(kwargs.get(name) for name in MEDIA)
+        media = [item for name in MEDIA for item in kwargs.get(name) or ()]
         resumed, own = _interrupted.get() or ([], None)
         goes_on = own is not None and resumed == prompt
         if own is None or not goes_on:
@@ -224,12 +223,12 @@ def label_requests(stock: Any) -> Any:
     return generate
 
 
-def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: bool = False) -> Label:
-    """Label a request of a sample that begins; `media`: whether the prompt has images, sound or video. Turns have one
-    seed, and draw behind each other; each request that is no turn has a seed of its own."""
+def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequence[Any] = ()) -> Label:
+    """Label a request of a sample that begins; `media`: images, sound and video of the prompt. Turns have one seed, and
+    draw behind each other; each request that is no turn has a seed of its own."""
     if sample.problem is None:
-        sample.problem = prompt_identity(prompt_ids, *[sample.index] * media)
-        sample.prompt = prompt_ids
+        seen = map(media_hash, media) if sample.index is None else [sample.index] * bool(media)
+        sample.problem, sample.prompt = prompt_identity(prompt_ids, *seen), prompt_ids
     again = sample.running > 0 or len(prompt_ids) < sample.drawn or not _is_of_conversation(prompt_ids, sample)
     sample.again += again
     start = len(prompt_ids) if again else sample.drawn or len(prompt_ids)
@@ -237,6 +236,12 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: bool
     row = f"{sample.row}/again {sample.again}" if again else sample.row
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
     return Label(sample.problem, seed, not sample.validate, start)
+
+
+def _index(row: Mapping[str, Any]) -> str | None:
+    """Return the index that the data set has for a row; None: it has none, where veRL takes 0."""
+    index = row.get("index")
+    return str(index) if index or "index" in (row.get("extra_info") or {}) else None
 
 
 def _is_of_conversation(prompt_ids: Sequence[int], sample: Sample) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from transformers import BatchEncoding
 
 from das_adapter.config import DasConfig
@@ -55,10 +56,19 @@ TRAJECTORY = {"step": 5, "sample_index": 3, "rollout_n": 0, "validate": False}
 
 
 def test_problems_that_differ_only_in_their_images_are_different_ones() -> None:
-    rows = [{**TRAJECTORY, "sample_index": row, "step": step} for row, step in ((3, 5), (4, 5), (3, 9))]
-    problems = [labels(requests(ON, t, [[1, 2], [1, 2, 7, 7, 4]], images=[object()], session_id=0)) for t in rows]
-    assert [first.problem == second.problem for first, second in problems] == [True] * 3
-    one, other, next_epoch = (first.problem for first, _ in problems)
+    def problem(image: Any, step: int, **columns: Any) -> int:
+        trajectory, turns = {**TRAJECTORY, "sample_index": columns["index"], "step": step}, [[1, 2], [1, 2, 7, 7, 4]]
+        first, second = labels(requests(ON, trajectory, turns, images=[image], session_id=0, **columns))
+        assert first.problem == second.problem is not None
+        return first.problem
+
+    rows = [{"index": row, "extra_info": {"index": row}} for row in (0, 1)]
+    one, other, next_epoch = (
+        problem(object(), step, **row) for row, step in ((rows[0], 5), (rows[1], 5), (rows[0], 9))
+    )
+    assert one == next_epoch != other
+    unnumbered = {"index": 0, "extra_info": {}}  # as veRL has rows without an index
+    one, other, next_epoch = (problem(np.array([v]), step, **unnumbered) for v, step in ((1, 5), (2, 5), (1, 9)))
     assert one == next_epoch != other
     assert labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=0))[0].problem == prompt_identity([1, 2]) != one
 
@@ -78,6 +88,12 @@ def test_media_are_told_apart_by_what_they_show() -> None:
     others = [pixels + 1, pixels.reshape(4, 1, 3), pixels.astype(np.int16), (pixels, 16000), (pixels, 8000)]
     assert len({media_hash(item) for item in same}) == 1
     assert len({media_hash(item) for item in [pixels, *others]}) == 6
+    videos = [
+        (torch.full((2, 2), value), {"fps": fps, "seen": [0, 1]}) for value, fps in ((0, 2), (0, 2), (1, 2), (0, 1))
+    ]
+    one, same_one, *differ = map(media_hash, videos)  # torch pickles equal tensors differently
+    assert one == same_one and len({one, *differ}) == 3
+    assert media_hash(torch.zeros(2, dtype=torch.bfloat16))  # which NumPy lacks
 
 
 def test_a_request_of_vllm_without_a_label_is_about_its_prompt_and_its_images() -> None:
