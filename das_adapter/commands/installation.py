@@ -143,6 +143,8 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}.{arguments}: found {given!r}, expected a mapping")
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
+    if host == VERL and das is not None:
+        verl.check_plugin()
     return das, {"data_parallel_size": node.get("data_parallel_size"), **given}
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
 from das_adapter.core.native import native
-from das_adapter.errors import DasError, UnsupportedHost
+from das_adapter.errors import ConfigError, DasError, UnsupportedHost
+from das_adapter.verl.settings import check_plugin
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ def examine() -> Iterator[Finding]:
     yield Finding("das-adapter", "ok", __version__)
     yield _native_core()
     yield from map(_host, compat.HOSTS)
+    if compat.version("verl"):
+        yield _plugin_of_verl()
     if compat.version("vllm") and not compat.missing("vllm"):
         yield from _engine_process()
 
@@ -70,6 +73,14 @@ def _host(host: str) -> Finding:
     if version.split("+")[0] in known.tried:
         return Finding(host, "ok", checked)
     return Finding(host, "symbols present", f"{checked}; tried are {', '.join(known.tried)}")
+
+
+def _plugin_of_verl() -> Finding:
+    try:
+        check_plugin()
+    except ConfigError as error:
+        return Finding("plug-in in veRL", "broken", str(error))
+    return Finding("plug-in in veRL", "ok", "veRL loads das-adapter")
 
 
 def equality(gpu: str, environment: Mapping[str, str]) -> str:

@@ -136,6 +136,14 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> N
     )
 
 
+def test_a_verl_run_without_plug_ins_is_refused_where_it_has_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verl")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    done = CliRunner().invoke(main, ["config", str(VERL)])
+    assert done.exit_code == 1 and "VERL_USE_EXTERNAL_PLUGINS: found 'none'" in " ".join(done.output.split())
+    assert shown(VERL, f"{DAS}.drafter=none")["das"] is None
+
+
 def test_a_value_that_the_hosts_command_line_sets_may_follow_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

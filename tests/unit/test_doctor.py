@@ -42,6 +42,26 @@ def test_only_nemo_rls_driver_needs_no_vllm(
     assert {finding.name: finding.state for finding in examine()}["vllm"] == state
 
 
+@pytest.mark.parametrize(
+    ("plugins", "state"),
+    [
+        (None, "ok"),
+        ("auto", "ok"),
+        ("other, DAS_adapter", "ok"),
+        ("none", "broken"),
+        ("other", "broken"),
+        ("", "broken"),
+    ],
+)
+def test_it_says_where_verl_loads_no_plug_in(plugins: str | None, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", {"verl": "0.9.1"}.get)
+    name = "VERL_USE_EXTERNAL_PLUGINS"
+    monkeypatch.delenv(name, raising=False) if plugins is None else monkeypatch.setenv(name, plugins)
+    (found,) = (finding for finding in examine() if finding.name == "plug-in in veRL")
+    assert found.state == state
+    assert state == "ok" or f"{name}: found {plugins!r}" in found.detail
+
+
 def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:
     listed = doctor.changes()
     assert {change["target"].split(".")[0] for change in listed} <= {"vllm", "verl", "nemo_rl", "torch"}
