@@ -13,6 +13,9 @@ from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY
 
 logger = logging.getLogger("vllm.das_adapter")
 
+HOSTS = ("verl", "nemo_rl")
+"""Packages of the hosts' own extensions of vLLM's workers, with which they start every engine."""
+
 
 def settings(vllm_config: Any) -> DasConfig | None:
     """Read the `das:` block of an engine (vLLM's config or arguments); None where it has none. `log_dir` is the run's
@@ -41,10 +44,15 @@ def runs_v2(vllm_config: Any) -> bool:
 
 def take_block_from_environment(args: Any) -> None:
     """Give an engine that writes, without a block of its own, the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they
-    are used. ConfigError: it can't be read."""
+    are used. Not one that veRL or NeMo-RL has started, a reward model's too: their configs have the block, and an
+    engine without one is stock. ConfigError: it can't be read."""
     additional = args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
     if SETTINGS_KEY in (additional or {}) or not source or args.runner == "pooling":
+        return
+    host = (args.worker_extension_cls or "").partition(".")[0]
+    if host in HOSTS:
+        logger.warning("das: %s in the environment has no effect on an engine that %s starts", CONFIG_VARIABLE, host)
         return
     try:
         block = read(source)

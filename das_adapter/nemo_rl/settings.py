@@ -9,7 +9,7 @@ from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import check_host
 from das_adapter.core.identity import media_hash
-from das_adapter.protocol.engine_args import refuse_arguments
+from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 
 GENERATION = "policy.generation"
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -39,12 +39,14 @@ def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
 
 
 def check(generation: Mapping[str, Any]) -> DasConfig | None:
-    """Refuse, before a worker is started, a block that is wrong or contradicts the rest of the generation config.
+    """Refuse, before a worker is started, a block that is wrong or contradicts the rest of the generation config, and
+    one in the environment, also where the config has none.
 
     Raises:
         ConfigError: names the key, what was found and what is allowed.
         UnsupportedHost: NeMo-RL lacks a symbol that das-adapter needs.
     """
+    refuse_variable(BLOCK)
     das = of_generation(generation)
     if das is None:
         return None

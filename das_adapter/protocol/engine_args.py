@@ -62,6 +62,15 @@ def needs_v1(config: DasConfig) -> str | None:
     return None
 
 
+def refuse_variable(block: str) -> None:
+    """Refuse, with a ConfigError, a block in the environment of a host's run: a run whose own config has none, or other
+    engines than those of its rollouts, would speculate as without a host; `block`: key of the run's own block."""
+    if found := os.environ.get(CONFIG_VARIABLE):
+        raise ConfigError(
+            f"{CONFIG_VARIABLE}: found {found!r:.100}, allowed: not set, because {block} has the run's block"
+        )
+
+
 def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str, Any]) -> None:
     """Refuse, with a ConfigError, a host's own engine arguments that contradict a block.
 

@@ -9,7 +9,7 @@ from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import check_host, refuse_at_top
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import refuse_arguments
+from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BLOCK = f"{ROLLOUT}.custom.das"
@@ -28,13 +28,15 @@ def of_run(config: Any) -> DasConfig | None:
 
 
 def check(config: Any) -> DasConfig | None:
-    """Refuse, before anything is launched, a block that is wrong or contradicts the rest of the run's config.
+    """Refuse, before anything is launched, a block that is wrong or contradicts the rest of the run's config, and one
+    in the environment, also where the config has none.
 
     Raises:
         ConfigError: names the key, what was found and what is allowed.
         UnsupportedHost: vLLM or veRL lacks a symbol that das-adapter needs.
     """
     refuse_at_top(config, BLOCK)
+    refuse_variable(BLOCK)
     das = of_run(config)
     if das is None:
         return None

@@ -131,6 +131,22 @@ def test_an_engine_that_writes_nothing_gets_no_block_from_the_environment(
 
 
 @pytest.mark.parametrize(
+    "extension",
+    [
+        "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+        "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension",
+    ],
+)
+def test_an_engine_of_a_host_gets_no_block_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, extension: str
+) -> None:
+    monkeypatch.setenv("DAS_CONFIG", "{}")
+    config = engine_config(worker_extension_cls=extension)
+    assert (config.speculative_config, config.additional_config) == (None, {})
+    assert engine_config(worker_extension_cls="another.Extension").speculative_config is not None
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
         ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),

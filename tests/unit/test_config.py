@@ -420,6 +420,21 @@ def test_verl_is_stopped_before_anything_starts(das: Any, rollout: Any, message:
         verl.check(under_verl(das, **rollout))
 
 
+@pytest.mark.parametrize("das", [None, {"drafter": "none"}, {}], ids=str)
+def test_a_block_in_the_environment_of_a_hosts_run_stops_it(
+    das: Any, monkeypatch: pytest.MonkeyPatch, any_host: None
+) -> None:
+    monkeypatch.setenv("DAS_CONFIG", "/somewhere/das.yaml")
+    for check, block in (
+        (lambda: verl.check(under_verl(das)), verl.BLOCK),
+        (lambda: nemo_rl.check({"backend": "vllm", "das": das}), nemo_rl.BLOCK),
+    ):
+        with pytest.raises(ConfigError, match=f"DAS_CONFIG: found '/somewhere/das.yaml', .* because {block} has"):
+            check()
+    monkeypatch.setenv("DAS_CONFIG", "")
+    assert verl.check(under_verl(das)) == (None if das is None else parse(das))
+
+
 def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(under_verl()) is None
     assert verl.check(under_verl({"drafter": "none"})) is None
