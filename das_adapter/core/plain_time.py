@@ -78,6 +78,7 @@ class PlainTime:
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
         self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
+        self._seen = np.inf, 0.0  # the fewest and the most requests of a baseline step
         self.restart()
 
     def restart(self) -> None:
@@ -100,6 +101,7 @@ class PlainTime:
             self.baseline.add(requests, requests, False, step.seconds, step.context)
             self.baseline.keep_fitted()
             self._samples.append((requests, step.seconds, step.context))
+            self._seen = min(self._seen[0], requests), max(self._seen[1], requests)
             batch.baseline[requests] += 1.0, step.seconds, step.context
             self.passed += step.seconds
             return
@@ -171,10 +173,9 @@ class PlainTime:
         self.baseline.fit()
         if not self.known:
             return None
-        model, share = self.baseline.model, float(np.mean(self._ratios()))
-        plain = 0.0
+        model, share, plain = self.baseline.model, float(np.mean(self._ratios())), 0.0
         for batch in self._batches:
-            plain += batch.plain(model.at(batch.usual).plain)
+            plain += batch.plain(self._baseline(batch.usual))
             for requests, (steps, _, context) in batch.baseline.items():
                 plain += steps * model.step(requests, requests, False, context / steps)
         return float(self.passed / (share * plain)) if plain else None
@@ -190,8 +191,19 @@ class PlainTime:
         have the share that they had in the baseline steps."""
         if not self.known:
             return self.engine.model.at(context).plain if self.engine.known else None
-        model, share = self.baseline.model.at(context), float(np.mean(self._ratios()))
-        return lambda requests: model.plain(requests) * share
+        plain, share = self._baseline(context), float(np.mean(self._ratios()))
+        return lambda requests: plain(requests) * share
+
+    def _baseline(self, context: float) -> Seconds:
+        """Seconds of baseline steps, by their requests; of fewer requests than any of them had, or of more, as the
+        engine's own steps say, relative to the nearest."""
+        baseline, engine = self.baseline.model.at(context), self.engine.model.at(context)
+
+        def plain(requests: npt.ArrayLike) -> Floats:
+            near = np.clip(requests, *self._seen)
+            return baseline.plain(near) * engine.plain(requests) / np.maximum(engine.plain(near), 1e-12)
+
+        return plain
 
     def _ratios(self) -> Floats:
         """The latest baseline steps' seconds over their model's, float64 [samples]."""

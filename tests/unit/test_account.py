@@ -383,7 +383,7 @@ def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> N
 
 
 def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
-    account = make(model=SIMPLE)
+    account = make(model=PLAIN.scaled(100.0))
     rollout(account, asking=1.0)
     account.sync()
     got = ONE.copy()
@@ -392,6 +392,22 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
         account.time.take(timed_step(got, 0.02, True), None)
     assert account.time.compare() is not None
     assert account.time.total() == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
+
+
+def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
+    """A full batch is bound by what its tokens compute: there steps seem to have no base."""
+    bound = StepModel(base=0.01, token=0.0, bend=0.0001, knee=60.0)
+    time = PlainTime(StepTimes(bound))
+    for requests in [176, 180, 184, 188, 192, 192, 192, 192] * LEAST_STEPS:
+        step = bound.step(requests, requests, False)
+        time.take(timed_step(np.ones(requests, dtype=int), step, False, asked=False), None)
+    time.settle()
+    seconds = 50 * bound.step(4, 4, False)
+    for _ in range(50):
+        time.take(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
+    assert time.compare() == ""
+    assert time.saved() == pytest.approx(seconds, rel=0.05)
+    assert time.of_stock() == pytest.approx(time.passed / (time.passed + seconds), rel=0.05)
 
 
 def test_the_ladder_needs_two_rollouts_in_a_row() -> None:
