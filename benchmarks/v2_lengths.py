@@ -69,22 +69,25 @@ class Engine:
     """An engine on the V2 runner, as its host sees it."""
 
     def __init__(self, own: bool, model: StepModel, **das: Any) -> None:
-        config = parse({"drafter": "history", "max_draft_tokens": MOST, **das})
+        config = parse({"drafter": "history", "max_draft_tokens": MOST} | das)
         assert config is not None
         shape = SimpleNamespace(max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         vllm_config: Any = SimpleNamespace(model_config=shape, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
+        self._aborted: set[str] = set()
         if own:
             self.lengths.engine.controller.common = None
 
-    def rollout(self, number: int, texts: list[Text]) -> float:
-        """Write all texts; return the seconds."""
+    def rollout(self, number: int, texts: Sequence[Text], at_once: int | None = None) -> float:
+        """Write all texts; return the seconds. `at_once`: so many at a time, until none waits any more."""
         began, chosen, scheduled = self.now, [DraftTokens(0)] * 2, DraftTokens(0)
-        live = {f"{number} {i}": text for i, text in enumerate(texts)}
-        begun = [_begun(req_id, problem, text) for problem, (req_id, text) in enumerate(live.items())]
-        ended: set[str] = set()
+        waiting, live, ended = list(enumerate(texts)), dict[str, Text](), self._aborted
         offers: dict[str, np.ndarray] = {}
-        while live:
+        while waiting or (live and at_once is None):
+            room = (at_once or len(texts)) - len(live)
+            joined, waiting = waiting[:room], waiting[room:]
+            begun = [_begun(f"{number} {i}", i, text) for i, text in joined]
+            live |= {one.req_id: text for one, (_, text) in zip(begun, joined, strict=True)}
             given = self._given(list(live), offers, scheduled)
             step = Step(begun, frozenset(ended), given, True, self.now, req_ids=list(live))
             if self._own:
@@ -93,17 +96,22 @@ class Engine:
             self.now += self._model.step(tokens, len(live), tokens > len(live))
             real = {req_id: min(count, len(offers.get(req_id, ()))) for req_id, count in given.items()}  # no fillers
             got = [text.write(real[req_id]) for req_id, text in live.items()]
-            scheduled, looked = chosen[0], chosen[0].looks
-            offers = {r: text.draft() if looked else np.zeros(0, np.float32) for r, text in live.items()}
-            step.offer = _offer(list(offers.values())) if looked else None
-            begun = []
+            scheduled = chosen[0]
+            offers = self._draft(live, scheduled, step)
             self.lengths.settle()
             new = self.lengths.output(step, [[1] * count for count in got], self.now)
             chosen = [chosen[1], new if isinstance(new, DraftTokens) else DraftTokens(new)]
             ended = {req_id for req_id, text in live.items() if text.at >= text.length}
             live = {req_id: text for req_id, text in live.items() if req_id not in ended}
+        self._aborted = set(live)
         self.lengths.refresh(Refresh(version=number + 1))
         return self.now - began
+
+    def _draft(self, live: dict[str, Text], chosen: DraftTokens, step: Step) -> dict[str, np.ndarray]:
+        """Return the chances of each request's draft at the end of a step, as `Text.draft`, and tell the host."""
+        offers = {r: text.draft() if chosen.looks else np.zeros(0, np.float32) for r, text in live.items()}
+        step.offer = _offer(list(offers.values())) if chosen.looks else None
+        return offers
 
     def _given(self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftTokens) -> dict[str, int]:
         """Return how many draft tokens of each request the step verifies."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,38 +14,38 @@ import numpy.typing as npt
 @dataclass
 class AcceptanceRate:
     """Chance that a draft token is accepted, given that all before it were; what was seen long ago counts less. At
-    first it is assumed to be 0.8, which counts as two tokens: a model's own first drafts decide."""
+    first it is assumed to be 0.8, which counts as two tokens: a model's own first drafts decide. With arrays it is that
+    of several kinds of tokens."""
 
-    accepted: float = 1.6
-    tried: float = 2.0
+    accepted: Any = 1.6
+    tried: Any = 2.0
     fade: float = 0.999
     KNOWN: ClassVar = 20.0
     """Tokens that make it known; what a weight sync leaves counts as no more."""
 
     def observe(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
         """Take verified drafts, int64 [drafts]: tokens after the first rejected one do not count as tried."""
-        kept = self.fade ** len(drafted)
-        self.accepted = self.accepted * kept + float(accepted.sum())
-        self.tried = self.tried * kept + float(np.minimum(drafted, accepted + 1).sum())
+        self.add(int(np.minimum(drafted, accepted + 1).sum()), int(accepted.sum()), len(drafted))
+
+    def add(self, tried: Any, accepted: Any, drafts: Any) -> None:
+        """Take so many tokens of so many drafts."""
+        kept = self.fade**drafts
+        self.accepted, self.tried = self.accepted * kept + accepted, self.tried * kept + tried
 
     def forget(self) -> None:
         """Reduce the counts, at a weight sync, to those of `KNOWN` tokens."""
-        share = min(1.0, self.KNOWN / self.tried)
+        share = np.minimum(1.0, self.KNOWN / self.tried)
         self.accepted, self.tried = share * self.accepted, share * self.tried
 
     @property
     def known(self) -> bool:
         """Whether it was seen, not assumed."""
-        return self.tried >= self.KNOWN
+        return bool(self.tried >= self.KNOWN)
 
     @property
-    def rate(self) -> float:
+    def rate(self) -> Any:
         """The chance, 0 to 1."""
         return self.accepted / self.tried
-
-    def chances(self, length: int) -> npt.NDArray[np.float64]:
-        """Return the survival chance of each token of a draft, float64 [length]."""
-        return np.power(self.rate, np.arange(1.0, length + 1.0))
 
 
 class AcceptanceCurve:

@@ -67,12 +67,6 @@ def das_budgets(lengths: Floats, curve: tuple[float, float], model: StepModel, m
     return np.minimum(drafts / rounds, most)
 
 
-def drafts_worth(worth: Floats, chances: Floats) -> Floats:
-    """Return the expected worth of drafts by length, seconds [b, n + 1], where all requests share the chances [n];
-    `worth`: of an accepted token of each request, seconds [b]."""
-    return worth[:, None] * np.concatenate([[0.0], np.cumsum(chances)])
-
-
 def kept_worth(worth: Floats, chances: Chances, offsets: Ints, *keep: Ints) -> list[Floats]:
     """Return the expected worth of the first `keep` tokens of each draft, seconds [b], for each of several; see
     `allocate`."""

@@ -138,7 +138,8 @@ class Controller:
         slots, table = decoded.slots, self.requests
         table.advance(slots, decoded.got, decoded.carried, self._curve.counts)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
-            saved = self.drafts.verified(decoded.by_model, decoded.got, table.worth[slots], table.record[slots])
+            worth, training = table.worth[slots], table.record[slots]
+            saved = self.drafts.verified(decoded.by_model, decoded.got, worth, training, decoded.kinds)
             self.account.model(saved=saved)
 
     def search(self, decoded: Decoded) -> Search | None:

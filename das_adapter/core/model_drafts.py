@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
+from das_adapter.core.confidence import Confidence, Kinds, Outlook, alike
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
 
@@ -46,6 +47,7 @@ class ModelDrafts:
         """Of a request of the batch, tokens, on average."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
+        self.confidence = Confidence()
         self.counts = np.zeros(2, dtype=np.int64)
         """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
         self.made = 0
@@ -54,15 +56,20 @@ class ModelDrafts:
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""
         self.acceptance.forget()
+        self.confidence.forget()
         self.passes.fit()
 
-    def verified(self, drafted: Ints, got: Ints, worth: Floats, training: npt.NDArray[np.bool_]) -> float:
+    def verified(
+        self, drafted: Ints, got: Ints, worth: Floats, training: npt.NDArray[np.bool_], kinds: Kinds | None = None
+    ) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved. Shapes (b,): the model's tokens in each
-        request's draft, the tokens that each got, what one is worth in seconds, and who belongs to a training
-        rollout."""
+        request's draft, the tokens that each got, what one is worth in seconds, and who belongs to a training rollout;
+        and (b, n): the `Confidence` in each token."""
         mine = drafted > 0
         tried, accepted = drafted[mine], np.minimum(drafted[mine], got[mine] - 1)
         self.acceptance.observe(tried, accepted)
+        if kinds is not None:
+            self.confidence.verified(kinds[mine], np.minimum(tried, accepted + 1), accepted)
         self.counts += tried @ training[mine], accepted @ training[mine]
         return float(accepted @ worth[mine])
 
@@ -80,10 +87,19 @@ class ModelDrafts:
         """Most tokens of its drafts now."""
         return self.most if self.agreed is None else self.agreed
 
+    def drafted_with(self, kinds: Kinds) -> None:
+        """Take the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
+        self.confidence.drafted(kinds, max(self.most, self.longest))
+
+    @property
+    def outlook(self) -> Outlook:
+        """What its drafts are going to bring: where nobody says how sure it is, all are alike."""
+        return self.confidence.outlook or alike(round(self.acceptance.rate, 3), max(self.most, self.longest))
+
     def lengths(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
         lengths = self._lengths if self.agreed is None else [self.agreed]
-        return [length for length in lengths if self.acceptance.rate**length >= least_chance]
+        return [length for length in lengths if self.outlook.survival[length - 1] >= least_chance]
 
     def drafted(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are wanted."""

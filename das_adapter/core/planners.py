@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.budget import allocate, drafts_worth, kept_worth
+from das_adapter.core.budget import allocate, kept_worth
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
@@ -50,7 +50,7 @@ def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[
     mine, theirs = nothing, np.zeros((running, 1))
     if drafts is not None:
         mine = np.minimum(offer.limits, drafts.longest)
-        theirs = drafts_worth(worth, drafts.acceptance.chances(drafts.longest))
+        theirs = worth[:, None] * drafts.outlook.tokens(np.zeros(running))[1]
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
     shortest = min(needed, drafts.agreed or 1) if drafts is not None else 1  # of the model's drafts
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
@@ -88,28 +88,56 @@ def with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -
     """Let the model draft, equally many tokens at most, for the requests for which it is worth more than what was
     `found`, which stands where that gains nothing; under fixed budgets the longest, gain or not, for those for which it
     is worth more. Arguments as in `own_lengths`."""
-    drafts, limits, batch = offer.drafts, offer.limits, len(worth)
+    drafts, batch, best = offer.drafts, len(worth), found
     if drafts is None:
         return found
-    lengths, best = drafts.lengths(offer.floor), found
+    lengths = drafts.lengths(offer.floor)
     if not offer.cut:
         lengths, best = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
     (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
-    worths = drafts_worth(worth, drafts.acceptance.chances(max(lengths, default=0)))
-    slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
-    net = worths - slope * np.arange(worths.shape[1])
-    # Drafts whose last tokens are worth less than verifying them costs are shorter.
-    longest = np.minimum(limits, net.argmax(axis=1)) if offer.cut and drafts.agreed is None else limits
-    rows = np.arange(batch)
-    for length in lengths:
-        drafted = np.minimum(longest, length)
-        chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.history)
-        if not chosen.any():
-            continue
-        mixed = StepPlan(np.where(chosen, 0, found.history), np.where(chosen, drafted, 0))
-        passes = drafts.seconds(mixed.model, plain)
-        cost = model.step(batch + mixed.total, batch, True) - plain + passes
-        gain = float(np.where(chosen, worths[rows, drafted], theirs).sum()) - cost
-        if gain > best.gain:
-            best = mixed._replace(gain=gain, passes_s=passes)
-    return best
+    slope, steep, room = model.slope(batch + found.total), model.slope(np.inf), model.knee - batch
+    plan = _priced(offer, drafts, found.history, theirs, worth, model, lengths, slope)
+    if plan is not None and offer.cut and drafts.confidence.outlook and found.total < room < plan.total:
+        dear = _priced(offer, drafts, found.history, theirs, worth, model, lengths, steep)
+        if dear is not None and dear.gain > plan.gain:
+            plan = dear
+            if (free := int(room) - dear.total) > 0:  # tokens that are worth less cost nothing up to there
+                more = np.minimum(dear.longest * (dear.history == 0), offer.limits) - dear.model
+                shares = np.rint(more.cumsum() * min(1.0, free / max(1, more.sum())))
+                plan = dear._replace(model=dear.model + np.diff(shares, prepend=0.0).astype(np.int64))
+    return plan if plan is not None and plan.gain > best.gain else best
+
+
+def _priced(
+    offer: Offer,
+    drafts: ModelDrafts,
+    history: Ints,
+    theirs: Floats,
+    worth: Floats,
+    model: StepModel,
+    lengths: Sequence[int],
+    price: float,
+) -> StepPlan | None:
+    """Return the best plan whose drafts of a model have one of the `lengths` and are verified as far as their tokens
+    are worth a price in seconds; None: nobody gets one. `theirs`: what each request's tokens from the history are
+    worth, float64 [b]."""
+    batch, least = len(worth), np.zeros(len(worth))  # chance of tokens that are worth verifying
+    if offer.cut and drafts.agreed is None:
+        least = price / np.maximum(worth, 1e-12)
+    verified, accepted, longest = drafts.outlook.tokens(least)
+    drafted = np.minimum(np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64))
+    verified, accepted = np.take_along_axis(verified, drafted, 1), np.take_along_axis(accepted, drafted, 1)
+    value = worth[:, None] * accepted
+    chosen = (drafted > 0) & (value - price * verified > (theirs - price * history)[:, None])
+    asked, plain = np.where(chosen, drafted, 0), model.step(batch, batch, False)
+    saved = np.add.reduce(np.where(chosen, value, theirs[:, None])).tolist()
+    tokens = np.add.reduce(np.where(chosen, verified, history[:, None])).round().tolist()
+    passes = [drafts.seconds(column, plain) for column in asked.T]
+    costs = (model.step(batch + n, batch, n > 0) - plain for n in tokens)
+    gains = [value - cost - own for value, cost, own in zip(saved, costs, passes, strict=True)]
+    best = max(range(len(gains)), key=gains.__getitem__, default=0)
+    if not gains or not asked[:, best].any():
+        return None
+    mine = chosen[:, best]
+    whole = np.diff(np.cumsum(mine * verified[:, best]).round(), prepend=0.0).astype(np.int64)
+    return StepPlan(np.where(mine, 0, history), whole, gains[best], passes[best], int(asked[:, best].max()))

@@ -34,6 +34,8 @@ class Decoded(NamedTuple):
     context: Ints | None = None
     """Tokens of each request's text, prompt included; None: not known, and step times that depend on it are taken to
     have none."""
+    kinds: npt.NDArray[np.uint8] | None = None
+    """Of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None: nobody says."""
 
 
 class TimedStep(NamedTuple):
@@ -76,11 +78,14 @@ class StepPlan(NamedTuple):
     history: Ints
     """Tokens of each request's draft from the history to verify, int64 [b]."""
     model: Ints
-    """Tokens that a model drafts for each request, instead, int64 [b]."""
+    """Tokens of a model's draft to verify for each request, instead, int64 [b]; on average, where the device chooses
+    among longer drafts."""
     gain: float = 0.0
     """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
     passes_s: float = 0.0
     """Seconds of the model's passes."""
+    longest: int = 0
+    """Tokens of the model's longest draft, where that is more than is verified."""
 
     @classmethod
     def nothing(cls, requests: int) -> StepPlan:

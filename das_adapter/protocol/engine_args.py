@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.core.confidence import KINDS
 from das_adapter.errors import ConfigError
 
 SETTINGS_KEY = "das"
@@ -41,6 +42,7 @@ DATA_PARALLEL = (
 )
 """Why an engine with several data-parallel ranks runs V1."""
 _NOBODY, _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
+_UNKNOWN = np.zeros(KINDS, dtype=np.float32)
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -154,8 +156,8 @@ class DraftTokens(int):
     """How many of them a model drafts where nothing better is in the history."""
     looks: bool
     """Whether it is looked up what the history has."""
-    chance: float
-    """Of each token that a model drafts to be accepted, given those before it."""
+    chances: npt.NDArray[np.float32]
+    """Of each kind of token that a model drafts (`core.confidence`) to be accepted, given those before it."""
     total: int
     """Draft tokens of all requests that the next step verifies, where each request has its own number."""
     req_ids: Sequence[str]
@@ -165,11 +167,11 @@ class DraftTokens(int):
     worth: npt.NDArray[np.float64]
     """What a token of each is worth beside one of the dearest, float64 [requests]."""
 
-    def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True, chance: float = 1.0) -> DraftTokens:
+    def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True) -> DraftTokens:
         if isinstance(tokens, cls):
             return tokens
         made = super().__new__(cls, tokens or 0)
-        made.by_model, made.looks, made.chance, made.total = by_model, looks, chance, 0
+        made.by_model, made.looks, made.chances, made.total = by_model, looks, _UNKNOWN, 0
         made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
         return made
 

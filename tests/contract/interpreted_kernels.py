@@ -20,9 +20,11 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
 from das_adapter.config import DasConfig
+from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.admission import Admission
+from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.speculator import HistorySpeculator
@@ -198,6 +200,30 @@ def test_a_model_drafts_within_a_requests_min_p_top_k_and_top_p_alone() -> None:
         assert torch.equal(drafted[row], expected), slot
 
 
+@pytest.mark.parametrize("each", [1, STEPS], ids=["a token of each draft", "whole drafts"])
+def test_a_drafted_token_is_of_a_kind_by_its_odds(each: int) -> None:
+    vocabulary, rows = 9000, 3 * each
+    sure, temperature = DraftConfidence(torch.zeros(SLOTS, STEPS)), torch.tensor([1.0, 0.7, 0.0, 2.0])
+    sure.kinds.fill_(99)
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 6
+    logits[:, 7000:] = -torch.inf
+    drawn = logits.topk(3).indices[torch.arange(rows), torch.arange(rows) % 3]
+    slots, step = torch.tensor([3, -1, 2]).repeat_interleave(each), torch.tensor(2)
+    places = torch.arange(STEPS).repeat(3) if each > 1 else step.expand(3)
+    sure.learn(np.arange(KINDS, dtype=np.float32) / KINDS)
+    sure.judge(logits, drawn, slots, temperature, places if each > 1 else step)
+    untouched = torch.ones_like(sure.kinds, dtype=torch.bool)
+    for row, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        q = (logits[row].double() / (temperature[slot] or 1.0)).softmax(0)[drawn[row]]
+        kind = min(KINDS - 1, max(0, int(torch.floor(torch.log2(q / (1 - q)))) + EVEN))
+        assert sure.kinds[row // each, place] == kind, row
+        assert sure._chances[row // each, place] == kind / KINDS
+        untouched[row // each, place] = False
+    assert (sure.kinds[untouched] == 99).all()
+
+
 def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
     runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=8)))
     assert DeviceWorkerState(runner, DasConfig(drafter="none")).speculation is None  # it asks for no vocabulary
@@ -236,7 +262,7 @@ def test_a_models_draft_that_is_better_than_the_historys_brings_its_own_chances(
     source: Any = object.__new__(HistorySpeculator)
     source.wanted, source.offer, source._drafts = 3, SimpleNamespace(), torch.tensor([[1, 2, 3], [4, 5, 6]])
     source.draft_token_confidence_probs = chances = torch.tensor([[0.75, 0.5, 0.5], [0.25, 0.25, 0.25]])
-    source.take_better(torch.tensor([[7, 8, -1], [7, 8, -1]]), 2, 0.5)
+    source.take_better(torch.tensor([[7, 8, -1], [7, 8, -1]]), 2, torch.tensor([[0.9, 0.1, 0.9], [0.3, 0.9, 0.9]]))
     assert source._drafts.tolist() == [[1, 2, 3], [7, 8, 6]]
-    assert chances.tolist() == [[0.75, 0.5, 0.5], [0.5, 0.5, 0.0]]
+    assert chances.tolist() == [[0.75, 0.5, 0.5], pytest.approx([0.3, 0.9, 0.0])]
     assert source.offer.by_model.tolist() == [0, 2]

@@ -14,6 +14,7 @@ from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from das_adapter.core.backoff import Rest
+from das_adapter.core.confidence import Confidence
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -87,7 +88,8 @@ def noted(act: Callable[[], None]) -> None:
 
 def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
-    work; a model's passes behind draft tokens, and those of them that may replay a CUDA graph of one length."""
+    work; a model's passes behind draft tokens, and those of them that may replay a CUDA graph of one length; and those
+    of its drafts whose tokens do not all have one chance."""
     output, propose, by_model = DraftLengths.output, HistorySpeculator.propose, Speculation.propose
 
     def drafted(self: Any, run: Any, *args: Any) -> Any:
@@ -97,7 +99,10 @@ def count_unequal() -> None:
                 COMPARED[name] = COMPARED.get(name, 0) + (behind and counts)
             return run(inputs, **more)
 
-        return by_model(self, ran, *args)
+        drafts, wanted = by_model(self, ran, *args), args[1]
+        chances = self.speculator.draft_token_confidence_probs[: len(drafts), :wanted]
+        COMPARED["unlike"] = COMPARED.get("unlike", 0) + (len(chances.unique()) > 1)
+        return drafts
 
     def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
@@ -157,9 +162,12 @@ def any_length(reading_along: bool) -> None:
 
     def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
         output(self, step, sampled, now)
+        if drafts := self.engine.drafts:
+            COMPARED["learned"] = int((drafts.confidence.chances != Confidence().chances).sum())
         number = next(steps)
-        tokens, drafts = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8], number // 8 % 3 > 0
-        chosen = DraftTokens(tokens, by_model=drafts * tokens, chance=0.5)
+        tokens, by_model = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8], number // 8 % 3 > 0
+        chosen = DraftTokens(tokens, by_model=by_model * tokens)
+        chosen.chances = Confidence().chances
         chosen.total = len(sampled) * tokens - len(sampled) // 2 if tokens else 0
         return chosen
 

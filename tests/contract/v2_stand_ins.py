@@ -64,7 +64,7 @@ def install(compared: bool) -> None:
     from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties, sampler
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 
-    from das_adapter.engine.v2 import limits
+    from das_adapter.engine.v2 import confidence, limits
 
     for owners, compute, written in (
         ((gumbel, sampler), gumbel_sample, lambda *_: []),
@@ -91,6 +91,8 @@ def install(compared: bool) -> None:
         (input_batch, "_post_update_kernel", append),
         (rejection_sampler, "_flatten_sampled_kernel", flatten),
         (limits, "leave_out", leave_out),
+        (confidence, "sum_others", sum_others),
+        (confidence, "write_kind", write_kind),
     ):
         setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
     structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
@@ -275,6 +277,33 @@ def leave_out(logits: Tensor, slots: Tensor, heat: Tensor, k: Tensor, p: Tensor,
         rows.masked_fill_(rows - rows.amax(1, keepdim=True) < least[some, None].log(), -torch.inf)
         within = apply_top_k_top_p_pytorch(rows, k[some], p[some])
         logits[some] = logits[some].masked_fill(within == -torch.inf, -torch.inf)
+
+
+def sum_others(
+    parts: Tensor, logits: Tensor, drawn: Tensor, slots: Tensor, temperature: Tensor, BLOCK: int, **_: int
+) -> None:
+    """`sum_others` of `das_adapter.engine.v2.confidence`."""
+    known = slots >= 0
+    rows, token, heat = logits[known].float().numpy(), drawn[known, None].numpy(), temperature[slots[known]].numpy()
+    heat = np.where(heat > 0, heat, F(1))[:, None]
+    own = np.take_along_axis(rows, token, 1)
+    np.put_along_axis(rows, token, NEVER, 1)
+    beside = np.full((len(rows), parts.shape[1] * BLOCK), F(0))
+    beside[:, : rows.shape[1]] = np.exp(np.minimum((rows - own) / heat, F(40)))
+    parts[known] = torch.from_numpy(beside.reshape(len(rows), -1, BLOCK).sum(2))
+
+
+def write_kind(
+    kinds: Tensor, chances: Tensor, parts: Tensor, slots: Tensor, steps: Tensor, table: Tensor, EACH: int, **_: int
+) -> None:
+    """`write_kind` of `das_adapter.engine.v2.confidence`."""
+    from das_adapter.core.confidence import EVEN, KINDS
+
+    rows = (slots >= 0).nonzero()[:, 0]
+    odds = -np.log2(np.maximum(parts[rows].numpy().sum(1), F(1e-9)))
+    kind = torch.from_numpy(np.clip(np.floor(odds).astype(np.int64) + EVEN, 0, KINDS - 1))
+    step = steps[rows] if EACH > 1 else steps.expand(len(rows))
+    kinds[rows // EACH, step.long()], chances[rows // EACH, step.long()] = kind.to(torch.uint8), table[kind]
 
 
 def gumbel_sample(

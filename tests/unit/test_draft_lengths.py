@@ -156,7 +156,8 @@ def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_nu
     engine.rollout(40, drafted_s=PLAIN_S)
     chosen = pickle.loads(pickle.dumps(engine.chosen))
     assert (chosen, chosen.by_model, chosen.total, len(chosen.most)) == (4, 4, 6, 4)
-    assert 0.0 < chosen.chance == controller.drafts.acceptance.rate < 1.0
+    assert chosen.chances.tolist() == controller.drafts.confidence.chances.tolist() == sorted(chosen.chances)
+    assert 0.0 < chosen.chances[0] < 0.2 < 0.8 < chosen.chances[-1] < 1.0
 
 
 def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:

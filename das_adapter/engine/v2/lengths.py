@@ -50,6 +50,8 @@ class Step:
     """Seconds of a monotonic clock."""
     offer: Offer | None = None
     """Of its end; None: nothing was looked for."""
+    kinds: Any = None
+    """Of the tokens that a model drafted at its end, uint8 [requests, drafted]; None: nobody says how sure it was."""
     calls: Sequence[Call] = ()
     """Of a model that drafts, those that ended between the output of the step before and its own."""
     req_ids: list[str] = field(default_factory=list)
@@ -194,7 +196,13 @@ class DraftLengths:
                 offer = before.offer
                 told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
                 self.texts.hear(before.req_ids, *told)
+            drafts, kinds = self.engine.drafts, None if before is None else before.kinds
+            if before is not None and kinds is not None and drafts is not None:
+                self.texts.hear_kinds(before.req_ids, kinds.numpy())
+                drafts.drafted_with(kinds.numpy())
             places, decoded, sums = self.texts.take(step.req_ids, sampled, step.given, self._model)
+            if kinds is not None:
+                decoded = decoded._replace(kinds=self.texts.kinds[decoded.slots])
             account = self.engine.controller.account
             asked = account.ask(len(decoded.slots), decoded.carried is not None)
             self._taken = _Taken(step, decoded, sums, now, time.time() - since, asked)
@@ -274,8 +282,9 @@ class DraftLengths:
         if search is not None and history is not None:
             found = self.texts.found(slots, *search)
         plan = controller.decide(slots, search, found)
-        total, wanted, by_model = plan.total, 0 if drafts is None else int(plan.model.max(initial=0)), 0
+        total, wanted, by_model = plan.total, 0, 0
         if drafts is not None:
+            wanted = max(plan.longest, int(plan.model.max(initial=0)))
             by_model = drafts.drafted(wanted)
         most = np.zeros(len(slots), dtype=np.int64) if search is None else search.limits
         if own:  # the device gives them to whom its newest drafts promise most
@@ -285,7 +294,9 @@ class DraftLengths:
         else:
             wanted = max(wanted, int(np.maximum.reduce(plan.history, initial=0)))
         looks = wanted > 0 or self._looks(len(most))
-        chosen = DraftTokens(wanted, by_model, looks, 1.0 if drafts is None else drafts.acceptance.rate)
+        chosen = DraftTokens(wanted, by_model, looks)
+        if drafts is not None:
+            chosen.chances = drafts.confidence.chances
         if own and total:
             req_ids, worth = step.req_ids, controller.worth(slots)
             if len(places) < len(req_ids):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.core.native import native
 from das_adapter.core.requests import NOBODY, with_room
@@ -51,6 +52,8 @@ class LiveTexts:
         """Tokens of the last draft from the history; of the model's in its place, 0 if it is not."""
         self.chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
+        self.kinds = np.zeros((1, most), dtype=np.uint8)
+        """Of the tokens that a model drafted last, see `core.confidence`."""
         self._native: Any = None
         self._make_room(1)
         self._newest: Ints = np.zeros(1, dtype=np.int64)
@@ -92,6 +95,7 @@ class LiveTexts:
         self._known = None
 
     def _make_room(self, slots: int) -> None:
+        self.kinds = with_room(self.kinds, slots)
         vars(self).update({name: with_room(getattr(self, name), slots) for name in _COLUMNS})
         self._native = native().LiveTexts(**{name: getattr(self, name) for name in _COLUMNS})
 
@@ -135,6 +139,12 @@ class LiveTexts:
         slots = self.slots(req_ids)
         if self._native.hear(slots, lengths, chances, by_model):
             self._newest = slots
+
+    def hear_kinds(self, req_ids: Sequence[str], kinds: npt.NDArray[np.uint8]) -> None:
+        """Take the kinds of the tokens that a model drafted for the requests of a batch, uint8 [batch, n]."""
+        slots = self.slots(req_ids)
+        live = slots >= 0
+        self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
 
     def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
         """Return what was offered last, see `core.steps.HistoryDrafts`; of requests of which nothing is known yet, what

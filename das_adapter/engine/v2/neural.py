@@ -21,9 +21,10 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import warm_up
+from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
-from das_adapter.engine.v2.speculator import HistorySpeculator
+from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
@@ -63,19 +64,21 @@ class Speculation:
         engine: EngineController | None,
         source: HistorySpeculator | None,
         limits: Limits,
+        confidence: DraftConfidence | None,
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
-        slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history."""
-        self.speculator, self._limits = speculator, limits
+        slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history;
+        `confidence`: where each request has its own number of draft tokens."""
+        self.speculator, self._limits, self._confidence = speculator, limits, confidence
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
         self._calls: deque[Call] = deque()
         self._missed = MissedText(speculator, texts) if may_miss_steps(speculator) else None
+        self._kinds: torch.Tensor | None = None
         run_speculator.apply(self, owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
-            speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
         if config.keyed or (tells_probabilities(speculator) and speculator.draft_watermarker is None):
             draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
@@ -90,20 +93,30 @@ class Speculation:
             ended.append(self._calls.popleft())
         return ended
 
+    def kinds(self) -> torch.Tensor | None:
+        """Return the kinds of the present step's draft tokens, uint8 [requests, drafted], on their way to the host as
+        an `Offer` is; None: nothing was drafted, or nobody says how sure the model was."""
+        kinds, self._kinds = self._kinds, None
+        return kinds
+
     def propose(self, run: Callable[..., Any], inputs: Inputs, wanted: int, num_sampled: torch.Tensor) -> torch.Tensor:
         """Draft `wanted` tokens for each request, which got `num_sampled`, int32 [requests]; return them, int64
         [requests, most]. Where it has failed, they are tokens that the policy can read. `run`: runs the speculator with
         some inputs and further keywords; it writes its drafts down."""
         source, chosen = self._source, DraftTokens(wanted)
-        if source is None:
-            self.speculator.draft_token_confidence_probs.fill_(chosen.chance)
-            return self._draft(run, inputs, wanted)
-        own = min(chosen, chosen.by_model)
-        source.draft(inputs.batch, num_sampled)
+        own = wanted if source is None else min(chosen, chosen.by_model)
+        if self._confidence is not None and own:
+            self._confidence.learn(chosen.chances)
+        if source is not None:
+            source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
+        if self._confidence is not None and own and not warm_up(inputs.batch.req_ids):
+            self._kinds = to_host(self._confidence.kinds[: len(drafts), :own])
+        if source is None:
+            return drafts
         if own:
-            source.take_better(drafts, own, chosen.chance)
-        return source.share(inputs.batch.num_reqs)
+            source.take_better(drafts, own, self.speculator.draft_token_confidence_probs[: len(drafts)])
+        return source.share(len(drafts))
 
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
         batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
@@ -160,7 +173,7 @@ class Speculation:
         speculator, told = self.speculator, self.speculator.draft_logits
         logits = logits if told is None else logits.to(told.dtype)
         self._limits.apply(logits, slots, speculator.temperature)
-        return gumbel.gumbel_sample(
+        drawn = gumbel.gumbel_sample(
             logits,
             slots,
             speculator.temperature,
@@ -171,6 +184,9 @@ class Speculation:
             use_fp64=speculator.use_fp64_gumbel,
             **({} if told is None else {"logits_cache": told, "logits_cache_col": step}),
         )
+        if self._confidence is not None:
+            self._confidence.judge(logits, drawn, slots, speculator.temperature, step)
+        return drawn
 
     def _now(self) -> Any:
         if self.speculator.device.type != "cuda":

@@ -125,15 +125,14 @@ class HistorySpeculator(BaseSpeculator):
         if self._engine.failed:
             self._drafts[:requests].zero_()
 
-    def take_better(self, drafts: torch.Tensor, tokens: int, chance: float) -> None:
-        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and the `chance` of each token where
-        that from the history is expected to bring less."""
+    def take_better(self, drafts: torch.Tensor, tokens: int, theirs: torch.Tensor) -> None:
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and the chances of these, float32
+        [requests, steps], where those from the history are expected to bring less."""
         if self.offer is None:
             return
         mine, chances = self._drafts[: len(drafts), :tokens], self.draft_token_confidence_probs[: len(drafts)]
-        theirs = torch.zeros_like(chances[0])
-        theirs[:tokens] = chance
-        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(0).sum()
+        theirs = torch.nn.functional.pad(theirs[:, :tokens], (0, chances.shape[1] - tokens))
+        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(1).sum(1)
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
         torch.where(by_model[:, None], theirs, chances, out=chances)
         self.offer.by_model = to_host(by_model * tokens)

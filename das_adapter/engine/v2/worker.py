@@ -17,6 +17,7 @@ from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.timing import captured_tokens
 from das_adapter.engine.v2.admission import ADMITS, Admission, an_eighth_apart, obstacle
+from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.limits import Limits
@@ -48,7 +49,11 @@ class DeviceWorkerState(WorkerState):
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
         # Now: what is made while vLLM loads the weights lies in a pool that sleep discards.
-        self._limits = Limits(runner) if config.by_model else None
+        self._limits, self._confidence = None, None
+        if config.by_model:
+            self._limits = Limits(runner)
+            told = runner.speculator.draft_token_confidence_probs
+            self._confidence = DraftConfidence(told) if config.keyed else None
         if config.uses_history:
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
@@ -183,6 +188,7 @@ class DeviceWorkerState(WorkerState):
         if step is None or output is None or self.lengths is None:
             return output
         step.offer = self.source and self.source.offer
+        step.kinds = self.speculation and self.speculation.kinds()
         manager, admitted = self.runner.adaptive_verification, None
         if isinstance(manager, Admission):
             admitted, manager.admitted = manager.admitted, None
@@ -235,7 +241,7 @@ class DeviceWorkerState(WorkerState):
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
         if self._limits is not None:  # a model drafts
             texts = self.runner.req_states.all_token_ids.gpu
-            ours = self.engine, self.source, self._limits
+            ours = self.engine, self.source, self._limits, self._confidence
             self.speculation = Speculation(self.runner.speculator, self.config, texts, *ours)
 
 
