@@ -59,6 +59,7 @@ COMMANDS = {
     "undrafted.json": f"{_DRAFTERS} --arms stock stock:again stock:uncompiled off history:idle history:looks"
     " --cells 256/1 256/8 --epochs 1 --repeats 3 --forced --tokens 160 --out OUT",
     "v2_acceptance.json": "benchmarks/v2_acceptance.py --newest .venv/newest --out OUT",
+    "v2_confidence.json": "benchmarks/v2_confidence.py --drafters runs/drafters --out OUT",
     "v2_drafts.json": "benchmarks/v2_drafts.py --traces TRACES --groups 32 --longest 1536 --out OUT",
     "v2_graphs.json": "PYTHONPATH=.venv/newest benchmarks/graphs.py --out OUT",
     "v2_lengths.json": "benchmarks/v2_lengths.py --out OUT",
