@@ -116,6 +116,8 @@ _V2 = _symbols("""
 """)
 _V2_DRAWS = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_watermarker
+        DraftModelSpeculator.draft_token_confidence_probs
+        DraftModelSpeculator._maybe_predict_acceptance(logits, idx_mapping, draft_step)
     vllm.v1.worker.gpu.input_batch: InputBatch.decode_graph_eligible InputBatch.max_query_len
         InputBatch.num_draft_tokens_per_req
     vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p SamplingStates.min_p

@@ -84,8 +84,7 @@ class Confidence:
         """Learn from drafts: `kinds`, uint8 [b, n], of their tokens, of which so many were reached and accepted, int64
         [b]."""
         place = np.arange(kinds.shape[1])
-        counts = (np.bincount(kinds[place < some[:, None]], minlength=KINDS) for some in (tried, accepted))
-        reached, kept = counts
+        reached, kept = (np.bincount(kinds[place < n[:, None]], minlength=KINDS) for n in (tried, accepted))
         self._kinds.add(reached, kept, reached)
 
     def forget(self) -> None:
@@ -96,7 +95,8 @@ class Confidence:
         """Take the kinds of a step's drafts, uint8 [b, n], into the outlook, for drafts of `most` tokens: those beyond
         n survive as such tokens of longer drafts did. Which tokens were verified says nothing of the others, for those
         were surer."""
-        some, (_, known) = kinds[:: -(-len(kinds) // _NEW)], kinds.shape
+        stride, known = -(-len(kinds) // _NEW), kinds.shape[1]
+        some = kinds[self._steps % stride :: stride]  # others in every step
         if self._drafts.shape[1] != most:
             self._drafts, self._survived = np.zeros((0, most)), np.zeros((2, most))
         survival = np.ones((len(some), 1 + most))

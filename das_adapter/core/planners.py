@@ -121,6 +121,8 @@ def _priced(
     """Return the best plan whose drafts of a model have one of the `lengths` and are verified as far as their tokens
     are worth a price in seconds; None: nobody gets one. `theirs`: what each request's tokens from the history are
     worth, float64 [b]."""
+    if not lengths:
+        return None
     batch, least = len(worth), np.zeros(len(worth))  # chance of tokens that are worth verifying
     if offer.cut and drafts.agreed is None:
         least = price / np.maximum(worth, 1e-12)
@@ -135,8 +137,8 @@ def _priced(
     passes = [drafts.seconds(column, plain) for column in asked.T]
     costs = (model.step(batch + n, batch, n > 0) - plain for n in tokens)
     gains = [value - cost - own for value, cost, own in zip(saved, costs, passes, strict=True)]
-    best = max(range(len(gains)), key=gains.__getitem__, default=0)
-    if not gains or not asked[:, best].any():
+    best = max(range(len(gains)), key=gains.__getitem__)
+    if not asked[:, best].any():
         return None
     mine = chosen[:, best]
     whole = np.diff(np.cumsum(mine * verified[:, best]).round(), prepend=0.0).astype(np.int64)

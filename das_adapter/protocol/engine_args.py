@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
-from das_adapter.core.confidence import KINDS
 from das_adapter.errors import ConfigError
 
 SETTINGS_KEY = "das"
@@ -42,7 +41,6 @@ DATA_PARALLEL = (
 )
 """Why an engine with several data-parallel ranks runs V1."""
 _NOBODY, _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
-_UNKNOWN = np.zeros(KINDS, dtype=np.float32)
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -156,8 +154,9 @@ class DraftTokens(int):
     """How many of them a model drafts where nothing better is in the history."""
     looks: bool
     """Whether it is looked up what the history has."""
-    chances: npt.NDArray[np.float32]
-    """Of each kind of token that a model drafts (`core.confidence`) to be accepted, given those before it."""
+    chances: npt.NDArray[np.float32] | None
+    """Of each kind of token that a model drafts (`core.confidence`) to be accepted, given those before it; None: the
+    number is not the controller's."""
     total: int
     """Draft tokens of all requests that the next step verifies, where each request has its own number."""
     req_ids: Sequence[str]
@@ -171,7 +170,7 @@ class DraftTokens(int):
         if isinstance(tokens, cls):
             return tokens
         made = super().__new__(cls, tokens or 0)
-        made.by_model, made.looks, made.chances, made.total = by_model, looks, _UNKNOWN, 0
+        made.by_model, made.looks, made.chances, made.total = by_model, looks, None, 0
         made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
         return made
 

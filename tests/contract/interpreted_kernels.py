@@ -18,6 +18,7 @@ import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of tor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
@@ -27,6 +28,7 @@ from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
+from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.v2.verification import accept_drawn
 from das_adapter.engine.v2.worker import DeviceWorkerState
@@ -219,9 +221,33 @@ def test_a_drafted_token_is_of_a_kind_by_its_odds(each: int) -> None:
         q = (logits[row].double() / (temperature[slot] or 1.0)).softmax(0)[drawn[row]]
         kind = min(KINDS - 1, max(0, int(torch.floor(torch.log2(q / (1 - q)))) + EVEN))
         assert sure.kinds[row // each, place] == kind, row
-        assert sure._chances[row // each, place] == kind / KINDS
+        assert sure.chances[row // each, place] == kind / KINDS
         untouched[row // each, place] = False
     assert (sure.kinds[untouched] == 99).all()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_vllms_own_estimate_of_acceptance_is_made_where_the_controller_makes_none(own: bool) -> None:
+    """With `draft.options: {enable_adaptive_verification: true}`, which is for drafts in every step."""
+    speculator: Any = object.__new__(EagleSpeculator)
+    speculator.num_speculative_steps, speculator.draft_logits, speculator.draft_watermarker = STEPS, None, None
+    speculator.temperature, speculator.seeds = torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64)
+    speculator.use_fp64_gumbel, speculator.supports_mm_inputs, speculator.max_num_tokens = False, False, 64
+    logits, estimated = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), []
+    speculator.compute_draft_logits = lambda *_: logits.clone()
+    speculator._maybe_predict_acceptance = lambda *args: estimated.append(args)
+    limits: Any = SimpleNamespace(apply=lambda *_: None)
+    confidence = DraftConfidence(torch.full((SLOTS, STEPS), -1.0)) if own else None
+    texts = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
+    Speculation(speculator, DasConfig(drafter="eagle3"), texts, None, None, limits, confidence)
+    slots, places = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    inputs = None, places, slots, speculator.temperature, speculator.seeds, torch.tensor(1), None
+    assert speculator.sample_draft(*inputs).shape == (3,)
+    assert len(estimated) == (not own)
+    if confidence is not None:
+        assert (confidence.chances[:3, 1] >= 0).all()
+    else:
+        assert torch.equal(estimated[0][0], logits)
 
 
 def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:

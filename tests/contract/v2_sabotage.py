@@ -17,6 +17,7 @@ from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.v2 import worker
+from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths
 from das_adapter.engine.v2.neural import Speculation
@@ -91,6 +92,7 @@ def count_unequal() -> None:
     work; a model's passes behind draft tokens, and those of them that may replay a CUDA graph of one length; and those
     of its drafts whose tokens do not all have one chance."""
     output, propose, by_model = DraftLengths.output, HistorySpeculator.propose, Speculation.propose
+    record = Admission.record_confidences
 
     def drafted(self: Any, run: Any, *args: Any) -> Any:
         def ran(inputs: Any, **more: Any) -> Any:
@@ -99,10 +101,14 @@ def count_unequal() -> None:
                 COMPARED[name] = COMPARED.get(name, 0) + (behind and counts)
             return run(inputs, **more)
 
-        drafts, wanted = by_model(self, ran, *args), args[1]
-        chances = self.speculator.draft_token_confidence_probs[: len(drafts), :wanted]
-        COMPARED["unlike"] = COMPARED.get("unlike", 0) + (len(chances.unique()) > 1)
-        return drafts
+        return by_model(self, ran, *args)
+
+    def recorded(self: Any, chances: torch.Tensor, batch: Any) -> None:
+        """What the tokens are ranked by: of a draft from the history those behind it have no chance."""
+        some = chances[: batch.num_reqs, : int(self.wanted)]
+        COMPARED["unlike"] = COMPARED.get("unlike", 0) + (len(some[some > 0].unique()) > 1)
+        COMPARED["behind"] = COMPARED.get("behind", 0) + bool((some == 0).any())
+        record(self, chances, batch)
 
     def proposed(self: Any, *args: Any, **kwargs: Any) -> Any:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
@@ -114,6 +120,7 @@ def count_unequal() -> None:
         return output(self, step, sampled, now)
 
     HistorySpeculator.propose, Speculation.propose = proposed, drafted  # type: ignore[method-assign]
+    Admission.record_confidences = recorded  # type: ignore[method-assign]
     DraftLengths.output = counted  # type: ignore[method-assign]
 
 

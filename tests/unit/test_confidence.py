@@ -62,6 +62,18 @@ def test_beyond_what_was_drafted_tokens_survive_as_in_longer_drafts_or_as_the_fi
         assert confidence.outlook.survival == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.parametrize("sure", [0, 3])
+def test_the_outlook_is_that_of_all_requests_of_a_batch(sure: int) -> None:
+    confidence, kinds = Confidence(), np.full((64, 2), UNSURE, dtype=np.uint8)
+    kinds[sure::8] = SURE
+    for _ in range(64):
+        confidence.drafted(kinds, 2)
+    assert confidence.outlook is not None
+    assert confidence.outlook.survival == pytest.approx(
+        confidence.chances[kinds].cumprod(axis=1).mean(axis=0), rel=0.05
+    )
+
+
 def planned(kinds: list[list[int]], worth: list[float], model: StepModel, passes: float = 0.0) -> StepPlan:
     """Plan for requests of such a worth, with a model whose last drafts were of these kinds."""
     drafts, batch = ModelDrafts(len(kinds[0]), narrows=False), len(worth)

@@ -20,8 +20,8 @@ class DraftConfidence:
     """The kinds of the draft tokens of a step (`core.confidence`), and their chances."""
 
     def __init__(self, chances: torch.Tensor) -> None:
-        """`chances`: is filled with the chance of each token, given those before it, float32 [requests, steps]."""
-        self._chances, self._table = chances, chances.new_zeros(confidence.KINDS)
+        """`chances`: where the chance of each token is written, given those before it, float32 [requests, steps]."""
+        self.chances, self._table = chances, chances.new_zeros(confidence.KINDS)
         self.kinds = torch.zeros_like(chances, dtype=torch.uint8)
         """Of the draft tokens, [requests, steps]."""
 
@@ -57,7 +57,7 @@ class DraftConfidence:
         each, steps = (most, step.contiguous()) if step.dim() else (1, step)
         write_kind[(rows,)](
             self.kinds,
-            self._chances,
+            self.chances,
             parts,
             slots,
             steps,

@@ -192,16 +192,10 @@ class DraftLengths:
         before, self._before = self._before, step
         with self.engine.surviving():
             self._begin_and_end(step)
-            if before is not None and before.offer is not None:
-                offer = before.offer
-                told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
-                self.texts.hear(before.req_ids, *told)
-            drafts, kinds = self.engine.drafts, None if before is None else before.kinds
-            if before is not None and kinds is not None and drafts is not None:
-                self.texts.hear_kinds(before.req_ids, kinds.numpy())
-                drafts.drafted_with(kinds.numpy())
+            if before is not None:
+                self._hear(before)
             places, decoded, sums = self.texts.take(step.req_ids, sampled, step.given, self._model)
-            if kinds is not None:
+            if before is not None and before.kinds is not None:
                 decoded = decoded._replace(kinds=self.texts.kinds[decoded.slots])
             account = self.engine.controller.account
             asked = account.ask(len(decoded.slots), decoded.carried is not None)
@@ -210,6 +204,15 @@ class DraftLengths:
                 return self._choose(step, places, decoded)
             return DraftTokens(0, looks=self._looks(len(decoded.slots)))
         return _SILENCE
+
+    def _hear(self, step: Step) -> None:
+        """Take what was drafted at the end of a step."""
+        if (offer := step.offer) is not None:
+            self.texts.hear(step.req_ids, offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy())
+        if step.kinds is not None and self.engine.drafts is not None:
+            kinds = step.kinds.numpy()
+            self.texts.hear_kinds(step.req_ids, kinds)
+            self.engine.drafts.drafted_with(kinds)
 
     def _looks(self, requests: int) -> bool:
         """Return whether the next unscheduled step looks up what there is, while nothing is drafted: once for each time

@@ -68,7 +68,7 @@ class Speculation:
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
         slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history;
-        `confidence`: where each request has its own number of draft tokens."""
+        `confidence`: where the controller is asked, and tokens are drawn with the policy's noise."""
         self.speculator, self._limits, self._confidence = speculator, limits, confidence
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
@@ -79,6 +79,7 @@ class Speculation:
         run_speculator.apply(self, owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
+            speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
         if config.keyed or (tells_probabilities(speculator) and speculator.draft_watermarker is None):
             draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
@@ -105,17 +106,18 @@ class Speculation:
         some inputs and further keywords; it writes its drafts down."""
         source, chosen = self._source, DraftTokens(wanted)
         own = wanted if source is None else min(chosen, chosen.by_model)
-        if self._confidence is not None and own:
-            self._confidence.learn(chosen.chances)
+        confidence = self._confidence if own else None
+        if confidence is not None and chosen.chances is not None:
+            confidence.learn(chosen.chances)
         if source is not None:
             source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
-        if self._confidence is not None and own and not warm_up(inputs.batch.req_ids):
-            self._kinds = to_host(self._confidence.kinds[: len(drafts), :own])
+        if confidence is not None and self._engine is not None and not warm_up(inputs.batch.req_ids):
+            self._kinds = to_host(confidence.kinds[: len(drafts), :own])
         if source is None:
             return drafts
-        if own:
-            source.take_better(drafts, own, self.speculator.draft_token_confidence_probs[: len(drafts)])
+        if confidence is not None:
+            source.take_better(drafts, own, confidence.chances[: len(drafts)])
         return source.share(len(drafts))
 
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
@@ -171,6 +173,8 @@ class Speculation:
         from vllm.v1.worker.gpu.sample import gumbel
 
         speculator, told = self.speculator, self.speculator.draft_logits
+        if self._confidence is None:  # vLLM's own estimate, where the user has chosen its adaptive verification
+            speculator._maybe_predict_acceptance(logits, slots, step)
         logits = logits if told is None else logits.to(told.dtype)
         self._limits.apply(logits, slots, speculator.temperature)
         drawn = gumbel.gumbel_sample(

@@ -53,7 +53,7 @@ class DeviceWorkerState(WorkerState):
         if config.by_model:
             self._limits = Limits(runner)
             told = runner.speculator.draft_token_confidence_probs
-            self._confidence = DraftConfidence(told) if config.keyed else None
+            self._confidence = DraftConfidence(told) if config.keyed and config.controlled else None
         if config.uses_history:
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
