@@ -174,11 +174,13 @@ class PlainTime:
         if not self.known:
             return None
         model, share, plain = self.baseline.model, float(np.mean(self._ratios())), 0.0
+        seconds = self._unasked()[1]
         for batch in self._batches:
+            seconds += batch.seconds
             plain += batch.plain(self._baseline(batch.usual))
             for requests, (steps, _, context) in batch.baseline.items():
                 plain += steps * model.step(requests, requests, False, context / steps)
-        return float(self.passed / (share * plain)) if plain else None
+        return float(seconds / (share * plain)) if plain else None
 
     def _unasked(self) -> tuple[float, float]:
         """Baseline steps, and their seconds."""

@@ -18,7 +18,7 @@ from das_adapter.core.account import (
 )
 from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.plain_time import LEAST_STEPS, PlainTime, seconds_of
+from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
 
 PLAIN = StepModel(base=0.010, token=0.0001)
@@ -408,6 +408,19 @@ def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
     assert time.compare() == ""
     assert time.saved() == pytest.approx(seconds, rel=0.05)
     assert time.of_stock() == pytest.approx(time.passed / (time.passed + seconds), rel=0.05)
+
+
+def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> None:
+    """Each is a batch of its own, of which the latest are counted."""
+    account = make(model=PLAIN)
+    rollout(account, asking=1.0, requests=1)
+    account.sync()
+    for _ in range(3 * BATCHES):
+        for _ in range(10):
+            account.time.take(timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None)
+        account.time.close(0)
+        account.time.settle()
+    assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)
 
 
 def test_the_ladder_needs_two_rollouts_in_a_row() -> None:
