@@ -20,8 +20,8 @@ LOOK_STEPS = 32
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
-"""Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time, beside
-`LOSS` of that of all steps: by so much may what plain ones take be wrong."""
+"""Drafted steps between two looks at the time saved, and least steps of the batch; the loss that stops drafting, as a
+share of the drafted steps' time, beside `LOSS` of that of all steps: by so much may what plain ones take be wrong."""
 COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
 """Acceptance below which drafts are useless, of at least so many draft tokens."""
 
@@ -142,7 +142,8 @@ class Account:
         self.time.take(step, predicted)
         self.model(took=step.drafting_seconds * step.asked)
         self._drafted_steps += step.drafted
-        if step.drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
+        guarded = self._speculate != "always" and self.time.batch.steps >= GUARD_STEPS
+        if guarded and step.drafted and self._drafted_steps % GUARD_STEPS == 0:
             if reason := self._loss():
                 self.stop(reason)
 

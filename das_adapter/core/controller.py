@@ -180,7 +180,8 @@ class Controller:
         predicted = self.times.add(step.tokens, len(step.slots), step.drafted, step.seconds, step.context)
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
-        self.account.time.batch.refilled |= step.asked and self._refilling
+        if self.account.time.batch.refilled != self._refilling:
+            self.account.time.settle(self._refilling)
         self.account.timed(step, predicted)
         return predicted
 

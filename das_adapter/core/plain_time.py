@@ -33,7 +33,7 @@ BATCHES = 64
 
 @dataclass
 class _Batch:
-    """The steps of one batch, from its first request to the end of its last."""
+    """The steps of one batch, from its first request to the end of its last; apart those in which it was refilled."""
 
     seconds: float = 0.0
     """Of steps in which a drafter was asked, like all but `baseline`."""
@@ -45,7 +45,7 @@ class _Batch:
     """Tokens of their context."""
     widest: int = 1
     refilled: bool = False
-    """Whether requests arrived while others ended."""
+    """Whether requests arrive while others end."""
     shares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Steps' tokens for each request, by requests."""
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -62,12 +62,11 @@ class _Batch:
 
     def plain(self, step: Seconds) -> float:
         """Return the seconds of its tokens: by rounds, for all requests begin together; where they come and go, at the
-        rate of each step's batch, if that takes longer: in favour of drafts."""
-        rounds = seconds_of(np.append(self.written, self.finished), self.widest, step)
+        rate of each step's batch."""
         if not self.refilled:
-            return rounds
+            return seconds_of(np.append(self.written, self.finished), self.widest, step)
         sizes = np.fromiter(self.shares, dtype=float, count=len(self.shares))
-        return max(rounds, float(np.dot(np.fromiter(self.shares.values(), dtype=float), step(sizes))))
+        return float(np.dot(np.fromiter(self.shares.values(), dtype=float), step(sizes)))
 
 
 class PlainTime:
@@ -88,11 +87,12 @@ class PlainTime:
         self.batch = _Batch()
         self._batches = deque([self.batch], maxlen=BATCHES)
 
-    def settle(self) -> None:
-        """Begin another batch."""
+    def settle(self, refilled: bool = False) -> None:
+        """Begin another batch, or one that is `refilled`."""
         if self.batch.steps or self.batch.baseline:
             self.batch = _Batch()
             self._batches.append(self.batch)
+        self.batch.refilled = refilled
 
     def take(self, step: TimedStep, predicted: float | None) -> None:
         """Take a step; `predicted`: its seconds by the engine's latency model, a drafter's passes apart."""

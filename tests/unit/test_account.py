@@ -333,6 +333,15 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
     assert account.state is State.DRAFTING
 
 
+def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
+    account = make(model=PLAIN)
+    for step in range(GUARD_STEPS):
+        if step == GUARD_STEPS - 1:
+            account.time.settle()
+        account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None)
+    assert account.state is State.DRAFTING
+
+
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
     assert collapsed(COLLAPSE_TOKENS - 1, 0) is None

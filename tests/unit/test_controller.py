@@ -231,6 +231,13 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
     assert controller.account.time.saved() == pytest.approx(off.seconds - on.seconds, rel=0.1)
 
 
+def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
+    """Its longest request was not the last to begin."""
+    controller, lengths = Controller(DasConfig(), limit=2048, prior=MEMORY_BOUND), np.array([500] + [40] * 36)
+    seconds = rollout(lengths, MEMORY_BOUND, controller, chance=0.01, at_once=4).seconds
+    assert controller.account.time.saved() == pytest.approx(0.0, abs=0.02 * seconds)
+
+
 @pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
 def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     controller = make(policy, most=8)
