@@ -99,7 +99,8 @@ class ByModel(Engine):
             step.calls = [Call(len(live), count, True, began, self.now)]
             step.kinds = torch.from_numpy(kinds) if self._sure else None
         assert drafts is not None
-        chances = chosen.chances[kinds] if self._sure else np.full(kinds.shape, drafts.acceptance.rate)
+        known = chosen.chances if self._sure else None
+        chances = np.full(kinds.shape, drafts.acceptance.rate) if known is None else known[kinds]
         return dict(zip(live, chances, strict=True))
 
 

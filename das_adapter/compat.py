@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter import patching
-from das_adapter.errors import UnsupportedHost
+from das_adapter.errors import ConfigError, UnsupportedHost
+
+PLUGINS_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
+"""veRL's environment variable that chooses its plug-ins."""
 
 
 @dataclass(frozen=True)
@@ -277,3 +281,17 @@ def _parsed(module: str) -> ast.Module:
             if path.is_file():
                 return ast.parse(path.read_text(encoding="utf-8"))
     return ast.Module([], [])
+
+
+def check_plugin() -> None:
+    """Refuse an environment in which veRL does not load das-adapter: a run would be stock without a word.
+
+    Raises:
+        ConfigError: names the variable.
+    """
+    found = os.environ.get(PLUGINS_VARIABLE, "auto")
+    if found.strip().lower() != "auto" and "das_adapter" not in map(str.strip, found.lower().split(",")):
+        raise ConfigError(
+            f"{PLUGINS_VARIABLE}: found {found!r}, with which veRL leaves das-adapter out; allowed: not set, 'auto', "
+            "or a list with das_adapter"
+        )

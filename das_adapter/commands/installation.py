@@ -127,6 +127,7 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     """Check a host's config as the host does at its start; return the block, and the engine arguments beside it."""
     from omegaconf import OmegaConf
 
+    from das_adapter import compat
     from das_adapter.config_errors import refuse_at_top
     from das_adapter.errors import ConfigError
     from das_adapter.nemo_rl import settings as nemo_rl
@@ -144,7 +145,7 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
         raise ConfigError(f"{place}.{arguments}: found {given!r}, expected a mapping")
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
     if host == VERL and das is not None:
-        verl.check_plugin()
+        compat.check_plugin()
     return das, {"data_parallel_size": node.get("data_parallel_size"), **given}
 
 

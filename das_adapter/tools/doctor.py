@@ -14,7 +14,6 @@ from typing import Any, Literal
 from das_adapter import __version__, compat, patching
 from das_adapter.core.native import native
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
-from das_adapter.verl.settings import check_plugin
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _host(host: str) -> Finding:
 
 def _plugin_of_verl() -> Finding:
     try:
-        check_plugin()
+        compat.check_plugin()
     except ConfigError as error:
         return Finding("plug-in in veRL", "broken", str(error))
     return Finding("plug-in in veRL", "ok", "veRL loads das-adapter")

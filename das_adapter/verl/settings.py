@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from das_adapter import compat
@@ -13,8 +12,6 @@ from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BLOCK = f"{ROLLOUT}.custom.das"
-PLUGINS_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
-"""veRL's environment variable that chooses its plug-ins."""
 
 
 def of_rollout(rollout: Any) -> DasConfig | None:
@@ -63,20 +60,6 @@ def check(config: Any) -> DasConfig | None:
     compat.require("vllm")
     compat.require("verl")
     return das
-
-
-def check_plugin() -> None:
-    """Refuse an environment in which veRL does not load das-adapter: a run would be stock without a word.
-
-    Raises:
-        ConfigError: names the variable.
-    """
-    found = os.environ.get(PLUGINS_VARIABLE, "auto")
-    if found.strip().lower() != "auto" and "das_adapter" not in map(str.strip, found.lower().split(",")):
-        raise ConfigError(
-            f"{PLUGINS_VARIABLE}: found {found!r}, with which veRL leaves das-adapter out; allowed: not set, 'auto', "
-            "or a list with das_adapter"
-        )
 
 
 def _get(node: Any, key: str) -> Any:
