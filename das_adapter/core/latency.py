@@ -274,8 +274,8 @@ def fit(
     line = ("base", "token") if n.max() > n.min() else ("base",)
     knees = [float(knee) for knee in KNEES if n.min() < knee < n.max()]
     extras: list[str] = []
-    if 0 < d.sum() < len(d):
-        extras.append("draft")
+    if 0 < d.sum() < len(d) and any(k.max() >= 1.25 * k.min() for k in (n[d == 0], n[d == 1])):
+        extras.append("draft")  # else it can't be told from what the tokens of drafts cost
     if d.any() and b.max() >= 4 * b.min():  # else a request's share can't be told from the base
         extras.append("request")
     if (s / b).max() >= 1.5 * (s / b).min() and s.any():  # else a context's share can't be told from a request's

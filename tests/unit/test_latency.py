@@ -41,6 +41,22 @@ def test_a_bent_curve_with_a_price_for_drafting_is_recovered() -> None:
     assert found.slope(8) == pytest.approx(0.0, abs=1e-8)
 
 
+def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_cheap() -> None:
+    """What a draft costs beside its tokens can't be told from steps that are all of one size."""
+    truth = StepModel(base=0.0045, token=0.0, bend=0.00013, knee=35, context=1.8e-8)
+    for seed in range(20):
+        rng, times = np.random.default_rng(seed), StepTimes(truth)
+        for tokens, count in ((60, 12), (64, 500), (238, 3)):
+            for context in rng.uniform(350, 500, count).tolist():
+                requests = min(tokens, 64)
+                seconds = truth.step(tokens, requests, tokens > 64, requests * context) * np.exp(0.03 * rng.normal())
+                times.add(tokens, requests, tokens > 64, seconds, requests * context)
+        model = times.fit()
+        for tokens in (68, 128, 512):
+            expected = truth.step(tokens, 64, True, 64 * 420)
+            assert model.step(tokens, 64, True, 64 * 420) == pytest.approx(expected, rel=0.2)
+
+
 def test_measured_steps_are_fitted_better_than_the_papers_line() -> None:
     requests, drafts, seconds = measured()
     model = fit(requests * (drafts + 1), requests, drafts > 0, seconds)
