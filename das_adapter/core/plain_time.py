@@ -77,7 +77,7 @@ class PlainTime:
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
         self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
-        self._seen = np.inf, 0.0  # the fewest and the most requests of a baseline step
+        self._seen = self._read = np.inf, 0.0  # fewest and most requests of a baseline step, and context of a request
         self.restart()
 
     def restart(self) -> None:
@@ -101,7 +101,9 @@ class PlainTime:
             self.baseline.add(requests, requests, False, step.seconds, step.context)
             self.baseline.keep_fitted()
             self._samples.append((requests, step.seconds, step.context))
+            mean = step.context / requests
             self._seen = min(self._seen[0], requests), max(self._seen[1], requests)
+            self._read = min(self._read[0], mean), max(self._read[1], mean)
             batch.baseline[requests] += 1.0, step.seconds, step.context
             self.passed += step.seconds
             return
@@ -197,13 +199,14 @@ class PlainTime:
         return lambda requests: plain(requests) * share
 
     def _baseline(self, context: float) -> Seconds:
-        """Seconds of baseline steps, by their requests; of fewer requests than any of them had, or of more, as the
-        engine's own steps say, relative to the nearest."""
-        baseline, engine = self.baseline.model.at(context), self.engine.model.at(context)
+        """Seconds of baseline steps, by their requests; of fewer requests or less context than any of them had, or of
+        more, as the engine's own steps say, relative to the nearest."""
+        engine, read = self.engine.model, float(np.clip(context, *self._read))
+        baseline, there, here = self.baseline.model.at(read), engine.at(read), engine.at(context)
 
         def plain(requests: npt.ArrayLike) -> Floats:
             near = np.clip(requests, *self._seen)
-            return baseline.plain(near) * engine.plain(requests) / np.maximum(engine.plain(near), 1e-12)
+            return baseline.plain(near) * here.plain(requests) / np.maximum(there.plain(near), 1e-12)
 
         return plain
 

@@ -419,6 +419,20 @@ def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
     assert time.of_stock() == pytest.approx(time.passed / (time.passed + seconds), rel=0.05)
 
 
+def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
+    """Those of a rollout's begin, behind which all steps are drafted."""
+    model = StepModel(base=0.01, token=0.0, context=1e-6)
+    time = PlainTime(StepTimes(model))
+    for context in [1000, 1100, 1200, 1300] * LEAST_STEPS:
+        time.take(timed_step(ONE, model.step(8, 8, False, context), False, context, asked=False), None)
+    time.settle()
+    plain = 100 * model.step(8, 8, False, 40_000)
+    for _ in range(50):
+        time.take(timed_step(2 * ONE, model.step(8, 8, False, 40_000), True, 40_000), None)
+    assert time.compare() == ""
+    assert time.saved() == pytest.approx(0.5 * plain, rel=0.05)
+
+
 def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> None:
     """Each is a batch of its own, of which the latest are counted."""
     account = make(model=PLAIN)
