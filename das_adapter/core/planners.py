@@ -50,7 +50,7 @@ def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[
     mine, theirs = nothing, np.zeros((running, 1))
     if drafts is not None:
         mine = np.minimum(offer.limits, drafts.longest)
-        theirs = worth[:, None] * drafts.outlook.tokens(np.zeros(running))[1]
+        theirs = worth[:, None] * np.append(0.0, drafts.outlook.survival.cumsum())
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
     shortest = min(needed, drafts.agreed or 1) if drafts is not None else 1  # of the model's drafts
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
