@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <stdexcept>
 #include <vector>
 
@@ -17,7 +18,8 @@ namespace {
 template <class T>
 using Table = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-constexpr size_t kRows = 7;  // of what `take` writes
+constexpr size_t kRows = 7;        // of what `take` writes
+constexpr double kBatches = 256;  // that were heard of, over which drafts are averaged
 
 // Item i of a list, which must be there.
 nb::handle item(nb::handle list, size_t i) {
@@ -65,10 +67,13 @@ struct Tokens {
 struct LiveTexts {
   Out<int64_t> length, end, offered, by_model;
   Out<bool> ended, heard, record;
+  Out<float> promised;
   Table<float> chances;
+  Out<double> usual, lasting;  // of all requests
 
   LiveTexts(Out<int64_t> length, Out<int64_t> end, Out<int64_t> offered, Out<int64_t> by_model, Out<bool> ended,
-            Out<bool> heard, Out<bool> record, Table<float> chances)
+            Out<bool> heard, Out<bool> record, Out<float> promised, Table<float> chances, Out<double> usual,
+            Out<double> lasting)
       : length(length),
         end(end),
         offered(offered),
@@ -76,13 +81,18 @@ struct LiveTexts {
         ended(ended),
         heard(heard),
         record(record),
-        chances(chances) {
+        promised(promised),
+        chances(chances),
+        usual(usual),
+        lasting(lasting) {
     const size_t slots = length.size();
     for (const auto* column : {&end, &offered, &by_model})
       if (column->size() != slots) throw std::invalid_argument("LiveTexts: the columns differ in length");
     for (const auto* column : {&ended, &heard, &record})
       if (column->size() != slots) throw std::invalid_argument("LiveTexts: the columns differ in length");
-    if (chances.shape(0) != slots) throw std::invalid_argument("LiveTexts: the columns differ in length");
+    if (chances.shape(0) != slots || promised.size() != slots || usual.size() != chances.shape(1) ||
+        lasting.size() != 3)
+      throw std::invalid_argument("LiveTexts: the columns differ in length");
   }
 
   void check(const In<int64_t>& slots) const {
@@ -157,62 +167,70 @@ struct LiveTexts {
     return batch > 0;
   }
 
-  bool hear(const In<int64_t>& slots, const In<int32_t>& lengths, const Table<const float>& given,
+  void hear(const In<int64_t>& slots, const In<int32_t>& lengths, const Table<const float>& given,
             const In<int64_t>& modelled) {
     const size_t batch = slots.size(), most = chances.shape(1), tokens = given.shape(1);
     if (lengths.size() != batch || given.shape(0) != batch || modelled.size() != batch || tokens > most)
       throw std::invalid_argument("hear: the columns of the batch differ in length");
     check(slots);
-    bool any = false;
+    std::vector<double> sum(most);
+    const double expected = std::accumulate(usual.data(), usual.data() + most, 0.0);
+    double requests = 0, again = 0, product = 0, square = 0;
     for (size_t i = 0; i < batch; ++i) {
       const int64_t slot = slots.data()[i];
       if (slot < 0) continue;
-      any = true;
+      const auto there = static_cast<size_t>(lengths.data()[i]);
+      float reached = 1.0f, all = 0.0f;
+      for (size_t k = 0; k < tokens; ++k) {
+        chances.data()[static_cast<size_t>(slot) * most + k] = reached *= given.data()[i * tokens + k];
+        if (k < there) sum[k] += reached, all += reached;
+      }
+      const double before = promised.data()[slot] - expected;
+      if (heard.data()[slot]) again += 1, product += before * (all - expected), square += before * before;
+      requests += 1;
+      promised.data()[slot] = all;
       offered.data()[slot] = lengths.data()[i];
       by_model.data()[slot] = modelled.data()[i];
       heard.data()[slot] = true;
-      float reached = 1.0f;
-      for (size_t k = 0; k < tokens; ++k)
-        chances.data()[static_cast<size_t>(slot) * most + k] = reached *= given.data()[i * tokens + k];
     }
-    return any;
+    if (!requests) return;
+    double* batches = lasting.data();
+    *batches = std::min(*batches + 1, kBatches);
+    for (size_t k = 0; k < most; ++k) usual.data()[k] += (sum[k] / requests - usual.data()[k]) / *batches;
+    if (!again) return;
+    lasting.data()[1] += (product / again - lasting.data()[1]) / kBatches;
+    lasting.data()[2] += (square / again - lasting.data()[2]) / kBatches;
   }
 
-  int64_t found(const In<int64_t>& slots, const In<int64_t>& limits, float floor, const In<int64_t>& newest,
-                Out<float> out, Out<int64_t> offsets) const {
+  // The share of what a request's draft promises beyond the usual that is still there two steps later.
+  double lasts() const {
+    const double product = lasting.data()[1], square = lasting.data()[2];
+    const double next = square > 0 ? std::clamp(product / square, 0.0, 1.0) : 1.0;
+    return next * next;
+  }
+
+  int64_t found(const In<int64_t>& slots, const In<int64_t>& limits, float floor, Out<float> out,
+                Out<int64_t> offsets) const {
     const size_t batch = slots.size(), most = chances.shape(1);
     if (limits.size() != batch || offsets.size() != batch + 1 || out.size() < batch * most)
       throw std::invalid_argument("found: the columns of the batch differ in length");
     check(slots);
-    check(newest);
-    std::vector<float> usual;
+    const double kept = lasts();
     int64_t n = offsets.data()[0] = 0;
     for (size_t i = 0; i < batch; ++i) {
       const auto slot = static_cast<size_t>(slots.data()[i]);
       const bool known = heard.data()[slot];
-      if (!known && usual.empty()) usual = mean(newest);
-      const float* chance = known ? chances.data() + slot * most : usual.data();
-      const int64_t limit = limits.data()[i], there = known ? std::min(offered.data()[slot], limit) : limit;
-      const int64_t end = std::min(there, static_cast<int64_t>(most));
-      for (int64_t k = 0; k < end && chance[k] >= floor; ++k) out.data()[n++] = chance[k];
+      const double own = known ? kept : 0.0;
+      const int64_t there = known ? offered.data()[slot] : 0, end = std::min<int64_t>(limits.data()[i], most);
+      for (int64_t k = 0; k < end; ++k) {
+        const double offers = k < there ? chances.data()[slot * most + k] : 0.0;
+        const double chance = own * offers + (1.0 - own) * usual.data()[k];
+        if (chance < floor || chance <= 0) break;
+        out.data()[n++] = static_cast<float>(chance);
+      }
       offsets.data()[i + 1] = n;
     }
     return n;
-  }
-
-  // The mean of the chances of some requests.
-  std::vector<float> mean(const In<int64_t>& slots) const {
-    const size_t most = chances.shape(1);
-    std::vector<float> sum(most);
-    float requests = 0;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if (slots.data()[i] < 0) continue;
-      const float* row = chances.data() + static_cast<size_t>(slots.data()[i]) * most;
-      for (size_t k = 0; k < most; ++k) sum[k] += row[k];
-      requests += 1;
-    }
-    for (float& chance : sum) chance /= std::max(requests, 1.0f);
-    return sum;
   }
 };
 
@@ -220,10 +238,11 @@ struct LiveTexts {
 
 void bind_live_texts(nb::module_& m) {
   nb::class_<LiveTexts>(m, "LiveTexts")
-      .def(nb::init<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<bool>, Out<bool>, Out<bool>,
-                    Table<float>>(),
+      .def(nb::init<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<bool>, Out<bool>, Out<bool>, Out<float>,
+                    Table<float>, Out<double>, Out<double>>(),
            nb::arg("length"), nb::arg("end"), nb::arg("offered"), nb::arg("by_model"), nb::arg("ended"),
-           nb::arg("heard"), nb::arg("record"), nb::arg("chances"))
+           nb::arg("heard"), nb::arg("record"), nb::arg("promised"), nb::arg("chances"), nb::arg("usual"),
+           nb::arg("lasting"))
       .def("take", &LiveTexts::take,
            "Take the tokens that each request of a batch got in a step, and the draft tokens that it was given; put "
            "place, slot, tokens, draft tokens, those of a model, room and length of those that go on into out "
@@ -231,9 +250,8 @@ void bind_live_texts(nb::module_& m) {
       .def("take_singles", &LiveTexts::take_singles,
            "Take steps in each of which every request got one token, its end not among them. Return whether they were "
            "such steps; else nothing has changed.")
-      .def("hear", &LiveTexts::hear,
-           "Take the drafts that were offered to the requests of a batch. Return whether any of these is live.")
+      .def("hear", &LiveTexts::hear, "Take the drafts that were offered to the requests of a batch.")
       .def("found", &LiveTexts::found,
-           "Put the survival chances of the drafts that were offered last into out, and each draft's end into "
-           "offsets int64 [b + 1]. Return how many tokens they are.");
+           "Put the survival chances that the drafts of the step after the next are going to have into out, and each "
+           "draft's end into offsets int64 [b + 1]. Return how many tokens they are.");
 }

@@ -47,18 +47,47 @@ def joined(rng: np.random.Generator, number: int, slot: int) -> LiveRequest:
     return LiveRequest(str(number), number, 8, end, record, slot=slot, length=8, text=text, stops=stops)
 
 
-def expected(live: dict[str, Plain], found: list[str], limits: Ints, floor: float, newest: list[Chances]) -> list[list]:
+class Outlook:
+    """What is going to be offered."""
+
+    def __init__(self) -> None:
+        self.usual, self.batches = np.zeros(MOST), 0
+        self.product, self.square = 0.0, 0.0
+
+    def hear(self, before: list[Chances | None], offers: list[Chances]) -> None:
+        """Take what the requests of a batch were offered before, None: nothing is known of it, and now."""
+        if not offers:
+            return
+        expected, self.batches = self.usual.sum(), self.batches + 1
+        self.usual = self.usual + (np.mean([padded(row) for row in offers], axis=0) - self.usual) / min(
+            self.batches, 256
+        )
+        pairs = [(a.sum() - expected, b.sum() - expected) for a, b in zip(before, offers, strict=True) if a is not None]
+        if pairs:
+            self.product += (float(np.mean([a * b for a, b in pairs])) - self.product) / 256
+            self.square += (float(np.mean([a * a for a, _ in pairs])) - self.square) / 256
+
+    def offer(self, heard: Chances | None) -> np.ndarray:
+        """Return the chances of what a request is going to be offered, given what was heard last."""
+        lasts = min(1.0, max(0.0, self.product / self.square)) ** 2 if self.square else 1.0
+        own = 0.0 if heard is None else lasts
+        return own * padded(heard) + (1.0 - own) * self.usual
+
+
+def padded(row: Chances | None) -> np.ndarray:
+    return np.append([] if row is None else row, np.zeros(MOST - (0 if row is None else len(row))))
+
+
+def expected(live: dict[str, Plain], found: list[str], limits: Ints, floor: float, outlook: Outlook) -> list[list]:
     """Return the chances of each request's draft."""
-    usual = sum(newest) / np.float32(len(newest)) if newest else np.zeros(MOST, dtype=np.float32)
-    offers = [live[req_id].offer for req_id in found]
-    rows = [usual if row is None else row for row in offers]
-    return [[c for c in row[:limit] if c >= np.float32(floor)] for row, limit in zip(rows, limits, strict=True)]
+    rows = [outlook.offer(live[req_id].offer) for req_id in found]
+    return [[c for c in row[:limit] if c >= floor and c > 0] for row, limit in zip(rows, limits, strict=True)]
 
 
 @pytest.mark.parametrize("model", [-1, 0, MODEL])
 def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(model: int) -> None:
     rng, requests, live = np.random.default_rng(model + 1), dict[str, LiveRequest](), dict[str, Plain]()
-    texts, free, newest, ends, unknown = LiveTexts(MOST, requests), list(range(70)), list[np.ndarray](), 0, 0
+    texts, free, outlook, ends, unknown = LiveTexts(MOST, requests), list(range(70)), Outlook(), 0, 0
     for number in range(300):
         ended = [req_id for req_id, request in live.items() if request.ended and rng.random() < 0.5]
         texts.close(ended)
@@ -100,11 +129,12 @@ def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(model: in
         limits, floor = rng.integers(0, MOST + 1, len(rows)), float(rng.choice([0.0, 0.2, 0.5]))
         chances, offsets = texts.found(decoded.slots, limits, floor)
         found = [batch[place] for place in places]
-        unknown += sum(live[req_id].offer is None for req_id in found if newest)
-        of_each = expected(live, found, limits, floor, newest)
+        unknown += sum(live[req_id].offer is None for req_id in found if outlook.batches)
+        of_each = expected(live, found, limits, floor, outlook)
         assert offsets.tolist() == np.cumsum([0, *map(len, of_each)]).tolist()
-        np.testing.assert_array_equal(chances, [chance for row in of_each for chance in row])
-        newest = (heard(rng, texts, live, batch) if rng.random() < 0.7 else []) or newest
+        np.testing.assert_allclose(chances, [chance for row in of_each for chance in row], rtol=1e-5)
+        if rng.random() < 0.7:
+            heard(rng, texts, live, batch, outlook)
     assert ends > 20 and unknown > 20
 
 
@@ -113,12 +143,36 @@ def offers(rng: np.random.Generator, requests: int) -> tuple[Ints, Chances, Ints
     return lengths, rng.random((requests, MOST), dtype=np.float32) ** 0.2, rng.integers(0, 3, requests)
 
 
-def heard(rng: np.random.Generator, texts: LiveTexts, live: dict[str, Plain], batch: list[str]) -> list[Chances]:
-    """Have what is offered to a batch heard; return the survival chances of its live requests."""
+def heard(
+    rng: np.random.Generator, texts: LiveTexts, live: dict[str, Plain], batch: list[str], outlook: Outlook
+) -> None:
+    """Have what is offered to a batch heard."""
     lengths, chances, by_model = offers(rng, len(batch))
     texts.hear(batch, lengths, chances, by_model)
-    survival = np.cumprod(chances, axis=1)
-    for row, req_id in enumerate(batch):
-        if req_id in live:
-            live[req_id].offer, live[req_id].by_model = survival[row, : lengths[row]], int(by_model[row])
-    return [survival[row] for row, req_id in enumerate(batch) if req_id in live]
+    survival, there = np.cumprod(chances, axis=1), [row for row, req_id in enumerate(batch) if req_id in live]
+    before = [live[batch[row]].offer for row in there]
+    for row in there:
+        request = live[batch[row]]
+        request.offer, request.by_model = survival[row, : lengths[row]], int(by_model[row])
+    outlook.hear(before, [survival[row, : lengths[row]] for row in there])
+
+
+@pytest.mark.parametrize(("pause", "least", "most"), [(2, 0.3, 0.9), (None, 0.0, 0.02)])
+def test_a_request_that_was_offered_nothing_may_be_offered_something_again(
+    pause: int | None, least: float, most: float
+) -> None:
+    """`pause`: steps after which the offers to the second request begin or end, None: it is never offered any."""
+    requests = {str(slot): LiveRequest(str(slot), slot, 8, 4000, True, slot=slot, length=8) for slot in range(2)}
+    texts, slots = LiveTexts(MOST, requests), np.arange(2)
+    for request in requests.values():
+        texts.open(request)
+    for step in range(400):
+        there = pause is not None and step // pause % 2 == 0
+        texts.hear(
+            [*requests], np.array([MOST, MOST * there], np.int32), np.full((2, MOST), 0.9, np.float32), 0 * slots
+        )
+    assert not there
+    chances, offsets = texts.found(slots, np.full(2, MOST), 0.0)
+    first, second = np.split(chances, offsets[1:-1])
+    assert first[0] == pytest.approx(0.9, abs=0.1 if pause is None else 0.5)
+    assert least <= (second[0] if len(second) else 0.0) <= most

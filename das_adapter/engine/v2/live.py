@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from das_adapter.core.native import native
 from das_adapter.core.requests import NOBODY, with_room
-from das_adapter.core.steps import Chances, Decoded, Ints
+from das_adapter.core.steps import Chances, Decoded, Floats, Ints
 from das_adapter.engine.requests import LiveRequest
 
-_COLUMNS = ("length", "end", "offered", "by_model", "ended", "heard", "record", "chances")
-"""What the native core reads and brings forward, under the same names."""
+_COLUMNS = ("length", "end", "offered", "by_model", "ended", "heard", "record", "promised", "chances")
+"""By slot, what the native core reads and brings forward under the same names."""
 
 
 class Sums(NamedTuple):
@@ -52,12 +52,17 @@ class LiveTexts:
         """Tokens of the last draft from the history; of the model's in its place, 0 if it is not."""
         self.chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
+        self.promised = np.zeros(1, dtype=np.float32)
+        """Sum of these chances: tokens that the draft is expected to bring."""
+        self.usual: Floats = np.zeros(most)
+        """Chances of the requests' drafts on average, 0 where a draft is shorter."""
+        self.lasting: Floats = np.zeros(3)
+        """Batches that were heard of; and of what a request's draft promises beyond the usual, the mean product with
+        the same of its next draft, and the mean square: how much lasts to the next step."""
         self.kinds = np.zeros((1, most), dtype=np.uint8)
         """Of the tokens that a model drafted last, see `core.confidence`."""
         self._native: Any = None
         self._make_room(1)
-        self._newest: Ints = np.zeros(1, dtype=np.int64)
-        """Requests of the last batch that was heard of."""
         self._known: tuple[Sequence[str], Ints] | None = None
         """Requests of the last batch, and their slots; None: some have come or gone since."""
         self._stops: dict[int, frozenset[int]] = {}
@@ -96,8 +101,9 @@ class LiveTexts:
 
     def _make_room(self, slots: int) -> None:
         self.kinds = with_room(self.kinds, slots)
-        vars(self).update({name: with_room(getattr(self, name), slots) for name in _COLUMNS})
-        self._native = native().LiveTexts(**{name: getattr(self, name) for name in _COLUMNS})
+        columns = {name: with_room(getattr(self, name), slots) for name in _COLUMNS}
+        vars(self).update(columns)
+        self._native = native().LiveTexts(**columns, usual=self.usual, lasting=self.lasting)
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not live."""
@@ -136,9 +142,7 @@ class LiveTexts:
     def hear(self, req_ids: Sequence[str], lengths: np.ndarray, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int32 [batch], the chance of each, given those
         before it, float32 [batch, n], and tokens of the model's drafts in their place, int64 [batch]."""
-        slots = self.slots(req_ids)
-        if self._native.hear(slots, lengths, chances, by_model):
-            self._newest = slots
+        self._native.hear(self.slots(req_ids), lengths, chances, by_model)
 
     def hear_kinds(self, req_ids: Sequence[str], kinds: npt.NDArray[np.uint8]) -> None:
         """Take the kinds of the tokens that a model drafted for the requests of a batch, uint8 [batch, n]."""
@@ -147,7 +151,8 @@ class LiveTexts:
         self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
 
     def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
-        """Return what was offered last, see `core.steps.HistoryDrafts`; of requests of which nothing is known yet, what
-        the others were offered on average."""
+        """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts that are chosen now are made two
+        steps after those that were heard of last. What a draft promises beyond the usual lasts in part; of a request of
+        which nothing is known yet, the usual is expected."""
         chances, offsets = np.empty(len(slots) * self.chances.shape[1], np.float32), np.empty(len(slots) + 1, np.int64)
-        return chances[: self._native.found(slots, limits, floor, self._newest, chances, offsets)], offsets
+        return chances[: self._native.found(slots, limits, floor, chances, offsets)], offsets
