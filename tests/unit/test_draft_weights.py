@@ -13,7 +13,9 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import torch
 from safetensors.torch import save_file
+from transformers import DeepseekV3Config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.models import deepseek_mtp
 from vllm.model_executor.utils import replace_parameter
 
 from das_adapter.config import parse
@@ -162,6 +164,39 @@ def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatc
     monkeypatch.delitem(CHECKPOINT, "mtp.weight")
     with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'mtp.weight'\}"):
         mtp("checkpoint", "dummy")
+
+
+class DeepSeekMtp(deepseek_mtp.DeepSeekMTP):
+    """vLLM's drafter with DeepSeek's MTP layer, the third, of which it has one weight."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = DeepseekV3Config(num_hidden_layers=2, num_nextn_predict_layers=1, n_routed_experts=4)
+        self.quant_config = None
+        layer = torch.nn.ModuleDict({"eh_proj": part(1)})
+        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"2": layer})})
+        self.model.mtp_start_layer_idx, self.model.num_mtp_layers = 2, 1
+
+
+@pytest.mark.parametrize("unchecked", [True, False])
+def test_batches_of_a_stream_may_lack_the_layers_for_mtp(unchecked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hosts send each batch to the drafter; vLLM before 0.27 has no way to say that it is one of several."""
+    if not unchecked:
+        monkeypatch.setattr(deepseek_mtp, "is_mtp_completeness_check_enabled", lambda: True)
+    drafter = DeepSeekMtp()
+    runner = SimpleNamespace(model=Model(layer=part(1)), drafter=SimpleNamespace(model=drafter))
+    weights = DraftWeights(runner, parse({"drafter": "mtp", "draft": {"weights": "trainer"}}))
+    weights.take_loaded()
+    for number in range(2):
+        drafter.load_weights([(f"model.layers.{number}.input_layernorm.weight", torch.ones(2))])
+    assert "brought no weight" in str(weights.refresh())
+    for number, name in enumerate(("input_layernorm", "input_layernorm", "eh_proj")):
+        drafter.load_weights([(f"model.layers.{number}.{name}.weight", torch.full((2, 2), 3.0))])
+    assert weights.refresh() is None
+    assert drafter.model.layers["2"].eh_proj.weight.eq(3).all()
+    drafter.model.layers["2"].eh_proj.weight.weight_loader = lambda parameter, weight: int("no number")
+    with pytest.raises(ValueError, match="no number"):
+        drafter.load_weights([("model.layers.2.eh_proj.weight", torch.ones(2, 2))])
 
 
 @pytest.mark.parametrize("tied", [False, True])
