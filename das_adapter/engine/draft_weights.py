@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -25,6 +26,9 @@ PREFIX = "draft."
 
 SHARED = ("lm_head", "embed_tokens")
 """Modules that vLLM has an EAGLE-3, DFlash or DSpark head share with the policy."""
+
+processed: WeakSet[torch.nn.Module] = WeakSet()
+"""Drafters with the weights of their checkpoint, of which vLLM has made what it computes with."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -59,6 +63,8 @@ class DraftWeights:
             keep_addresses.apply(inner, owner=inner)
         see_weight_stream.apply(self._take, owner=self.drafter)
         if self._config.draft.weights == "checkpoint":
+            process_once.apply()
+            processed.add(self.drafter)
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
             self._mark = self._fingerprint()
@@ -191,11 +197,13 @@ class DraftWeights:
         model = self._runner.speculative_config.draft_model_config
         loader = get_model_loader(LoadConfig(load_format="auto"))
         self._reading = True
+        processed.discard(self.drafter)
         try:
             with set_current_vllm_config(self._runner.vllm_config):
                 loader.load_weights(self.drafter, model)
                 if model.quantization is None:
                     process_weights_after_loading(self.drafter, model, self._runner.device)
+                    processed.add(self.drafter)
         finally:
             self._reading = False
 
@@ -229,6 +237,19 @@ def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
     there is no host: trainers' own worker extensions call nothing else. Remove this patch when vLLM's weight updates
     reach the drafter, and tell plug-ins which weights they brought."""
     return lambda *args, **kwargs: load(stock, *args, **kwargs)
+
+
+@patch("vllm.model_executor.model_loader.utils:process_weights_after_loading", since="0.24", needs="model")
+def process_once(stock: Any) -> Any:
+    """Without it layers for MTP that no weight sync brings are lost at each, with kernels for which vLLM swaps or
+    shuffles the weights of experts, and are read from the checkpoint again: hosts have vLLM do so after a weight sync
+    in the drafter too. Remove this patch when vLLM does it once however often it is asked."""
+
+    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if model not in processed:
+            stock(model, *args, **kwargs)
+
+    return process_weights_after_loading
 
 
 @patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.32")

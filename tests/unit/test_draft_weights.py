@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV3Config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import utils
 from vllm.model_executor.models import deepseek_mtp
 from vllm.model_executor.utils import replace_parameter
 
@@ -158,6 +160,41 @@ def test_what_a_drafter_makes_of_its_weights_is_made_again_with_them(
         assert engine.drafter.attention.W_UV is made and made.eq(1).all()
     assert engine.sync(POLICYS) is None
     assert caplog.text.count("reading its checkpoint again") == 2
+
+
+class Swap(QuantizeMethodBase):
+    """Swaps the rows of a weight, as vLLM does those of experts for some kernels: twice undoes it."""
+
+    def create_weights(self, *_: Any, **__: Any) -> None: ...
+
+    def apply(self, *_: Any, **__: Any) -> Any: ...
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight.data.copy_(layer.weight.flip(0))
+
+
+def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both do so after a sync, in the policy and in the drafter."""
+
+    def synced(engine: Mtp, stream: dict[str, torch.Tensor]) -> list[float]:
+        for model in (engine.policy, engine.drafter):
+            model.load_weights(stream.items())
+            described: Any = SimpleNamespace(dtype=torch.float32, quantization=None)
+            utils.process_weights_after_loading(model, described, torch.device("cpu"))
+        assert engine.weights.refresh() is None
+        rows: list[float] = engine.drafter.mtp.weight[:, 0].tolist()
+        return rows
+
+    rising = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    monkeypatch.setitem(CHECKPOINT, "mtp.weight", rising)
+    kept, trained = mtp("checkpoint", "dummy"), mtp("trainer")
+    for engine in (kept, trained):
+        engine.drafter.mtp.quant_method = Swap()
+        engine.drafter.mtp.weight.copy_(rising.flip(0))  # as vLLM leaves it
+    assert synced(kept, POLICYS) == [2, 1]
+    kept.drafter.mtp.weight.zero_()  # as after sleep
+    assert synced(kept, POLICYS) == [2, 1]
+    assert synced(trained, {**TRAINED, "mtp.weight": 2 * rising}) == [4, 2]
 
 
 def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
