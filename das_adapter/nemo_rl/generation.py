@@ -185,4 +185,5 @@ class Planned(BatchedDataDict[Any]):
 
     def shard_by_batch_size(self, shards: int, *args: Any, **kwargs: Any) -> list[SlicedDataDict]:
         assert shards == len(self._plan)
-        return [SlicedDataDict(self._whole.select_indices(rows).data) for rows in self._plan]
+        nothing = {"input_ids": self._whole["input_ids"][:0]}  # no rows can be selected of images' tensors
+        return [SlicedDataDict(self._whole.select_indices(rows).data if rows else nothing) for rows in self._plan]

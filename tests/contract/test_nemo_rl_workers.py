@@ -25,6 +25,7 @@ import nemo_rl
 import ray
 import torch
 from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.data.multimodal_utils import PackedTensor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.generation.vllm import vllm_generation
 from nemo_rl.models.generation.vllm.config import VllmConfig
@@ -373,15 +374,17 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
 
     problems = [1, 1, 2, 2, 3, 3, 4]
     data = BatchedDataDict({"input_ids": torch.arange(7)[:, None], "names": [str(i) for i in range(7)]})
+    data["pixel_values"] = PackedTensor([torch.full((2, 3), i) for i in range(7)], dim_to_pack=0)
     shares = plan(problems, Expected({3: 50.0, 2: 5.0}), workers)
     shards = Planned(data, shares).shard_by_batch_size(workers, allow_uneven_shards=True)
-    assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in shares]
+    assert [shard.get("names", []) for shard in shards] == [[str(row) for row in rows] for rows in shares]
     # NeMo-RL's worker answers an empty share with empty tensors of no width
     empty: dict[str, Any] = {"input_ids": torch.zeros((0, 0), dtype=torch.long), "names": []}
-    combined = BatchedDataDict.from_batches([s if s.size else empty for s in shards])
+    combined = BatchedDataDict.from_batches([s if len(s["input_ids"]) else empty for s in shards])
     back = combined.select_indices(torch.argsort(torch.tensor([row for rows in shares for row in rows])))
     assert back["input_ids"].flatten().tolist() == list(range(7))
     assert back["names"] == data["names"]
+    assert back["pixel_values"].as_tensor()[::2, 0].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize("experts", [1, 4])
