@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -25,6 +26,8 @@ from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
 from das_adapter.service.session import PATIENCE_S
+
+logger = logging.getLogger("das_adapter")
 
 _LENGTHS_FOR_S = 10.0
 """How long an asynchronous run uses the same expected lengths."""
@@ -73,7 +76,8 @@ class DasVllmGeneration(VllmGeneration):
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         data = self._labelled(data)
-        if self.das.routing == "host" or self.vllm_dp_size > 1:  # ranks that step together wait for one without rows
+        together = self.vllm_dp_size > 1  # ranks that would wait for one without rows
+        if self.das.routing == "host" or together or self._stops_differ(data):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         plan = routing.plan(problems, self._predict(), self.dp_size, self._siblings, self._slots)
@@ -156,6 +160,15 @@ class DasVllmGeneration(VllmGeneration):
                 for prompt, images in zip(prompts, media, strict=True)
             ]
         return labelled
+
+    def _stops_differ(self, data: BatchedDataDict[Any]) -> bool:
+        """Return whether rows have other stop strings than others, and say so once: NeMo-RL's synchronous worker ends
+        its responses at those of all its rows, so that tokens depend on which rows it has."""
+        differ = len({frozenset(stops or ()) for stops in data.get("stop_strings") or ()}) > 1
+        if differ and "stop strings" not in self._told:
+            self._told.add("stop strings")
+            logger.warning("das: the rows of a batch differ in their stop strings: NeMo-RL divides such batches itself")
+        return differ
 
     def _predict(self) -> Expected:
         if self._longest_first:

@@ -387,18 +387,31 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     assert back["pixel_values"].as_tensor()[::2, 0].tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("experts", [1, 4])
-def test_ranks_that_share_experts_have_rows_each(experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NeMo-RL's worker answers an empty share without a step of its engine, and vLLM's data-parallel ranks step
-    together: those with rows would wait for ever."""
+@pytest.fixture
+def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a generation that returns which problems' rows 16 workers get of a batch of 8 problems with 8 rows each."""
     from das_adapter.nemo_rl import generation as ours
 
     def generated(method: str, data: list[Any], **_: Any) -> list[Any]:
-        shares.append([len(shard["input_ids"]) for shard in data])
+        shared.append([shard["input_ids"][:, 1].tolist() for shard in data])
         names = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
         return [BatchedDataDict({name: shard["input_ids"] for name in names}) for shard in data]
 
-    shares: list[list[int]] = []
+    def dispatch(experts: int = 1) -> Any:
+        config = composed(next(path for path in RECIPES if "async" not in path.stem), monkeypatch).policy["generation"]
+        config["vllm_cfg"] |= {"tensor_parallel_size": 1, "expert_parallel_size": experts}
+        config |= {"model_name": "", "_pad_token_id": 0}
+        made = ours.DasVllmGeneration(cluster, config)
+
+        def shares(**columns: Any) -> list[list[int]]:
+            prompts = torch.tensor([[1, prompt] for prompt in range(8)]).repeat_interleave(8, dim=0)
+            batch = BatchedDataDict({"input_ids": prompts, "input_lengths": torch.full((64,), 2), **columns})
+            assert torch.equal(made.generate(batch)["output_ids"], prompts)
+            return shared.pop()
+
+        return shares
+
+    shared: list[list[list[int]]] = []
     lengths = Expected({prompt_identity([1, prompt]): 10.0**prompt for prompt in range(8)})
     workers = SimpleNamespace(
         dp_size=16,
@@ -411,15 +424,31 @@ def test_ranks_that_share_experts_have_rows_each(experts: int, monkeypatch: pyte
     monkeypatch.setattr(vllm_generation.ray, "get", list)
     monkeypatch.setattr(ours.ledger, "ledger", lambda: None)
     monkeypatch.setattr(ours.ledger, "expected", lambda timeout: lengths)
-    config = composed(next(path for path in RECIPES if "async" not in path.stem), monkeypatch).policy["generation"]
-    config["vllm_cfg"] |= {"tensor_parallel_size": 1, "expert_parallel_size": experts}
-    config |= {"model_name": "", "_pad_token_id": 0}
     cluster = SimpleNamespace(world_size=lambda: 16, num_gpus_per_node=8, _init_placement_groups=lambda **_: None)
-    prompts = torch.tensor([[1, prompt] for prompt in range(8)]).repeat_interleave(8, dim=0)
-    batch = BatchedDataDict({"input_ids": prompts, "input_lengths": torch.full((64,), 2)})
-    answer = ours.DasVllmGeneration(cluster, config).generate(batch)
-    assert torch.equal(answer["output_ids"], prompts)
-    assert (0 in shares[0]) == (experts == 1)
+    return dispatch
+
+
+STOCK = [[prompt] * 4 for prompt in range(8) for _ in range(2)]
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+def test_ranks_that_share_experts_have_rows_each(experts: int, dispatch: Any) -> None:
+    """NeMo-RL's worker answers an empty share without a step of its engine, and vLLM's data-parallel ranks step
+    together: those with rows would wait for ever."""
+    assert ([] in dispatch(experts)()) == (experts == 1)
+
+
+@pytest.mark.parametrize(
+    ("some", "others"), [(None, ["</code>"]), (["a", "b"], ["b"]), (["a", "b"], ["b", "a"]), (None, [])]
+)
+def test_what_a_row_stops_at_does_not_depend_on_the_plan(
+    some: Any, others: Any, dispatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NeMo-RL's synchronous worker ends its responses at the stop strings of all its rows."""
+    shares, differ = dispatch(), set(some or ()) != set(others or ())
+    for _ in range(2):
+        assert (shares(stop_strings=[some] * 8 + [others] * 56) == STOCK) == differ
+    assert caplog.text.count("differ in their stop strings") == differ
 
 
 def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
