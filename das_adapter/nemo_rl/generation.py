@@ -87,10 +87,11 @@ class DasVllmGeneration(VllmGeneration):
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
-        """Generate one sample on the worker that `routing` chooses."""
+        """Generate one sample on the worker that `routing` chooses, or NeMo-RL's fleet health where it is on."""
         if self.das is not None and len(data["input_ids"]):
             data = self._labelled(data)
-        if self.das is None or self.das.routing == "host" or not len(data["input_ids"]):
+        stock = self.das is None or self.das.routing == "host" or self.fleet_selector is not None
+        if stock or not len(data["input_ids"]):
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return
@@ -110,6 +111,14 @@ class DasVllmGeneration(VllmGeneration):
         finally:
             with _counting:
                 self._replicas.done(shard, label.problem)
+
+    def attach_fleet_health(self, monitor: Any, selector: Any) -> None:
+        """Have NeMo-RL's fleet health choose the workers of single samples, among those that it takes to serve."""
+        super().attach_fleet_health(monitor, selector)
+        if self.das is not None and self.das.routing != "host":
+            logger.warning(
+                "das: routing=%r chooses no workers: async_rl.generation_fleet_health does", self.das.routing
+            )
 
     def get_step_metrics(self) -> dict[str, float]:
         """Return NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
@@ -177,9 +186,7 @@ class DasVllmGeneration(VllmGeneration):
 
     def _next_dp_shard_idx(self) -> int:
         chosen = _shard.get()
-        if chosen is None or self.fleet_selector is not None:
-            return super()._next_dp_shard_idx()
-        return chosen
+        return super()._next_dp_shard_idx() if chosen is None else chosen
 
     def _on_replicas(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker; one that does not answer in time is left out, with a line in the log."""

@@ -463,7 +463,7 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
         def __init__(self) -> None:
             self.das, self._labeller, self._validating = block(), Labeller(0), False
             self._longest_first, self._expected_until = True, math.inf
-            self._replicas = replicas
+            self._replicas, self.fleet_selector = replicas, None
 
         def __del__(self) -> None:
             """It has no workers."""
@@ -488,6 +488,36 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
         sys.setswitchinterval(before)
     assert len({label.seed for batch in batches for label in batch}) == 4 * 800
     assert all(replicas.load(worker) == (0, 0) for worker in range(4))
+
+
+def test_where_fleet_health_chooses_the_workers_routing_says_so_and_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from das_adapter.nemo_rl.generation import DasVllmGeneration
+
+    async def stock(self: Any, data: Any, greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
+        yield self._next_dp_shard_idx(), [replicas.load(worker) for worker in range(4)]
+
+    class Generation(DasVllmGeneration):
+        def __init__(self) -> None:
+            self.das, self._labeller, self._validating = block(), Labeller(0), False
+            self._longest_first, self._expected_until = True, math.inf
+            self._replicas, self.fleet_selector = replicas, None
+            self.worker_group = SimpleNamespace(dp_size=4)
+
+        def __del__(self) -> None:
+            """It has no workers."""
+
+    async def asked() -> list[tuple[int, Any]]:
+        row = BatchedDataDict({"input_ids": torch.tensor([[1, 2]]), "input_lengths": torch.tensor([2])})
+        return [answer for _ in range(3) async for answer in made.generate_async(row)]
+
+    monkeypatch.setattr(vllm_generation.VllmGeneration, "generate_async", stock)
+    replicas = Replicas(range(4))
+    made, idle = Generation(), [(0.0, 0.0)] * 4
+    made.attach_fleet_health(SimpleNamespace(shard_count=4), SimpleNamespace(next_shard=lambda: 3))
+    assert asyncio.run(asked()) == [(3, idle)] * 3
+    assert caplog.text.count("async_rl.generation_fleet_health") == 1
 
 
 def test_a_worker_whose_trajectories_wait_for_a_tool_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
