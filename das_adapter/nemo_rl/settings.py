@@ -8,7 +8,7 @@ from typing import Any
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import check_host
-from das_adapter.core.identity import media_hash
+from das_adapter.core.identity import MediaHashes
 from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 
 GENERATION = "policy.generation"
@@ -31,6 +31,8 @@ SAMPLES = "_das_samples"
 """Key of `policy.generation`, set at the start: samples of a prompt in a training step."""
 FACTS = "_das_facts"
 """Key of `policy.generation`, set at the start of a run whose history is saved: `service.checkpoint.Facts`."""
+_hashes = MediaHashes()
+"""NeMo-RL copies the images for each sample of a problem, and sends single samples of an asynchronous engine."""
 
 
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
@@ -92,11 +94,5 @@ def no_effect(algorithm: str, config: Any) -> str | None:
 
 def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
     """Return the hashes of the images, sound and video of each row of a generation batch."""
-    known: dict[int, str] = {}  # the samples of a problem share them
-
-    def found(item: Any) -> str:
-        if id(item) not in known:
-            known[id(item)] = media_hash(item)
-        return known[id(item)]
-
-    return [[found(item) for name in MEDIA if name in data for item in data[name][row] or ()] for row in range(rows)]
+    items = ([item for name in MEDIA if name in data for item in data[name][row] or ()] for row in range(rows))
+    return [_hashes.of_row(row) if row else [] for row in items]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from das_adapter.core.identity import FirstTurns, prompt_identity
+from das_adapter.core import identity
+from das_adapter.core.identity import FirstTurns, media_hash, prompt_identity
 from das_adapter.nemo_rl.settings import logs_figures, media_of, no_effect, samples_of
 from das_adapter.protocol.label import Labeller
 
@@ -25,6 +27,33 @@ def test_rows_of_a_batch_that_differ_only_in_their_images_have_labels_of_their_o
     assert problems[0] == problems[2]
     assert len(set(problems)) == 3
     assert problems[3] == prompt_identity([1])
+
+
+def test_images_that_nemo_rl_copies_for_each_sample_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of single samples, as an asynchronous engine gets them."""
+    hashed: list[tuple[int, ...]] = []
+
+    def values_hash(values: np.ndarray) -> str:
+        hashed.append(values.shape)
+        return stock(values)
+
+    image, sound = np.zeros((4, 4, 3), np.uint8), np.zeros(8, np.float32)
+    rows = [
+        [image, (sound, {"rate": 8})],
+        [image + 1, (sound, {"rate": 8})],
+        [image + 1, (sound, {"rate": 9})],
+        [sound],
+    ]
+    expected = [[media_hash(item) for item in row] for row in rows for _ in range(3)]
+    copies = [deepcopy(row) for row in rows for _ in range(3)]
+    stock = identity.values_hash
+    monkeypatch.setattr(identity, "values_hash", values_hash)
+    assert media_of({"vllm_images": copies}, 12) == expected
+    assert [shape for shape in hashed if len(shape) == 3] == [(4, 4, 3)] * 2
+    assert hashed.count((8,)) == 2
+    for row in range(12):
+        assert media_of({"vllm_images": [deepcopy(copies[row])]}, 1) == [expected[row]]
+    assert [shape for shape in hashed if len(shape) == 3] == [(4, 4, 3)] * 4
 
 
 def test_forgotten_prompts_begin_no_conversation() -> None:
