@@ -66,7 +66,7 @@ class EngineHooks:
         self.version = 0
         self.validating = self.alone = False
         """Whether a validation goes on, and whether no training request comes meanwhile, whatever its label says."""
-        self._labeller = Labeller(das.verify.seed, source, resumed)
+        self._labeller = Labeller(das.verify.seed, source, resumed, guesses=True)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._das, self._order, self._loop = das, start_order(das), loop
         llm.generate, llm.collective_rpc = self.generate, self.collective_rpc

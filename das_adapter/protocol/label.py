@@ -87,15 +87,22 @@ class Labeller:
     """Problems whose requests are counted, at most; then counting begins anew, with other seeds. Prompts of later turns
     are counted as well, the newest of them: so many; what is forgotten counts as new, with the same seeds."""
 
-    def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
+    def __init__(
+        self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True, guesses: bool = False
+    ):
         """`source`: tells labellers apart that count the same problems independently, such as those of two HTTP
         servers; `resumed`: training step from which the run resumes, what was drawn before is not drawn again;
-        `joins_turns`: whether a prompt that begins with an earlier one belongs to that one's problem."""
+        `joins_turns`: whether a prompt that begins with an earlier one belongs to that one's problem; `guesses`:
+        whether what `validate` says of a prompt is only that a validation goes on: a later turn is one's if its first
+        turn was."""
         self._run_seed = run_seed
         self._resumed = resumed
         self._source = source
         self._first_turns = FirstTurns() if joins_turns else None
         self._drawn, self._later = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()
+        self._guesses = guesses
+        self._validated = set[int]()
+        """Problems whose latest first turn was a validation's, where that is guessed."""
         self._counts = 0
         """How often counting began anew."""
 
@@ -108,6 +115,7 @@ class Labeller:
         """Return one that labels the requests that come next as this one would, and changes nothing here."""
         other = copy.copy(self)
         other._drawn, other._later = self._drawn.copy(), self._later.copy()
+        other._validated = self._validated.copy()
         other._first_turns = self._first_turns and self._first_turns.copy()
         return other
 
@@ -117,6 +125,10 @@ class Labeller:
         ids, turns = np.asarray(prompt, dtype=np.int32), self._first_turns
         asked = prompt_identity(ids, *media)  # not the problem: its samples' later turns come in any order
         problem = turns.problem(ids, media) if turns else asked
+        if self._guesses and asked == problem:
+            (self._validated.add if validate else self._validated.discard)(problem)
+        elif self._guesses:
+            validate = problem in self._validated
         drawn = self._drawn if asked == problem else self._later
         number = drawn[asked, validate]
         drawn[asked, validate] += 1

@@ -114,6 +114,21 @@ def test_a_validation_shifts_no_training_sample() -> None:
     assert label.record
 
 
+@pytest.mark.parametrize("guesses", [True, False])
+def test_later_turns_are_a_validations_if_their_first_turn_was_where_that_is_guessed(guesses: bool) -> None:
+    """NeMo-Gym's requests do not say what they are for, and training goes on while an asynchronous run validates."""
+    labeller = Labeller(5, guesses=guesses)
+
+    def recorded(validating: bool, *prompts: np.ndarray) -> list[bool]:
+        return [labeller.label(prompt, validate=validating).record for prompt in prompts]
+
+    for _ in range(2):
+        assert recorded(False, ids(1), ids(1, 4)) == [True, True]
+        assert recorded(True, ids(2), ids(2, 4), ids(1, 4, 5)) == [False, False, guesses]
+        assert recorded(False, ids(2, 4, 6), ids(3)) == [not guesses, True]
+    assert recorded(False, ids(2), ids(2, 4)) == [True, True]
+
+
 def test_a_labellers_copy_foresees_its_labels_and_leaves_it_as_it_is() -> None:
     one, other = Labeller(5), Labeller(5)
     for labeller in (one, other):
