@@ -53,7 +53,7 @@ class WholeRollouts(SuffixIndex):
                 for version, tokens in texts:
                     self._core.add(problem, tokens, version)
             self.seal()
-        return Shrunk(before - self.tokens, 0, problems - len(self._texts))
+        return Shrunk(before - self.tokens, 0, problems - len(self._texts), 0)
 
     def _drop(self, excess: int) -> None:
         """Drop about so many bytes of text, or all there is."""

@@ -229,9 +229,10 @@ void bind_suffix_index(nb::module_& m) {
            nb::arg("tokens") = UINT64_MAX)
       .def("merge", method(&SuffixIndex::merge), unlocked())
       .def("shrink",
-           [](SharedIndex& shared, uint64_t max_bytes) {
-             const auto shrunk = das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes); });
-             return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
+           [](SharedIndex& shared, uint64_t max_bytes, uint64_t tokens) {
+             const auto shrunk =
+                 das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes, tokens); });
+             return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped, shrunk.kept);
            })
       .def("saving", method(&SuffixIndex::saving), unlocked())
       .def("give",

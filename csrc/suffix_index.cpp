@@ -55,6 +55,12 @@ uint64_t SuffixIndex::staged_tokens() const {
   return sum;
 }
 
+uint64_t SuffixIndex::token_count(const History& history) {
+  uint64_t sum = 0;
+  for (const Segment& segment : history) sum += segment.token_count();
+  return sum;
+}
+
 void SuffixIndex::count(const Problem& problem, int64_t sign) {
   for (const Segment& segment : problem.history) {
     bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(), segments_ += sign;
@@ -163,15 +169,15 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
   return merged;
 }
 
-SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes) {
+SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
   struct Owner {
     Problem* problem;
     uint64_t bytes;
     std::pair<int64_t, uint64_t> seen;  // last version, and the problem
   };
-  if (bytes_ <= max_bytes) return {0, 0, 0};
+  if (bytes_ <= max_bytes) return level_ = UINT64_MAX, Shrunk{0, 0, 0, 0};
   std::vector<Owner> owners;
-  uint64_t bytes = 0, least = 0;
+  uint64_t least = 0;
   for (auto& [id, problem] : problems_) {
     if (problem.history.empty()) continue;
     Owner owner{&problem, 0, {INT64_MIN, id}};
@@ -179,15 +185,15 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes) {
       owner.bytes += segment.nbytes();
       for (const auto& run : segment.runs) owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
     }
-    bytes += owner.bytes, least += std::min(owner.bytes, kLeast);
+    least += std::min(owner.bytes, kLeast);
     owners.push_back(owner);
   }
-  Shrunk shrunk{token_count(), 0, 0};
+  Shrunk shrunk{token_count(), 0, 0, 0};
   if (least > max_bytes) {  // not all problems can keep something
     std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
     for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
       Owner& owner = owners.back();
-      bytes -= owner.bytes, least -= std::min(owner.bytes, kLeast);
+      least -= std::min(owner.bytes, kLeast);
       const Change change(*this, {owner.seen.second});
       owner.problem->history.clear(), owner.problem->visits.clear();
     }
@@ -199,19 +205,17 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes) {
     level = (max_bytes - below) / (owners.size() - i);
     if (level <= owners[i].bytes) break;
   }
+  level_ = std::min(level_, level);
   // The largest are thinned out to less than that, so that a problem is not thinned out every time.
-  const uint64_t to = level / 4 * 3;
-  std::vector<Problem*> large;
-  std::vector<uint64_t> ids;
-  for (; bytes > max_bytes; owners.pop_back()) {
-    large.push_back(owners.back().problem), ids.push_back(owners.back().seen.second);
-    bytes -= owners.back().bytes - to;
+  const uint64_t to = level_ / 4 * 3;
+  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens; owners.pop_back(), ++shrunk.thinned) {
+    Problem& problem = *owners.back().problem;
+    const Change change(*this, {owners.back().seen.second});
+    read += token_count(problem.history);
+    thin(problem, to);
+    shrunk.kept += token_count(problem.history);
   }
-  shrunk.thinned = large.size();
-  {
-    const Change change(*this, std::move(ids));
-    for (Problem* problem : large) thin(*problem, to);
-  }
+  if (bytes_ <= max_bytes) level_ = UINT64_MAX;
   shrunk.tokens -= token_count();
   return shrunk;
 }

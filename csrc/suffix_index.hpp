@@ -40,8 +40,10 @@ class SuffixIndex {
   uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
   struct Shrunk {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
+    uint64_t kept;  // tokens that those thinned out keep
   };
-  Shrunk shrink(uint64_t max_bytes);
+  // Thins the largest problems out until all take `max_bytes`, or about so many tokens were read.
+  Shrunk shrink(uint64_t max_bytes, uint64_t tokens);
   // Whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
@@ -139,6 +141,7 @@ class SuffixIndex {
   };
 
   void count(const Problem& problem, int64_t sign);
+  static uint64_t token_count(const History& history);
   const Request& request(int64_t handle) const;
   Request& request(int64_t handle) { return const_cast<Request&>(std::as_const(*this).request(handle)); }
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
@@ -162,6 +165,7 @@ class SuffixIndex {
   std::unordered_set<uint64_t> changed_;  // problems with a history that is not published
   uint64_t bytes_ = 0, tokens_ = 0, known_ = 0, segments_ = 0;  // of the sealed history; `known_`: problems
   size_t group_ = 0, sealed_group_ = 0;
+  uint64_t level_ = UINT64_MAX;  // bytes that the largest problems may take, from one slice of shrinking to the next
   std::unordered_map<int64_t, Request> requests_;
   Acceptance acceptance_;
   std::unique_ptr<Store> store_;

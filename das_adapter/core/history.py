@@ -12,6 +12,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.index.values import Shrunk
 
 logger = logging.getLogger("das_adapter")
 
@@ -31,6 +32,8 @@ class HistoryPolicy:
     def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
         self.config, self.window = config, window
         self._alone = itertools.count(1)
+        self._shrunk = np.zeros(4, np.int64)
+        """Sum of what the slices of `tidy` did so far."""
 
     @property
     def kept(self) -> bool:
@@ -71,15 +74,20 @@ class HistoryPolicy:
         problem, text, version = trajectory
         return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
 
-    def tidy(self, store: HistoryStore, room: float = math.inf) -> None:
-        """Thin out what exceeds the byte budget, and say so in the log. `room`: bytes that the store's files may take,
-        which are at most four times as many as the history's: engines map three generations, and the next is written.
+    def tidy(self, store: HistoryStore, room: float = math.inf) -> bool:
+        """Do a slice of thinning out what exceeds the byte budget; return whether there is more. The log says at the
+        end what went. `room`: bytes that the store's files may take, which are at most four times as many as the
+        history's: engines map three generations, and the next is written.
         """
-        budget, before = int(min(self.config.max_bytes, max(0.0, room / 4))), store.tokens
-        shrunk = store.shrink(budget)
+        budget = int(min(self.config.max_bytes, max(0.0, room / 4)))
+        self._shrunk += store.shrink(budget)
+        if store.nbytes > budget:
+            return True
+        shrunk, self._shrunk = Shrunk(*self._shrunk.tolist()), np.zeros_like(self._shrunk)
         if shrunk.tokens:
             full = "das.history.max_bytes" if budget == self.config.max_bytes else f"a quarter of {store.directory}"
             logger.warning(
                 "das: history: above %s=%d: %d of %d tokens were dropped; %d problems were thinned out, %d forgotten",
-                *(full, budget, shrunk.tokens, before, shrunk.thinned, shrunk.dropped),
+                *(full, budget, shrunk.tokens, shrunk.tokens + store.tokens, shrunk.thinned, shrunk.dropped),
             )
+        return False

@@ -94,12 +94,12 @@ class Writer:
         return whether there is more."""
         until, more, crowded = time.monotonic() + seconds, True, len(self._kept) >= _MOST_FILES
         with self._anew_where_damaged():
-            if self._grown:
-                self._grown = False
-                left = room(self.directory, self._beside, size_of(self.directory))
-                self.policy.tidy(self.store, left)  # which merges as well: no problem is written twice
             while more and time.monotonic() < until:
-                more = self.store.work(self.policy.window, every=crowded)
+                if self._grown:  # thinning merges as well: no problem is written twice
+                    left = room(self.directory, self._beside, size_of(self.directory))
+                    self._grown = self.policy.tidy(self.store, left)
+                else:
+                    more = self.store.work(self.policy.window, every=crowded)
                 time.sleep(0.001)  # whoever waits for the store has its turn
         if crowded and not self.store.staged:
             self.publish()

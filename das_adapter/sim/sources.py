@@ -130,7 +130,8 @@ class Indexed(Source):
         """Make finished responses history: problem, int32 tokens, weight version."""
         if self._policy.kept:
             self._policy.remember(self._store, written)
-            self._policy.tidy(self._store)
+            while self._policy.tidy(self._store):
+                pass
         for index in self.indices:
             index.refresh()
             index.clear_live()

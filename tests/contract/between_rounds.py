@@ -136,7 +136,8 @@ def publish(directory: str, config: HistoryConfig, trajectories: list[Trajectory
     with HistoryStore(directory) as store:
         policy = HistoryPolicy(config)
         policy.remember(store, trajectories)
-        policy.tidy(store)
+        while policy.tidy(store):
+            pass
         generation = store.generation
         for _ in range(4 if lose == "generation" else 0):
             store.seal()

@@ -346,7 +346,7 @@ def test_empty_things_are_fine() -> None:
     index.add(1, [], 0)
     index.seal()
     index.seal()
-    assert (index.tokens, index.problems, index.nbytes, *index.shrink(0)) == (0,) * 6
+    assert (index.tokens, index.problems, index.nbytes, *index.shrink(0)) == (0,) * 7
     handle = index.open(1, [])
     index.extend(handle, [])
     assert drafted(index, handle) == []

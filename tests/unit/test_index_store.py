@@ -214,6 +214,30 @@ def test_what_is_thinned_out_is_published(store: HistoryStore) -> None:
     assert index.tokens == store.tokens == store.nbytes == 0
 
 
+def test_a_history_that_is_thinned_out_in_slices_is_the_same(
+    store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 8, problems=30)
+    settle(store)
+    store.save(tmp_path / "saved")
+    budget, generation = store.nbytes * 2 // 3, store.generation
+    with HistoryStore(tmp_path / "at once") as other:
+        other.absorb(tmp_path / "saved")
+        at_once = other.shrink(budget)
+    monkeypatch.setattr("das_adapter.core.index.store.SLICE", 1000)
+    slices = []
+    while store.nbytes > budget:
+        assert store.generation == generation
+        slices.append(store.shrink(budget))
+    assert len(slices) == -(-sum(part.thinned for part in slices) // 3)  # problems of 480 tokens each
+    assert at_once == tuple(map(sum, zip(*slices, strict=True)))
+    assert store.generation == generation + 1
+    index, same = (SuffixIndex.attach(directory) for directory in (store.directory, tmp_path / "at once"))
+    assert (index.tokens, index.nbytes) == (same.tokens, same.nbytes)
+    for problem in range(30):
+        assert all(map(np.array_equal, index.flat(problem, 2**20), same.flat(problem, 2**20)))
+
+
 def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
     for version in range(4):
         store.add(1, POEM, version)

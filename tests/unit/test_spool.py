@@ -40,8 +40,8 @@ def take(writer: Writer) -> int:
     return SuffixIndex.attach(writer.directory).tokens
 
 
-def opened(root: Path) -> Writer:
-    return Writer(HistoryConfig(max_bytes=2**24), root / "das-history-test", grace_s=0.1)
+def opened(root: Path, max_bytes: int = 2**24) -> Writer:
+    return Writer(HistoryConfig(max_bytes=max_bytes), root / "das-history-test", grace_s=0.1)
 
 
 def test_trajectories_survive_the_way() -> None:
@@ -204,6 +204,31 @@ def test_a_spool_that_is_another_thing_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(IndexFileError, match="no link"):
         put_batch(tmp_path, "engine", SOME)
+
+
+def test_others_have_their_turn_between_slices_of_thinning_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    writer, rng, slices = opened(tmp_path, max_bytes=100_000), np.random.default_rng(0), list[bool]()
+    texts = [Trajectory(problem, rng.integers(0, 9, 2000).astype(np.int32).tobytes(), 0) for problem in range(10)]
+    put_batch(writer.directory, "engine", texts)
+    assert take(writer) == 20_000
+    shrink = HistoryStore.shrink
+    with ThreadPoolExecutor(1) as another:
+
+        def waited_for(store: HistoryStore, max_bytes: int) -> Any:
+            shrunk = shrink(store, max_bytes)
+            slices.append(another.submit(lambda: store.intact).result(60.0))
+            return shrunk
+
+        monkeypatch.setattr(HistoryStore, "shrink", waited_for)
+        monkeypatch.setattr("das_adapter.core.index.store.SLICE", 1)
+        while writer.work(60.0):
+            pass
+    assert len(slices) > 3 and all(slices)
+    assert SuffixIndex.attach(writer.directory).nbytes == writer.store.nbytes <= 100_000
+    assert f"{20_000 - writer.store.tokens} of 20000 tokens were dropped; {len(slices)} problems" in caplog.text
+    assert caplog.text.count("above das.history.max_bytes=100000") == 1
 
 
 def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(

@@ -71,7 +71,7 @@ class SuffixIndex:
         that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
         """
-        return Shrunk(*self._core.shrink(max_bytes))
+        return Shrunk(*self._core.shrink(max_bytes, ALL))
 
     @staticmethod
     def check(path: str | os.PathLike[str]) -> None:

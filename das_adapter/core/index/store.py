@@ -25,7 +25,7 @@ UInt64 = npt.NDArray[np.uint64]
 logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
-"""Tokens that `work` seals or merges before it releases the history's lock."""
+"""Tokens that `work` seals or merges, and `shrink` thins out, before the history's lock is released."""
 QUIET_S = 0.5
 """Once nothing was added for so long, problems are sealed of which more may come."""
 
@@ -49,7 +49,8 @@ class HistoryStore:
         self._lock = threading.RLock()
         self._added = 0.0
         self._unwritten, self._merged = 0, False
-        """Of what `work` has done: tokens that are in no file yet; whether it has merged what is not published."""
+        """Of what `work` and `shrink` have done: tokens that are in no file yet; whether what was merged is not
+        published."""
         self._closed = False
         make_private(self.directory)
         self._writer = os.open(self.directory / "writer", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -101,23 +102,35 @@ class HistoryStore:
             least = 1 if every or time.monotonic() > self._added + QUIET_S else self._core.group
             sealed = self._core.seal(window, False, least, SLICE) if least else 0
             merged = 0 if sealed else self._core.merge(SLICE)
-            self._unwritten += sealed + merged
             self._merged = self._merged or merged > 0
-            more = sealed or merged
-            if self._unwritten and (self._unwritten > 8 * SLICE or not more):
-                more, self._unwritten = self._core.write() or more, 0
+            more = self._write(sealed + merged, more=bool(sealed or merged))
             if self._merged and not more:
                 self._core.publish()
                 self._merged = False
-            return bool(more)
+            return more
 
     def shrink(self, max_bytes: int) -> Shrunk:
-        """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
+        """Do a slice of thinning the history out, as long as `nbytes` > `max_bytes`; return what it did. The last one
+        publishes the history.
+
+        The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
+        that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
+        would be left with less than 256 bytes, those not seen for longest are dropped whole.
+        """
         with self._changing():
-            shrunk = Shrunk(*self._core.shrink(max_bytes))
-            if shrunk.tokens:
+            shrunk = Shrunk(*self._core.shrink(max_bytes, SLICE))
+            self._write(shrunk.kept, more=True)
+            if shrunk.tokens and self.nbytes <= max_bytes:
                 self._core.publish()
             return shrunk
+
+    def _write(self, tokens: int, more: bool) -> bool:
+        """Write files of what was changed, so many tokens more, once there are enough for one, or there is no `more`;
+        return whether there is more to do then."""
+        self._unwritten += tokens
+        if self._unwritten and (self._unwritten > 8 * SLICE or not more):
+            more, self._unwritten = bool(self._core.write()) or more, 0
+        return more
 
     def has(self, problem: int, tokens: Tokens, version: int) -> bool:
         """Return whether the sealed history has this trajectory, whole."""

@@ -29,13 +29,16 @@ class Number:
 
 
 class Shrunk(NamedTuple):
-    """What went to keep a byte budget."""
+    """What a slice of thinning out did to keep a byte budget."""
 
     tokens: int
+    """Tokens that went."""
     thinned: int
     """Problems of which the stretches that few of their rollouts have went."""
     dropped: int
     """Problems that went whole."""
+    kept: int
+    """Tokens that the thinned problems keep."""
 
 
 def tokens_of(tokens: Tokens) -> Int32:
