@@ -47,6 +47,8 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
 def unpack(content: bytes) -> list[Trajectory]:
     """Return what was packed; ValueError: the bytes are no trajectories."""
     count = int(np.frombuffer(content, np.uint64, 1)[0])
+    if count > len(content) // _ROW.itemsize:
+        raise ValueError(f"found {len(content)} bytes of trajectories, expected {count} rows of {_ROW.itemsize}")
     rows = np.frombuffer(content, _ROW, count, offset=8)
     ends = 8 + rows.nbytes + np.cumsum(rows["bytes"])
     if count and ends[-1] != len(content):

@@ -47,7 +47,7 @@ def opened(root: Path, max_bytes: int = 2**24) -> Writer:
 def test_trajectories_survive_the_way() -> None:
     assert unpack(pack(SOME)) == SOME
     assert unpack(pack([])) == []
-    for damaged in (b"", pack(SOME)[:-1], pack(SOME)[:9]):
+    for damaged in (b"", pack(SOME)[:-1], pack(SOME)[:9], b"\xff" * 8 + pack(SOME)[8:]):
         with pytest.raises(ValueError):
             unpack(damaged)
 
@@ -145,7 +145,7 @@ def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(tmp_pat
     again.store.close()
 
 
-@pytest.mark.parametrize("left", [b"", b"half of a", pack(SOME)[:-1]])
+@pytest.mark.parametrize("left", [b"", b"half of a", pack(SOME)[:-1], b"\xff" * 8 + pack(SOME)[8:]])
 def test_a_damaged_file_is_told_and_dropped(tmp_path: Path, caplog: Any, left: bytes) -> None:
     writer = opened(tmp_path)
     put(writer.directory, f"{BATCH}-a-1", left)
