@@ -98,6 +98,19 @@ uint64_t SuffixIndex::Problem::age(int64_t version) const {
   return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
 }
 
+int64_t SuffixIndex::Problem::fitting() const {
+  std::map<int64_t, uint64_t, std::greater<>> sizes;
+  for (const Segment& segment : history)
+    for (const auto& run : segment.runs) sizes[run.version] += segment.end(run) - run.start;
+  int64_t from = sizes.begin()->first;
+  uint64_t sum = 0;
+  for (const auto& [version, tokens] : sizes) {
+    if ((sum += tokens) > Segment::kCapacity - 2) break;
+    from = version;
+  }
+  return from;
+}
+
 uint64_t SuffixIndex::seal(size_t window, bool merged, size_t least, uint64_t tokens) {
   std::vector<uint64_t> chosen;
   uint64_t sealed = 0;
@@ -246,7 +259,7 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   Problem problem;
   problem.history = history;
   problem.look();
-  Segment segment = problem.history.size() > 1 ? merged(problem.history).back() : problem.history[0];
+  Segment segment = problem.history.size() > 1 ? merged(problem.history, problem.fitting()).back() : history[0];
   if (words(segment) > most) {
     Builder rest;
     const double share = static_cast<double>(most) / static_cast<double>(words(segment));

@@ -77,8 +77,8 @@ class SuffixIndex {
   // A problem's history, whatever becomes of the index.
   using History = std::vector<Segment>;
   History history(uint64_t problem) const;
-  // A problem's history as a device searches it: one segment, thinned out where it has too much for `most` words of 32
-  // bits. Empty where there is none. Takes long, and no index.
+  // A problem's history as a device searches it: one segment with the newest visits that it can hold, thinned out where
+  // it has too much for `most` words of 32 bits. Empty where there is none. Takes long, and no index.
   struct Flat {
     std::vector<Token> tokens;  // those of the segment
     std::vector<uint32_t> places;  // its places: 24 bits of position, 8 of the text's age in visits
@@ -108,6 +108,7 @@ class SuffixIndex {
     bool empty() const { return history.empty() && live.streams.empty() && staged.empty(); }
     void look();  // checks the history, and finds its visits
     uint64_t age(int64_t version) const;  // visits since
+    int64_t fitting() const;  // the oldest visit that one segment holds with all newer ones
   };
   struct Request {
     Problem* problem;

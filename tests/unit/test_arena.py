@@ -139,6 +139,15 @@ def test_a_flat_history_is_in_the_order_of_its_contexts() -> None:
         assert set(ages[which == i].tolist()) == {2 - version}
 
 
+def test_of_what_no_segment_holds_the_newest_visits_are_searched() -> None:
+    index = SuffixIndex()
+    for version, size in enumerate((8_000_000, 8_500_000, 500_000)):
+        index.add(1, np.arange(size) % 2**23, version)
+        index.seal()
+    assert index.tokens == 17_000_000
+    assert np.bincount(index.flat(1, 2**26)[1] >> 24).tolist() == [500_000, 8_500_000]
+
+
 @pytest.mark.parametrize("most", [400, 64, 8])
 def test_a_history_that_is_too_large_is_thinned_out(most: int) -> None:
     index, rng = SuffixIndex(), np.random.default_rng(0)
