@@ -12,7 +12,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.core.index.values import Shrunk
+from das_adapter.core.index.values import ALL, Shrunk
 
 logger = logging.getLogger("das_adapter")
 
@@ -30,7 +30,10 @@ class HistoryPolicy:
     """The `history:` block as rules."""
 
     def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
-        self.config, self.window = config, window
+        self.config = config
+        self.window = ALL if config.scope == "global" else window
+        """Visits that are kept; with `global` every step is one of the only problem, and segments and bytes are the
+        limit."""
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
         """Sum of what the slices of `tidy` did so far."""

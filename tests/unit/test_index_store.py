@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.errors import DasError
@@ -236,6 +238,26 @@ def test_a_history_that_is_thinned_out_in_slices_is_the_same(
     assert (index.tokens, index.nbytes) == (same.tokens, same.nbytes)
     for problem in range(30):
         assert all(map(np.array_equal, index.flat(problem, 2**20), same.flat(problem, 2**20)))
+
+
+def test_with_scope_global_what_all_prompts_wrote_stays(store: HistoryStore, tmp_path: Path) -> None:
+    policy, rng = HistoryPolicy(HistoryConfig(scope="global")), np.random.default_rng(0)
+    texts = rng.permutation(6000).reshape(300, 20).astype(np.int32)
+    for version, text in enumerate(texts[:280]):
+        policy.remember(store, [(version, text.tobytes(), version)])
+        while store.work(policy.window):
+            pass
+    store.save(tmp_path / "saved", policy.window)
+    with HistoryStore(tmp_path / "resumed") as resumed:
+        resumed.absorb(tmp_path / "saved")
+        for version, text in enumerate(texts[280:], 280):
+            policy.remember(resumed, [(version, text.tobytes(), version)])
+        index = SuffixIndex.attach(resumed.directory)
+        assert (index.problems, index.tokens) == (1, texts.size)
+        key = policy.key(5)
+        assert all(drafted(index, key, tuple(text[:2])) == text[2:].tolist() for text in texts)
+        places = index.flat(key, 2**20)[1]
+        assert np.bincount(places >> 24).tolist() == [20] * 255 + [45 * 20]  # an older visit counts as the 255th
 
 
 def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
