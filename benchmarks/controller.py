@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,18 +139,24 @@ class Bench:
                 found.append((r["problem"], ids.astype(np.int32).tobytes(), version))
         return found
 
-    def practise(self, count: int = 300) -> None:
-        """Draft for `count` other problems of the same kind without the engine: what a run has learned before."""
-        rng, index = np.random.default_rng(self.seed + 2), self.drafter.engine.history.index
+    def remember(self, written: list[Any]) -> None:
+        """Make trajectories history: (problem, int32 tokens, weight version)."""
+        from das_adapter.config import HistoryConfig
+        from das_adapter.core.history import HistoryPolicy
+
+        HistoryPolicy(HistoryConfig()).remember(self.store, written)
+
+    def practise(self, index: Any, remember: Callable[[Any], Any], count: int = 300) -> None:
+        """Draft for `count` other problems of the same kind without the engine: what a run has learned before.
+        `remember`: makes trajectories the history that the index maps."""
+        rng = np.random.default_rng(self.seed + 2)
         texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
         problems = [{"problem": i} for i in range(count)]  # those of turn 0
-        for problem, ids, version in self.history(problems, [text.tolist() for text in texts]):
-            index.add(problem, np.frombuffer(ids, dtype=np.int32), version)
-        index.seal()
+        remember(self.history(problems, [text.tolist() for text in texts]))
         for r, text in zip(problems, texts, strict=True):
             handle, at = index.open(r["problem"], text[:1]), 1
             while at < len(text):
-                flat, _, _ = index.draft_flat(np.array([handle]), np.array([min(MOST, len(text) - at)]), 0.01)
+                (flat,), _ = index.draft([handle], [min(MOST, len(text) - at)], 0.01)
                 kept = int(np.argmin(np.append(flat == text[at : at + len(flat)], False)))
                 index.extend(handle, text[at : at + kept + 1])
                 at += kept + 1
@@ -157,9 +164,8 @@ class Bench:
 
     def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
         """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
-        from das_adapter.config import DasConfig, HistoryConfig
+        from das_adapter.config import DasConfig
         from das_adapter.core.controller import Controller
-        from das_adapter.core.history import HistoryPolicy
         from das_adapter.engine.timing import StepTimer
         from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
@@ -177,7 +183,7 @@ class Bench:
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
         kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
-        HistoryPolicy(HistoryConfig()).remember(self.store, kept)
+        self.remember(kept)
         history = Published(str(self.store.directory), self.store.generation)
         drafter.refresh(Refresh(version, history, responses(kept).tobytes()))
         if arm == "idle":
@@ -235,7 +241,8 @@ def warm(bench: Bench) -> Any:
     """Step times of an engine that has been rolling out for a while."""
     requests = bench.requests(48, 96)
     bench.prepare("optimal", [])
-    bench.practise()
+    index = bench.drafter.engine.history.index
+    bench.practise(index, lambda written: (bench.remember(written), index.refresh()))
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
     for arm in ("optimal", "k3", "k15", "optimal", "optimal"):

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from commands import RESULTS
+from own_history import OwnHistory
 
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel, StepTimes
@@ -66,9 +67,10 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
     }
     drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
     assert drafter.engine.history is not None
+    drafter.engine.history.index = index = OwnHistory()
     for problem, text in past:
-        drafter.engine.history.index.add(problem, text, 0)
-    drafter.engine.history.index.seal()
+        index.add(problem, text, 0)
+    index.seal()
     return drafter
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 import numpy as np
+from own_history import OwnHistory
 from provenance import provenance, save
 from replay import replay
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW
-from das_adapter.core.index import SuffixIndex
-from das_adapter.core.index.values import Shrunk, Tokens
+from das_adapter.core.index.values import Tokens
 from das_adapter.errors import DasError
 from das_adapter.sim import rollouts as dumps
 from das_adapter.sim.rollouts import Rollout
@@ -32,7 +32,7 @@ BYTES = 8
 """Of a token in the index, about."""
 
 
-class WholeRollouts(SuffixIndex):
+class WholeRollouts(OwnHistory):
     """An index that keeps a byte budget by dropping whole rollouts."""
 
     def __init__(self) -> None:
@@ -44,16 +44,14 @@ class WholeRollouts(SuffixIndex):
         self._texts[problem] = [*self._texts.pop(problem, []), (version, tokens)]
         super().add(problem, tokens, version)
 
-    def shrink(self, max_bytes: int) -> Shrunk:
-        before, problems = self.tokens, len(self._texts)
+    def shrink(self, max_bytes: int) -> None:
         while self.nbytes > max_bytes:
             self._drop(self.nbytes - max_bytes)
-            self._core = SuffixIndex()._core
+            super().shrink(0)
             for problem, texts in self._texts.items():
                 for version, tokens in texts:
-                    self._core.add(problem, tokens, version)
+                    super().add(problem, tokens, version)
             self.seal()
-        return Shrunk(before - self.tokens, 0, problems - len(self._texts), 0)
 
     def _drop(self, excess: int) -> None:
         """Drop about so many bytes of text, or all there is."""
@@ -97,7 +95,7 @@ class RandomRollouts(WholeRollouts):
                 del self._texts[largest], sizes[largest]
 
 
-RETENTIONS = {"whole problems": WholeProblems, "random rollouts": RandomRollouts, "thinned out": SuffixIndex}
+RETENTIONS = {"whole problems": WholeProblems, "random rollouts": RandomRollouts, "thinned out": OwnHistory}
 
 
 def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16) -> list[list[Rollout]]:
@@ -137,7 +135,7 @@ def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 
 
 
 def measured(
-    laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: SuffixIndex, window: int = WINDOW
+    laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: OwnHistory, window: int = WINDOW
 ) -> dict[str, Any]:
     """Replay; return the figures of each visit, and of the requests whose problem had been seen before."""
     outcome = replay(list(itertools.chain(*laid_out)), history=history, index=index, window=window)
@@ -152,11 +150,11 @@ def measured(
 
 def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """Measure byte budgets, in percent of what the first epoch's text takes, with each way to keep them."""
-    index = SuffixIndex()
+    index = OwnHistory()
     for r in laid_out[0]:
         index.add(r.problem, r.tokens, 0)
     index.seal()
-    result: dict[str, Any] = {"epoch_bytes": index.nbytes, "unlimited": measured(laid_out, UNLIMITED, SuffixIndex())}
+    result: dict[str, Any] = {"epoch_bytes": index.nbytes, "unlimited": measured(laid_out, UNLIMITED, OwnHistory())}
     for percent in BUDGETS:
         room = UNLIMITED.model_copy(update={"max_bytes": index.nbytes * percent // 100})
         result[str(percent)] = {name: measured(laid_out, room, kind()) for name, kind in RETENTIONS.items()}
@@ -165,7 +163,7 @@ def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
 
 def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """Measure windows of visits without a byte budget."""
-    return {str(window): measured(laid_out, UNLIMITED, SuffixIndex(), window) for window in WINDOWS}
+    return {str(window): measured(laid_out, UNLIMITED, OwnHistory(), window) for window in WINDOWS}
 
 
 @click.command()

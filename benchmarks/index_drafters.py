@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from own_history import OwnHistory
 
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Int32
 from das_adapter.errors import DasError
 
@@ -19,7 +19,7 @@ class Ours:
     """das-adapter's `SuffixIndex`. Its methods are the interface that the benchmarks need of a drafter."""
 
     def __init__(self, min_chance: float = 0.0) -> None:
-        self.index = SuffixIndex()
+        self.index = OwnHistory()
         self._min_chance = min_chance
 
     def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
@@ -35,24 +35,18 @@ class Ours:
         return self.index.open(problem, prompt)
 
     def extend(self, handles: list[int], texts: list[Int32]) -> None:
-        if texts:
-            self.index.extend_many(handles, np.concatenate(texts), np.cumsum([0, *map(len, texts)]))
+        for handle, text in zip(handles, texts, strict=True):
+            self.index.extend(handle, text)
 
     def draft(self, handles: list[int], budget: int) -> list[Int32]:
-        tokens, _, offsets = self.index.draft_flat(handles, np.full(len(handles), budget), self._min_chance)
-        bounds = offsets.tolist()
-        return [tokens[a:b] for a, b in itertools.pairwise(bounds)]
+        return self.index.draft(handles, [budget] * len(handles), self._min_chance)[0]
 
     def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
         """Prepare a decode step to be timed: insert and draft, with its arguments in the form the drafter needs."""
         many, budgets = np.array(handles), np.full(len(handles), budget)
-        flat, offsets = np.concatenate(texts), np.cumsum([0, *map(len, texts)])
-
-        def run() -> object:
-            self.index.extend_many(many, flat, offsets)
-            return self.index.draft_flat(many, budgets, self._min_chance)
-
-        return run
+        flat, ends = np.concatenate(texts)[None], np.cumsum([*map(len, texts)])
+        stretches = many * 0, np.append(0, ends[:-1]), ends
+        return lambda: self.index.draft_rows(many, flat, *stretches, budgets, self._min_chance).result()
 
     def close(self, handles: list[int]) -> None:
         for handle in handles:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW, HistoryPolicy
-from das_adapter.core.index import SuffixIndex
 from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
 
@@ -49,7 +49,7 @@ def replay(
     rollouts: Sequence[Rollout],
     budget: int = 8,
     history: HistoryConfig | None = None,
-    index: SuffixIndex | None = None,
+    index: OwnHistory | None = None,
     window: int = WINDOW,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
@@ -61,11 +61,11 @@ def replay(
         index: drafts and keeps the history; None: a new one.
         window: visits of a problem that are kept.
     """
-    index = SuffixIndex() if index is None else index
+    index = OwnHistory() if index is None else index
     policy, largest = HistoryPolicy(history or HistoryConfig(), window), 0
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])
-    lengths, rows = np.diff(texts.ends), np.arange(len(rollouts))
+    flat, lengths, rows = texts.tokens[None], np.diff(texts.ends), np.arange(len(rollouts))
     known, handles, written, accepted = np.zeros((4, len(rollouts)), np.int64)
     for step in steps:
         (waiting, rows), live = np.split(rows, [len(step)]), rows[:0]
@@ -77,16 +77,20 @@ def replay(
                 known[row] = index.age(int(handles[row])) is not None
             live = np.append(live, begun)
             at = written[live]
-            tokens, _, offsets = index.draft_flat(handles[live], np.clip(lengths[live] - 1 - at, 0, budget), 0.0)
+            budgets, none = np.clip(lengths[live] - 1 - at, 0, budget), live * 0
+            tokens, _, offsets = index.draft_rows(handles[live], flat, none, none, none, budgets, 0.0).result()
             hits = texts.agreeing(live, at, tokens, offsets)
-            index.extend_many(handles[live], *texts.part(live, at, at + hits + 1))
             written[live] += hits + 1
+            begins = texts.ends[live]
+            index.draft_rows(handles[live], flat, none, begins + at, begins + written[live], none)
             accepted[live] += hits
             done = written[live] >= lengths[live]
             for handle in handles[live[done]].tolist():
                 index.close(handle)
             live = live[~done]
-        policy.remember(index, ((r.problem, r.tokens.tobytes(), r.step) for r in step))
+        for r in step:
+            index.add(policy.key(r.problem), r.tokens, r.step)
+        index.seal(policy.window)
         index.shrink(policy.config.max_bytes)
         largest = max(largest, index.nbytes)
         index.clear_live()

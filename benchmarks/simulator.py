@@ -19,7 +19,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,14 +76,7 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         das = parse_das(block)
         assert das is not None
         source = Indexed(requests, Texts(rollouts), 1, das.history)
-        (index,), written = source.indices, list[tuple[int, bytes, int]]()
-        practised = SimpleNamespace(
-            add=lambda problem, ids, version: written.append((problem, ids.tobytes(), version)),
-            seal=lambda: source.remember(written),
-            **{name: getattr(index, name) for name in ("open", "draft_flat", "extend", "close")},
-        )
-        bench.drafter = SimpleNamespace(engine=SimpleNamespace(history=SimpleNamespace(index=practised)))
-        bench.practise()
+        bench.practise(*source.indices, source.remember)
         history = [
             (problem + 10**6, ids, version + 2)
             for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])

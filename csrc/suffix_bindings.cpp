@@ -53,19 +53,6 @@ SuffixIndex::Ids ids(const In<uint64_t>& problems) {
   return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
 }
 
-void extend_many(SharedIndex& shared, const In<int64_t>& handles, const In<Token>& tokens, const In<int64_t>& offsets) {
-  const size_t n = handles.size();
-  const int64_t *h = handles.data(), *o = offsets.data();
-  bool sound = offsets.size() == n + 1 && o[0] == 0 && o[n] == static_cast<int64_t>(tokens.size());
-  for (size_t i = 0; sound && i < n; ++i) sound = o[i] <= o[i + 1];
-  if (!sound) throw nb::value_error("offsets: expected len(handles) + 1 ascending numbers from 0 to len(tokens)");
-  check_tokens(tokens);
-  unlocked(shared, [&](SuffixIndex& index) {
-    index.check_open(h, n);
-    for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
-  });
-}
-
 // Drafts one after the other: request i's are the tokens from offsets[i] to offsets[i + 1].
 struct Flat {
   std::vector<Token> tokens;
@@ -82,15 +69,6 @@ struct Flat {
   }
 };
 
-nb::tuple arrays(Flat&& flat) {
-  return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.chances)), owned(std::move(flat.offsets)));
-}
-
-void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets) {
-  if (budgets.size() != handles.size()) throw nb::value_error("budgets: expected one per handle");
-  index.check_open(handles.data(), handles.size());
-}
-
 constexpr size_t kFew = 4;  // requests that are drafted for before a thread has woken
 
 // Drafts that the index's thread makes.
@@ -105,7 +83,10 @@ struct Drafting {
     return *found;
   }
 
-  nb::tuple result() const { return arrays(Flat(wait())); }
+  nb::tuple result() const {
+    Flat all = wait();
+    return nb::make_tuple(owned(std::move(all.tokens)), owned(std::move(all.chances)), owned(std::move(all.offsets)));
+  }
 
   void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest, nb::list lists) const {
     const Flat& all = wait();
@@ -128,6 +109,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const In<int64_t>& budgets, double min_chance) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
+  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
   for (size_t i = 0; sound && i < n; ++i) {
     const int64_t row = rows.data()[i], begin = begins.data()[i], end = ends.data()[i];
@@ -143,7 +125,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
   const auto copied = [](const auto& array) { return std::vector(array.data(), array.data() + array.size()); };
-  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
+  const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), n); };
   const auto found = std::make_shared<Flat>();
   auto work = [found, min_chance, written = std::move(written), counts = std::move(counts), handles = copied(handles),
                budgets = copied(budgets)](SuffixIndex& index) {
@@ -182,13 +164,6 @@ nb::dict rules() {
   return found;
 }
 
-nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
-  return arrays(Flat(unlocked(shared, [&](SuffixIndex& index) {
-    check_batch(index, handles, budgets);
-    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
-  })));
-}
-
 }  // namespace
 }  // namespace das
 
@@ -225,7 +200,7 @@ void bind_suffix_index(nb::module_& m) {
              das::check_tokens(tokens);
              shared.use([&](SuffixIndex& index) { index.add(problem, tokens.data(), tokens.size(), version); });
            })
-      .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("least") = 0,
+      .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"), nb::arg("least") = 0,
            nb::arg("tokens") = UINT64_MAX)
       .def("merge", method(&SuffixIndex::merge), unlocked())
       .def("shrink",
@@ -263,9 +238,12 @@ void bind_suffix_index(nb::module_& m) {
                return handle;
              });
            })
-      .def("extend_many", &das::extend_many)
+      .def("extend",
+           [](SharedIndex& shared, int64_t handle, const Tokens& tokens) {
+             das::check_tokens(tokens);
+             shared.use([&](SuffixIndex& index) { index.extend(handle, tokens.data(), tokens.size()); });
+           })
       .def("draft_rows", &das::draft_rows, nb::keep_alive<0, 1>())
-      .def("draft_flat", &das::draft_flat)
       .def("close", method(&SuffixIndex::close))
       .def("age", method(&SuffixIndex::age))
       .def("flat",

@@ -111,7 +111,7 @@ int64_t SuffixIndex::Problem::fitting() const {
   return from;
 }
 
-uint64_t SuffixIndex::seal(size_t window, bool merged, size_t least, uint64_t tokens) {
+uint64_t SuffixIndex::seal(size_t window, size_t least, uint64_t tokens) {
   std::vector<uint64_t> chosen;
   uint64_t sealed = 0;
   for (uint64_t id : staged_) {
@@ -141,8 +141,8 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t least, uint64_t to
       problem.staged = {};
       problem.look();
       problem.visits.resize(std::min(problem.visits.size(), window));
-      if ((merged && history.size() > 1) || history.size() > kSegments)
-        history = das::merged(history, problem.visits.back());
+      if (history.size() > kSegments)
+        history = merged(history, problem.visits.back());
       else
         drop_before(problem, problem.visits.back());
       if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);

@@ -36,7 +36,7 @@ class SuffixIndex {
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
   // Seals problems with at least `least` texts added, about so many tokens, and drops their visits beyond the window;
   // returns how many tokens.
-  uint64_t seal(size_t window, bool merge, size_t least, uint64_t tokens);
+  uint64_t seal(size_t window, size_t least, uint64_t tokens);
   uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
   struct Shrunk {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole

@@ -4,6 +4,7 @@ on V2. Needs no vLLM."""
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ class World:
     def __init__(self, plan: Plan, batch: int, length: int, asked: int, device: str) -> None:
         """`asked`: of so many requests of the batch a proposal drafts."""
         from das_adapter.core.index import SuffixIndex
+        from das_adapter.core.index.store import HistoryStore
         from das_adapter.engine.v2.device_index import DeviceIndex
 
         rng, vocabulary = np.random.default_rng(batch), plan.vocabulary
@@ -37,11 +39,12 @@ class World:
         def variation(problem: int) -> np.ndarray:
             return np.where(rng.random(length) < 0.1, natural(length), poems[problem])
 
-        sealed = SuffixIndex()
-        for problem in range(problems):
-            for _ in range(GROUP):
-                sealed.add(problem, variation(problem), 0)
-        sealed.seal()
+        with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+            for problem in range(problems):
+                for _ in range(GROUP):
+                    store.add(problem, variation(problem), 0)
+            store.seal()
+            sealed = SuffixIndex.attach(directory)
         self.tokens = problems * GROUP * length
         texts = torch.zeros(batch, length + 8, dtype=torch.int32)
         for slot in range(batch):

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.index.values import ALL, Shrunk
 
@@ -20,10 +19,6 @@ WINDOW = 8
 """Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it. A run
 that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of the time without drafts: the number matters little, and older
 visits stray further from the policy."""
-
-
-Store = SuffixIndex | HistoryStore
-"""Where trajectories are kept: a node's history, or, in a replay, an index of its own."""
 
 
 class HistoryPolicy:
@@ -49,13 +44,13 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
+    def remember(self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
         """Take finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
         Arguments as in `take`."""
         self.take(store, trajectories)
         store.seal(self.window)
 
-    def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
+    def take(self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
         """Add finished trajectories: (problem, int32 token ids of the response, weight version that wrote it). One that
         can't be a text of a policy is left out, and a line in the log says so."""
         refused: list[str] = []

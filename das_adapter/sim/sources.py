@@ -106,12 +106,10 @@ class Indexed(Source):
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
         r = self._requests
         index, texts, written = self.indices[r.engine[rows[0]]], r.text[rows], r.written[rows]
-        behind = written > r.indexed[rows]
-        if behind.any():
-            late = rows[behind]
-            index.extend_many(r.handle[late], *self._texts.part(texts[behind], r.indexed[late], written[behind]))
-            r.indexed[late] = written[behind]
-        tokens, chances, offsets = index.draft_flat(r.handle[rows], limits, floor)
+        flat, begins = self._texts.tokens[None], self._texts.ends[texts]
+        new = rows * 0, begins + r.indexed[rows], begins + written
+        tokens, chances, offsets = index.draft_rows(r.handle[rows], flat, *new, limits, floor).result()
+        r.indexed[rows] = written
         return Offer(chances, offsets, self._texts.agreeing(texts, written, tokens, offsets))
 
     def end(self, rows: Ints) -> None:

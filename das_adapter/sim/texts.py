@@ -20,11 +20,6 @@ class Texts:
         """Where each response begins, int64 [rows + 1]."""
         self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rollouts)])
 
-    def part(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Int32, Ints]:
-        """Return the tokens `begin` to `end` of each response, one after the other, and their offsets, [n + 1]."""
-        counts = end - begin
-        return self.tokens[ragged(self.ends[rows] + begin, counts)], offsets_of(counts)
-
     def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
         """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the response confirms that has `at`
         tokens already, int64 [n]. No draft may pass its response's end."""

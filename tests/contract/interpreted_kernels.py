@@ -15,6 +15,7 @@ import pytest
 import torch
 import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
+from own_history import OwnHistory
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
@@ -22,7 +23,6 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
-from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.confidence import DraftConfidence
@@ -60,7 +60,7 @@ class World:
         self._poems = [self.rng.integers(0, vocabulary, 60 + written) for _ in range(2)]
         if periodic:
             self._poems[0] = np.resize(self._poems[0][:5], 60 + written)
-        self.sealed = SuffixIndex()
+        self.sealed = OwnHistory()
         for version in range(2):
             for problem in range(2):
                 for _ in range(2):

@@ -16,6 +16,7 @@ pytest.importorskip("verl")
 import ray
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from own_history import OwnHistory
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -28,7 +29,6 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from das_adapter.core.identity import prompt_identity
-from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.label import Label
 from das_adapter.verl import identity
 from das_adapter.verl.router import DasLoadBalancer
@@ -152,7 +152,7 @@ def test_the_tools_words_are_drafted_from_but_are_no_output(samples: Any) -> Non
     mask = np.array(output.response_mask)
     assert np.array(output.response_ids)[mask == 1].tolist() == [token for said in ANSWERS for token in said]
 
-    index = SuffixIndex()
+    index = OwnHistory()
     for (prompt, label), said in zip(requests, ANSWERS, strict=True):
         index.add(label.problem, [*prompt[label.start :], *said], 0)
     index.seal()

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_history import OwnHistory
 
 pytest.importorskip("triton")
 import torch
 
-from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2.device_index import DeviceIndex
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
         text[wrong] = rng.integers(0, VOCABULARY, wrong.sum())
         return text.astype(np.int32)
 
-    host = SuffixIndex()
+    host = OwnHistory()
     for version in range(3):
         for problem in (0, 0, 1, 1):
             host.add(problem, variation(problem), version)
@@ -108,7 +108,7 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
             text[place] = next(strangers)
         return text
 
-    host = SuffixIndex()
+    host = OwnHistory()
     for version in range(versions):
         for _ in range(rng.integers(1, 4)):
             host.add(7, variation(), version)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from own_history import OwnHistory
 
 torch = pytest.importorskip("torch")
 
-from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.v2.arena import Arena  # noqa: E402
 
 
@@ -111,7 +111,7 @@ def test_what_was_not_found_is_looked_for_again() -> None:
 
 
 def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
-    index, rng = SuffixIndex(), np.random.default_rng(0)
+    index, rng = OwnHistory(), np.random.default_rng(0)
     for _ in range(8):
         index.add(1, rng.integers(0, 5000, 500), 0)
     index.seal()
@@ -120,7 +120,7 @@ def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
 
 
 def test_a_flat_history_is_in_the_order_of_its_contexts() -> None:
-    index, rng = SuffixIndex(), np.random.default_rng(0)
+    index, rng = OwnHistory(), np.random.default_rng(0)
     texts = {version: rng.integers(0, 3, 40).astype(np.int32) for version in range(3)}
     for version, text in texts.items():
         index.add(1, text, version)
@@ -140,7 +140,7 @@ def test_a_flat_history_is_in_the_order_of_its_contexts() -> None:
 
 
 def test_of_what_no_segment_holds_the_newest_visits_are_searched() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for version, size in enumerate((8_000_000, 8_500_000, 500_000)):
         index.add(1, np.arange(size) % 2**23, version)
         index.seal()
@@ -150,7 +150,7 @@ def test_of_what_no_segment_holds_the_newest_visits_are_searched() -> None:
 
 @pytest.mark.parametrize("most", [400, 64, 8])
 def test_a_history_that_is_too_large_is_thinned_out(most: int) -> None:
-    index, rng = SuffixIndex(), np.random.default_rng(0)
+    index, rng = OwnHistory(), np.random.default_rng(0)
     for _ in range(6):
         index.add(1, rng.integers(0, 50, 200), 0)
     index.seal()

@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from own_history import OwnHistory
 
 pytest.importorskip("torch")
 import torch
@@ -18,7 +19,7 @@ WORDS, PROBLEMS = 2**13, 6
 
 
 def history() -> SuffixIndex:
-    index, rng = SuffixIndex(), np.random.default_rng(0)
+    index, rng = OwnHistory(), np.random.default_rng(0)
     for problem in range(PROBLEMS):
         for _ in range(1 + problem % 3):
             index.add(problem, rng.integers(0, 900, 200), 0)

@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 from compiled_kernels import compiled, forms  # noqa: E402
+from own_history import OwnHistory  # noqa: E402
 
-from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v2 import limits, search, votes  # noqa: E402
@@ -100,7 +100,7 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
     meta = torch.device("meta")
     noted, slots = forms(monkeypatch, search, votes), 4
-    history = SuffixIndex()
+    history = OwnHistory()
     history.add(1, np.arange(30, dtype=np.int32), 0)
     history.seal()
     index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32, device=meta), 4, 2**12, 0.02, 100)

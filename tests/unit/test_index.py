@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_history import OwnHistory
 
 from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.values import Shrunk
 
 POEM = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 
@@ -21,8 +23,8 @@ def drafted(index: SuffixIndex, handle: int, budget: int = 8) -> list[int]:
     return index.draft([handle], [budget], 0.0)[0][0].tolist()
 
 
-def sealed(*trajectories: list[int]) -> SuffixIndex:
-    index = SuffixIndex()
+def sealed(*trajectories: list[int]) -> OwnHistory:
+    index = OwnHistory()
     for ids in trajectories:
         index.add(1, ids, 0)
     index.seal()
@@ -72,7 +74,7 @@ def test_the_majority_decides_among_equal_matches() -> None:
 
 
 def test_newer_visits_count_more_however_many_versions_lie_between() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for version, token in ((0, 50), (0, 50), (500, 60), (501, 60)):
         index.add(1, [3, 4, token], version)
         index.add(2, [3, 4, 50], version)
@@ -85,7 +87,7 @@ def test_newer_visits_count_more_however_many_versions_lie_between() -> None:
 
 
 def test_the_age_of_the_history_is_that_of_its_newest_text() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     handle = index.open(1, [])
     assert index.age(handle) is None
     for problem, version in ((1, 3), (1, 5), (2, 9)):
@@ -149,7 +151,7 @@ def test_clear_live_forgets_the_closed_and_keeps_the_open() -> None:
     st.lists(st.lists(st.integers(10, 13), max_size=20), min_size=1, max_size=6),
 )
 def test_another_problems_text_is_never_drafted(low: list[list[int]], high: list[list[int]]) -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for ids_low, ids_high in zip(low, high, strict=False):
         index.add(1, ids_low, 0)
         index.add(2, ids_high, 0)
@@ -161,7 +163,7 @@ def test_another_problems_text_is_never_drafted(low: list[list[int]], high: list
 
 
 def test_staged_trajectories_are_drafted_from_after_the_seal() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     index.add(1, POEM, 0)
     handle = index.open(1, [])
     assert drafted(index, handle) == []
@@ -179,12 +181,14 @@ def test_staged_trajectories_are_drafted_from_after_the_seal() -> None:
     st.sampled_from([0.0, 0.05, 0.3]),
 )
 def test_budgets_are_kept_and_chances_fall(history: list[list[int]], budgets: list[int], min_chance: float) -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for ids in history:
         index.add(1, ids, 0)
     index.seal()
     handles = [index.open(1, history[0], ids[: len(ids) // 2]) for ids in (history * 3)[:3]]
-    tokens, chances, offsets = index.draft_flat(handles, budgets, min_chance)
+    none, text = np.zeros(3, dtype=np.int64), np.zeros((1, 0), np.int32)
+    looking = index.draft_rows(np.array(handles), text, none, none, none, np.array(budgets), min_chance)
+    tokens, chances, offsets = looking.result()
     assert (tokens.dtype, chances.dtype, offsets.dtype) == (np.int32, np.float32, np.int64)
     assert offsets[0] == 0 and offsets[-1] == len(tokens) == len(chances)
     for budget, a, b in zip(budgets, offsets, offsets[1:], strict=False):
@@ -225,7 +229,7 @@ def test_what_a_source_is_worth_is_learned_of_each() -> None:
 
 
 def test_the_window_counts_a_problem_s_own_visits() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for version in (0, 100, 200):
         index.add(1, [version, 1, 2], version)
         index.add(1, [version, 3], version)
@@ -241,7 +245,7 @@ def test_the_window_counts_a_problem_s_own_visits() -> None:
 
 
 def test_what_arrives_late_counts_as_its_own_visit() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for version in (5, 9, 7, 5, 3, 9):
         index.add(1, [version, 1, 2], version)
         index.seal(window=2)
@@ -257,18 +261,24 @@ def rollouts(problem: int, samples: int = 8, length: int = 160) -> list[list[int
     return [np.concatenate(text).tolist() for text in texts]
 
 
-def visited(index: SuffixIndex, problems: range, version: int = 0) -> None:
+def visited(index: OwnHistory, problems: range, version: int = 0) -> None:
     for problem in problems:
         for ids in rollouts(problem):
             index.add(problem, ids, version)
         index.seal()
 
 
+def thinned(index: OwnHistory, max_bytes: int) -> Shrunk:
+    shrunk = index.store.shrink(max_bytes)
+    index.refresh()
+    return shrunk
+
+
 def test_thinned_out_a_problem_keeps_what_its_rollouts_share() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     visited(index, range(1, 2))
     tokens, max_bytes = index.tokens, index.nbytes // 3
-    shrunk = index.shrink(max_bytes)
+    shrunk = thinned(index, max_bytes)
     assert (shrunk.thinned, shrunk.dropped, shrunk.tokens) == (1, 0, tokens - index.tokens)
     assert max_bytes // 2 < index.nbytes <= max_bytes
     text = rollouts(1)[0]
@@ -281,7 +291,7 @@ def test_thinned_out_a_problem_keeps_what_its_rollouts_share() -> None:
 
 
 def test_a_stretch_is_not_taken_for_a_beginning() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     visited(index, range(1, 2))
     index.shrink(index.nbytes // 4)
     beginnings = {ids[0] for ids in rollouts(1)}
@@ -290,7 +300,7 @@ def test_a_stretch_is_not_taken_for_a_beginning() -> None:
 
 
 def test_above_the_budget_every_problem_keeps_something() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     visited(index, range(20), version=3)
     for share in (4, 2):
         index.shrink(index.nbytes // share)
@@ -302,7 +312,7 @@ def test_above_the_budget_every_problem_keeps_something() -> None:
 
 
 def test_a_step_more_than_the_budget_costs_about_a_step() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     visited(index, range(10))
     budget, tokens = index.nbytes, index.tokens
     visited(index, range(10, 11), version=1)
@@ -311,25 +321,25 @@ def test_a_step_more_than_the_budget_costs_about_a_step() -> None:
     assert index.tokens > 0.75 * tokens
     visited(index, range(11, 12), version=2)
     before = index.tokens
-    assert index.shrink(budget).thinned <= 3  # not all of them again
+    assert thinned(index, budget).thinned <= 3  # not all of them again
     assert index.tokens > 0.75 * before
 
 
 def test_where_not_all_can_keep_something_those_not_seen_for_longest_go() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     for version, problem in enumerate([4, 1, 3, 2, 4]):
         visited(index, range(problem, problem + 1), version)
-    shrunk = index.shrink(600)
+    shrunk = thinned(index, 600)
     assert (shrunk.thinned, shrunk.dropped) == (2, 2)
     assert index.nbytes <= 600
     assert [index.age(index.open(problem, [])) is not None for problem in (1, 2, 3, 4)] == [False, True, False, True]
-    assert index.shrink(0).dropped == 2
+    assert thinned(index, 0).dropped == 2
     assert (index.tokens, index.nbytes, index.problems) == (0, 0, 0)
 
 
 def test_sealed_text_takes_at_most_8_bytes_per_token() -> None:
     rng = np.random.default_rng(0)
-    index = SuffixIndex()
+    index = OwnHistory()
     for problem in range(10):
         for _ in range(8):
             index.add(problem, rng.integers(0, 1000, 200), 0)
@@ -342,19 +352,17 @@ def test_sealed_text_takes_at_most_8_bytes_per_token() -> None:
 
 
 def test_empty_things_are_fine() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     index.add(1, [], 0)
     index.seal()
     index.seal()
-    assert (index.tokens, index.problems, index.nbytes, *index.shrink(0)) == (0,) * 7
+    assert (index.tokens, index.problems, index.nbytes, *index.store.shrink(0)) == (0,) * 7
     handle = index.open(1, [])
     index.extend(handle, [])
     assert drafted(index, handle) == []
     assert drafted(index, index.open(2, [5, 6])) == []
     assert index.draft([handle], [0])[0][0].tolist() == []
     assert index.draft([], []) == ([], [])
-    tokens, chances, offsets = index.draft_flat([], [])
-    assert (len(tokens), len(chances), offsets.tolist()) == (0, 0, [0])
     index.close(handle)
     index.clear_live()
 
@@ -365,9 +373,7 @@ def test_an_unknown_handle_is_named() -> None:
     index.close(handle)
     calls = [
         lambda: index.extend(handle, [1]),
-        lambda: index.extend_many([handle], np.array([1], np.int32), [0, 1]),
         lambda: index.draft([handle], [1]),
-        lambda: index.draft_flat([handle], [1]),
         lambda: index.close(handle),
     ]
     for call in calls:
@@ -378,13 +384,6 @@ def test_an_unknown_handle_is_named() -> None:
 def test_a_refused_batch_changes_nothing() -> None:
     index = SuffixIndex()
     first, second = index.open(1, []), index.open(1, [])
-    with pytest.raises(ValueError, match="not open"):
-        index.extend_many([first, 99], np.array([1, 2], np.int32), [0, 1, 2])
-    with pytest.raises(ValueError, match="-7"):
-        index.extend_many([first, second], np.array([1, -7], np.int32), [0, 1, 2])
-    for offsets in ([0, 2], [0, 2, 1], [1, 1, 2], [0, 1, 3]):
-        with pytest.raises(ValueError, match="offsets"):
-            index.extend_many([first, second], np.array([1, 2], np.int32), offsets)
     texts = np.array([[1, 2, 3], [4, -7, 6]], np.int32)
 
     def draft_rows(*given: list[int]) -> None:
@@ -424,8 +423,9 @@ def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
         for handle, row, at, count in zip(handles[1], rows, lengths, new, strict=True):
             other.extend(handle, texts[row, at : at + count])
         lengths += new
-        ours, theirs = looking.result(), other.draft_flat(handles[1], budgets, 0.0)
-        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        ours, theirs = looking.result(), other.draft(handles[1], budgets, 0.0)
+        assert all(np.array_equal(a, np.concatenate(b)) for a, b in zip(ours, theirs, strict=False))
+        assert np.diff(ours[2]).tolist() == [*map(len, theirs[0])]
         found += len(ours[0])
     assert found > 100
     drafts = [[9]] * 50
@@ -480,7 +480,7 @@ def test_where_the_system_gives_no_thread_the_work_is_done_without() -> None:
 
 @pytest.mark.parametrize("tokens", [[1, -2], [2**23], np.array([3, -1], np.int32)])
 def test_what_is_no_token_id_is_refused(tokens: list[int]) -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     with pytest.raises(ValueError, match="token id"):
         index.add(1, tokens, 0)
     with pytest.raises(ValueError, match="token id"):
@@ -494,13 +494,13 @@ def test_what_is_no_token_id_is_refused(tokens: list[int]) -> None:
 @pytest.mark.parametrize("problem", [-1, 2**64])
 def test_a_problem_id_is_64_bits(problem: int) -> None:
     with pytest.raises(TypeError, match="incompatible"):
-        SuffixIndex().add(problem, [1], 0)
+        OwnHistory().add(problem, [1], 0)
     with pytest.raises(TypeError, match="incompatible"):
-        SuffixIndex().open(problem, [1])
+        OwnHistory().open(problem, [1])
 
 
 def test_a_version_has_32_bits() -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     index.add(1, POEM, -(2**31))
     with pytest.raises(ValueError, match=f"version: found {2**31}, allowed: 32 bits"):
         index.add(1, POEM, 2**31)
@@ -509,4 +509,4 @@ def test_a_version_has_32_bits() -> None:
 def test_budgets_and_handles_must_pair_up() -> None:
     index = SuffixIndex()
     with pytest.raises(ValueError, match="budgets"):
-        index.draft_flat([index.open(1, [])], [1, 2])
+        index.draft([index.open(1, [])], [1, 2])

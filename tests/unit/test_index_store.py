@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
@@ -57,7 +58,7 @@ def names(store: HistoryStore, kind: str = "segments") -> list[str]:
 
 
 def test_an_index_that_goes_over_to_a_store_keeps_its_live_requests(store: HistoryStore) -> None:
-    index = SuffixIndex()
+    index = OwnHistory()
     index.add(1, POEM[::-1], 0)
     index.seal()
     live = index.open(1, [], prefix=POEM[:1])
@@ -104,7 +105,7 @@ def test_many_steps_end_in_one_segment_and_few_files(store: HistoryStore) -> Non
 
 def test_problems_that_come_one_by_one_end_in_few_files(store: HistoryStore) -> None:
     """Those that the last generations had stay meanwhile, too."""
-    rng, whole = np.random.default_rng(0), SuffixIndex()
+    rng, whole = np.random.default_rng(0), OwnHistory()
     for step in range(4):
         for problem in range(100 * step, 100 * step + 100):
             text = rng.integers(0, 9, 60)

@@ -16,12 +16,10 @@ import numpy.typing as npt
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
-    ALL,
     Float32,
     Int32,
     Int64,
     Number,
-    Shrunk,
     Tokens,
     integers,
     tokens_of,
@@ -34,7 +32,7 @@ __all__ = ["IndexFileError", "SuffixIndex"]
 class SuffixIndex:
     """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is a store's (`map`, `refresh`); a replay in one process writes its own (`add`, `seal`, `shrink`).
+    The history is what a `HistoryStore` publishes (`map`, `refresh`): the index reads it, and the store writes it.
     Equal calls give equal drafts on every process, however the history is cut into segments.
 
     Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
@@ -53,25 +51,6 @@ class SuffixIndex:
         self._core: Any = native().SuffixIndex()
 
     # History
-
-    def add(self, problem: int, tokens: Tokens, version: int) -> None:
-        """Stage one finished trajectory, without its prompt; it is drafted from after the next `seal`. `version`: of
-        the weights that wrote it; later ones count more, whatever the difference."""
-        self._core.add(problem, tokens_of(tokens), version)
-
-    def seal(self, window: int = ALL) -> None:
-        """Seal what was added, at the end of a step: it becomes history. `window`: visits that each problem added to
-        keeps, the newest."""
-        self._core.seal(window, True)
-
-    def shrink(self, max_bytes: int) -> Shrunk:
-        """Thin the history out until `nbytes` <= `max_bytes`; return what went.
-
-        The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
-        that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
-        would be left with less than 256 bytes, those not seen for longest are dropped whole.
-        """
-        return Shrunk(*self._core.shrink(max_bytes, ALL))
 
     @staticmethod
     def check(path: str | os.PathLike[str]) -> None:
@@ -141,41 +120,20 @@ class SuffixIndex:
         return int(self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead))))
 
     def extend(self, handle: int, ids: Tokens) -> None:
-        """As `extend_many`, for one request."""
-        self.extend_many([handle], ids, [0, len(ids)])
-
-    def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
-        """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
-        ValueError: a request is not open, or token ids or offsets are wrong."""
-        self._core.extend_many(integers(handles), tokens_of(flat_tokens), integers(offsets))
+        """Append token ids to a request."""
+        self._core.extend(handle, tokens_of(ids))
 
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
-        """Draft as `draft_flat` does; return one array of tokens and one of chances per request."""
-        tokens, chances, offsets = self.draft_flat(handles, budgets, min_chance)
+        """Draft as `draft_rows` does, for texts as they are; return one array of tokens and one of chances per
+        request."""
+        given, none = integers(handles), np.zeros(np.size(handles), dtype=np.int64)
+        looking = self.draft_rows(
+            given, np.zeros((1, 0), np.int32), none, none, none, integers(budgets), min_chance=min_chance
+        )
+        tokens, chances, offsets = looking.result()
         return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
-
-    def draft_flat(
-        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
-    ) -> tuple[Int32, Float32, Int64]:
-        """Draft for a batch of requests.
-
-        Args:
-            handles: shape (b,), int64.
-            budgets: most tokens to draft per request, shape (b,); 0 (or less): none, at no cost.
-            min_chance: a draft ends before the token whose chance falls under this. 0: never.
-
-        Returns:
-            tokens: shape (n,), int32, the drafts one after the other.
-            chances: shape (n,), float32, in (0, 1], not increasing within a draft: the estimated chance that this
-                token and all before it in the draft are accepted.
-            offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
-
-        Raises:
-            ValueError: a request is not open, or budgets and handles differ in length.
-        """
-        return self._core.draft_flat(integers(handles), integers(budgets), min_chance)
 
     def draft_rows(
         self,
@@ -192,14 +150,23 @@ class SuffixIndex:
         or the index is used again. Where anything is wrong, nothing is appended.
 
         Args:
-            handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
+            handles: shape (b,), int64; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+            budgets: most tokens to draft per request, shape (b,), int64; 0 (or less): none, at no cost.
+            min_chance: a draft ends before the token whose chance falls under this. 0: never.
 
         Returns:
-            What waits for the drafts, in its method `result`, and returns what `draft_flat` does; `put(rows, keep,
-            largest, lists)` puts the first `keep` tokens of each draft, those above `largest` as that, into the list's
-            `rows`.
+            What waits for the drafts. Its method `result` returns (tokens, chances, offsets):
+                tokens: shape (n,), int32, the drafts one after the other.
+                chances: shape (n,), float32, in (0, 1], not increasing within a draft: the estimated chance that this
+                    token and all before it in the draft are accepted.
+                offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
+            `put(rows, keep, largest, lists)` puts the first `keep` tokens of each draft, those above `largest` as that,
+            into the list's `rows`.
+
+        Raises:
+            ValueError: a request is not open, token ids or stretches are wrong, or arrays differ in length.
         """
         return self._core.draft_rows(handles, tokens, rows, begins, ends, budgets, min_chance)
 

@@ -67,19 +67,21 @@ class HistoryStore:
             raise
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
-        """Stage one finished trajectory; as in `SuffixIndex.add`."""
+        """Stage one finished trajectory, without its prompt. `version`: of the weights that wrote it; later ones count
+        more, whatever the difference."""
         ids = tokens_of(tokens)
         with self._changing():
             self._core.add(problem, ids, version)
             self._added = time.monotonic()
 
     def seal(self, window: int = ALL, tokens: int = 2**62) -> int:
-        """Publish what was added, at the end of a step; return the generation.
+        """Publish what was added, at the end of a step; return the generation. `window`: visits that each problem added
+        to keeps, the newest.
 
         About `tokens` are sealed at most; the others follow in `work`, for the next generation.
         """
         with self._changing():
-            self._core.seal(window, False, 0, tokens)
+            self._core.seal(window, tokens=tokens)
             self._core.publish(True)
             return self.generation
 
@@ -100,7 +102,7 @@ class HistoryStore:
             if self._closed:
                 return False
             least = 1 if every or time.monotonic() > self._added + QUIET_S else self._core.group
-            sealed = self._core.seal(window, False, least, SLICE) if least else 0
+            sealed = self._core.seal(window, least, SLICE) if least else 0
             merged = 0 if sealed else self._core.merge(SLICE)
             self._merged = self._merged or merged > 0
             more = self._write(sealed + merged, more=bool(sealed or merged))
@@ -141,7 +143,7 @@ class HistoryStore:
         """Write the history to one file, for `absorb` of another store; what was added is sealed before. Other threads
         may change the history while it is written."""
         with self._lock:
-            self._core.seal(window, False)
+            self._core.seal(window)
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
