@@ -155,7 +155,8 @@ class StepTimes:
         """`prior`: the model until the first fit; None: `ASSUMED`; `kinds`: how many kinds of step must have been seen
         twice, whatever their context, before that; `sizes`: `StepModel.sizes` of the engine."""
         self.model = self._prior = replace(prior or ASSUMED, sizes=sizes)
-        self.known = prior is not None
+        self._assumed = prior is None
+        self.known = not self._assumed
         """Whether there was a prior, or a step."""
         self.observed = 0
         self.surprise = 0.0
@@ -210,9 +211,10 @@ class StepTimes:
             self._patience = patience
 
     def fit(self) -> StepModel:
-        """Fit the model again and return it; while too few kinds of step were seen twice, the prior, whose times are
-        multiplied to meet those that were seen. Beyond the largest step that was seen times rise as the prior's do:
-        that small steps take equally long does not say that tokens cost nothing."""
+        """Fit the model again and return it; while too few kinds of step were seen twice, or all of about one size, the
+        prior, whose times are multiplied to meet those that were seen. Where there was none, steps of about one size
+        say that smaller ones take as long. Beyond the largest step that was seen times rise as the prior's do: that
+        small steps take equally long does not say that tokens cost nothing."""
         self._fitted_at, self._patience, self.surprise = self.observed, SOON, 0.0
         found = [(c, key) for key, c in self._cells.items() if len(c.seconds) >= 2]
         few = len({key[:3] for _, key in found}) < self._kinds
@@ -222,13 +224,13 @@ class StepTimes:
         seconds = np.array([float(np.median(c.seconds)) for c in cells])
         drafted = np.array([key[2] for _, key in found], dtype=bool)
         n, b, s = (np.array([getattr(c, name) for c in cells]) for name in ("tokens", "requests", "context"))
-        if few and cells:
+        alike = bool(cells) and n.max() < 1.1 * n.min()
+        if cells and (few or (alike and not self._assumed)):
             self.model = self._prior.scaled(float(np.median(seconds / self._prior.seconds(n, b, drafted, s))))
-        elif len(cells) == 1:
-            known = self._prior
-            self.model = StepModel(float(seconds[0]), 0.0, sizes=known.sizes, drafted_sizes=known.drafted_sizes)
         elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
+            if alike and self._kinds > 1:
+                n = np.full_like(n, n.max())
             captured = self._prior.sizes, self._prior.drafted_sizes
             self.model = fit(n, b, drafted, seconds, s, weights, *captured)
             if self._kinds > 1 and not self.model.bend:

@@ -57,6 +57,21 @@ def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_ch
             assert model.step(tokens, 64, True, 64 * 420) == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_steps_of_one_size_do_not_say_that_small_ones_are_cheap(told: bool) -> None:
+    """As where a batch drafts from its first step on, each time as much as pays."""
+    truth = StepModel(base=0.0045, token=0.0, bend=0.00002, knee=128, context=2e-8)
+    times = StepTimes(truth.scaled(0.5) if told else None)
+    for step in range(100):
+        requests, tokens = 64 - step // 10, 271 if step > 60 and step % 3 == 0 else 272
+        seconds = truth.step(tokens, requests, True, 500 * requests) * (1.0 - 0.01 * (step // 20 % 2))
+        times.add(tokens, requests, True, seconds, 500 * requests)
+        times.keep_fitted()
+    small, large = times.model.step(56, 56, False, 500 * 56), times.model.step(272, 56, True, 500 * 56)
+    assert large == pytest.approx(truth.step(272, 56, True, 500 * 56), rel=0.02)
+    assert small == pytest.approx(truth.step(56, 56, False, 500 * 56) if told else large, rel=0.02)
+
+
 def test_measured_steps_are_fitted_better_than_the_papers_line() -> None:
     requests, drafts, seconds = measured()
     model = fit(requests * (drafts + 1), requests, drafts > 0, seconds)
