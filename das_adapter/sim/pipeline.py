@@ -84,7 +84,7 @@ class Pipeline:
         self._finished: list[_Group] = []  # in the order of their end
         self._since: list[Ints] = []  # rows that ended since the last weight sync
         self._sent = self._version = 0
-        self._size = 0  # groups of a step
+        self._sizes: list[int] = []  # groups of each step that was sent
         self._waiting = False  # whether the trainer waits for a batch
 
     def run(self) -> Run:
@@ -128,7 +128,7 @@ class Pipeline:
             group.rows.append(row)
             group.left += 1
         self._groups += groups.values()
-        self._size = self._size or len(groups)
+        self._sizes.append(len(groups))
 
     def _write_ahead(self, since: float, until: float) -> float:
         """Let engines that have nothing left since some time write what the next steps' requests begin with, up to the
@@ -178,7 +178,7 @@ class Pipeline:
     def _wanted(self) -> list[_Group] | None:
         """Return the groups of the next batch: those at the maximum lag, and then those that ended first; None: too few
         have ended."""
-        enough = min(self._size, len(self._groups))
+        enough = self._sizes[self._version]
         due = [group for group in self._groups if group.version <= self._version - self._lag]
         if len(self._finished) < enough or any(group.left for group in due):
             return None

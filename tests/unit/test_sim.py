@@ -162,6 +162,7 @@ def test_the_index_drafts_as_in_a_replay() -> None:
         {"rollout__steps": 5, "pipeline__kind": "async", "pipeline__lag": 2, "pipeline__train_s": 0.5},
         {"arms": {"self": {"das": {"drafter": "history+self", "self": {"ladder": [3, 5]}}}}},
         {"rollout__steps": 3, "arms": {"strided": {"stride": 4}}},
+        {"rollout__dataset": 5, "rollout__problems": 4, "rollout__steps": 12, "pipeline__kind": "async"},
     ],
 )
 def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any]) -> None:
@@ -183,7 +184,19 @@ def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any]) -> None:
             assert np.array_equal(r.written, r.length) and np.array_equal(r.forwards + r.accepted, r.written)
             assert (r.accepted <= r.drafted).all() and (r.ended > 0).all()
         if changed.get("pipeline__kind") == "async":
-            assert len(run.steps) == 5 and sum(s.requests for s in run.steps) == len(run.requests)
+            assert len(run.steps) == changed["rollout__steps"] and sum(s.requests for s in run.steps) == len(
+                run.requests
+            )
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_each_recorded_step_is_simulated_with_all_of_its_problems(kind: str) -> None:
+    """Whatever the first had: a dump may begin in the midst of one."""
+    steps = [replace(r, step=min(r.problem, 2)) for r in ROLLOUTS]
+    keys = {"acceptance": {"history": "index"}, "pipeline": {"kind": kind}}
+    run = Simulation(parse(SMALL | keys), steps).run("off")
+    assert [step.requests for step in run.steps] == [6, 6, 48]
+    assert sum(step.tokens for step in run.steps) == sum(len(r.tokens) for r in steps)
 
 
 @pytest.mark.parametrize("chunk", [7, 8192])
