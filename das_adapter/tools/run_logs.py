@@ -51,12 +51,18 @@ def read(path: Path) -> RunLog:
 
 
 def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+    """Yield the scalars of a run's directories, each in a row of its own."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    logged: dict[tuple[str, int], Path] = {}
     for place in places:
         found = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
         for name in found.Tags()["scalars"]:
-            yield from ({"step": event.step, name: event.value} for event in found.Scalars(name))
+            for event in found.Scalars(name):
+                if (other := logged.setdefault((name, event.step), place)) != place:
+                    twice = f"found {name!r} of step {event.step} in both {other} and {place}"
+                    raise ValueError(f"{twice}, expected one run: name its directory")
+                yield {"step": event.step, name: event.value}
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -227,3 +227,12 @@ def test_a_table_of_two_runs_is_refused(suffix: str, tmp_path: Path) -> None:
     said = " ".join(done.output.split())
     assert done.exit_code == 2 and "found 'das/token_hash' of the runs 'off' and 'das - 2nd'" in said, done.output
     assert "export each into a file of its own" in said
+
+
+def test_a_directory_of_two_runs_is_refused(tmp_path: Path) -> None:
+    """Their events would be those of one run, of which the last counts."""
+    off, das = (events(tmp_path / "project" / name, verl_steps(seconds)) for name, seconds in (("off", 4), ("das", 2)))
+    assert compared(off, das)[1]["speed_up"] == pytest.approx(2.0)
+    done = CliRunner().invoke(main, ["compare", str(tmp_path / "project"), str(off)])
+    said = "".join(done.output.split())
+    assert done.exit_code == 2 and f"ofstep1inboth{das}and{off},expectedonerun" in said, done.output
