@@ -116,7 +116,7 @@ def _from_lines(
 ) -> Iterator[Rollout]:
     in_name = re.search(r"step_?(\d+)|^(\d+)\.", path.name)
     default = int(next(filter(None, in_name.groups()))) if in_name else 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,8 +70,8 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield a file's rows."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
-        return csv.DictReader(text.splitlines())
-    return iter(json.loads(text)) if path.suffix == ".json" else _records(text.splitlines())
+        return csv.DictReader(io.StringIO(text))
+    return iter(json.loads(text)) if path.suffix == ".json" else _records(text.removesuffix("\n").split("\n"))
 
 
 def _records(lines: Sequence[str]) -> Iterator[Any]:

@@ -184,6 +184,14 @@ def test_the_last_of_a_step_counts_and_steps_of_one_run_are_left_out(tmp_path: P
     assert (code, found["steps"], found["tokens"], found["only_one"]) == (1, 3, [2, 3], 1)
 
 
+def test_only_a_newline_ends_a_line_of_a_log(tmp_path: Path) -> None:
+    a, b = verl_file(tmp_path / "a", verl_steps()), tmp_path / "b.jsonl"
+    rows = map(json.loads, a.read_text().splitlines())
+    told = "\n".join(json.dumps(row | {"run": "1\u20282\u20293\u00854"}, ensure_ascii=False) for row in rows)
+    b.write_text(told + "\n", encoding="utf-8")
+    assert compared(a, b)[1]["tokens"] == [4, 4]
+
+
 def test_a_long_run_has_thirty_rows(tmp_path: Path) -> None:
     a = verl_file(tmp_path / "a", [{**verl_steps()[0], "das/rollout_s": 1.0} for _ in range(95)])
     code, found = compared(a, a)

@@ -63,6 +63,14 @@ def test_nemo_rl_s_dump_needs_no_tokenizer(tmp_path: Path) -> None:
     assert (one.step, one.prompt.tolist(), one.tokens.tolist()) == (7, [5, 6], [7, 8])
 
 
+def test_only_a_newline_ends_a_line_of_a_dump(tmp_path: Path) -> None:
+    """veRL writes texts as they are: in JSON, U+2028, U+2029 and U+0085 are characters like others."""
+    row = {"input": "1+2=", "output": "3\u20284\u20295\u00856", "step": 1}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (one,) = read(tmp_path, str(TOKENIZER))
+    assert one.step == 1 and len(one.tokens) >= 4
+
+
 def test_arrays_are_read(tmp_path: Path) -> None:
     path = tmp_path / "r.npz"
     np.savez(
