@@ -29,7 +29,7 @@ class StepResult:
     """Times and counts of a step of the run."""
 
     rollout_s: float
-    """From the first request of the step to the last response; `async`: from one batch to the next."""
+    """From the first request of the step to the last response; with a lag: from one batch to the next."""
     step_s: float
     exposed_s: float
     """Part of the step in which the trainer waited for responses."""
@@ -93,21 +93,26 @@ class Pipeline:
         found = list[StepResult]()
         for _ in range(self._lag + 1):
             self._send(0.0)
-        free = 0.0
+        free = since = idle_s = 0.0  # since: the rollout began
         for number in range(len(self._workload.steps)):
             rows = self._take()
-            ready, last = float(requests.ended[rows].max()), free
-            idle = (ready - np.clip(fleet.clock, last, ready)) / max(ready - last, 1e-12)
-            begin = max(free, ready, self._write_ahead(last, ready))
-            fleet.run(until=begin + timing.train_s, slack=self._slack(), ended=self._ended)
-            free = begin + timing.train_s + timing.sync_s
-            times = begin - last, free - last, max(0.0, ready - last)
-            found.append(_result(requests, rows, times, float(idle.mean())))
-            fleet.pause(begin + timing.train_s, timing.sync_s)
+            ready, last = max(free, float(requests.ended[rows].max())), free
+            idle = (idle_s + self._idle_s(last, ready)) / max(ready - since, 1e-12)
+            begin = max(ready, self._write_ahead(last, ready))
+            trained = begin + timing.train_s
+            fleet.run(until=trained, slack=self._slack(), ended=self._ended)
+            free = trained + timing.sync_s
+            found.append(_result(requests, rows, (begin - since, free - last, ready - last), idle))
+            since, idle_s = (begin, self._idle_s(begin, trained)) if self._lag else (free, 0.0)
+            fleet.pause(trained, timing.sync_s)
             self._version = number + 1
             self._sync()
             self._send(free)
         return Run(found, requests)
+
+    def _idle_s(self, since: float, until: float) -> float:
+        """Return for how long an engine had nothing left, mean; it has been given nothing since."""
+        return float((until - np.clip(self._fleet.clock, since, until)).mean())
 
     def _send(self, at: float) -> None:
         """Send the next step's requests, if there are any."""

@@ -243,6 +243,20 @@ def test_a_lag_hides_the_tail_and_training_hides_generation() -> None:
     assert step(0, 50.0) > 50.5
 
 
+def test_with_a_lag_the_rollout_goes_on_while_the_trainer_trains() -> None:
+    """From one batch to the next; engines have less to do than between batches without training, not more."""
+
+    def steps(**pipeline: Any) -> list[Any]:
+        return small(rollout__steps=8, pipeline=pipeline).run("off").steps
+
+    sync, trained = steps(), steps(kind="async", train_s=50.0, sync_s=2.0)[1:]
+    written_s = float(np.mean([(1.0 - step.idle) * step.rollout_s for step in sync]))
+    for step in trained:
+        assert step.exposed_s == 0.0 and (step.rollout_s, step.step_s) == pytest.approx((52.0, 52.0))
+    busy_s = [(1.0 - step.idle) * step.rollout_s - 2.0 for step in trained[:-1]]  # less the weight sync
+    assert np.mean(busy_s) == pytest.approx(written_s, rel=0.1)
+
+
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def end() -> Fleet:
         one, work = small(engine__kv_tokens=1600).fleet("off")
