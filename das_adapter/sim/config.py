@@ -105,7 +105,8 @@ class AcceptanceBlock(_Block):
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None
-    """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens."""
+    """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens; null: 1 and
+    half of these, for neural drafters alone."""
     pass_share: Annotated[float, Field(ge=0)] | None = None
     """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: 0.05.
     Of what reading the context takes, EAGLE-3 and MTP have the share of one layer with `roofline`,

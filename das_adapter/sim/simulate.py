@@ -51,6 +51,8 @@ class Simulation:
         self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
         if rollouts is None and config.rollout.dump is not None:
             rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
+        if config.acceptance.length is None and any(das.drafter == "ngram" for das in self._blocks.values()):
+            raise ConfigError("acceptance.length: found null, needed with drafter: ngram")
         self._ahead = {name for name, das in self._blocks.items() if das.history.run_ahead != "off"}
         if rollouts is not None and self._ahead:
             rollouts = written_ahead(rollouts, config.acceptance.agreement)

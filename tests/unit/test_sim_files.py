@@ -47,6 +47,7 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
         ({"acceptance": {"history": "index"}}, "rollout.dump"),
         ({"steps": {"kind": "line", "line": {"bas": 1}}}, "steps.line"),
         ({"steps": {"kind": "line", "line": {"base": 1, "token": 1, "drafted_sizes": 1}}}, "steps.line"),
+        ({"arms": {"a": {"das": {"drafter": "ngram"}}}}, "acceptance.length: found null, needed with drafter: ngram"),
         ({"acceptance": {"rates": []}}, "acceptance.rates: found .*at least 1 item"),
         ({"acceptance": {"rates": [[]]}}, "acceptance.rates.0: found .*at least 1 item"),
         ({"rollout": {"seed": -1}}, "rollout.seed: found -1"),
