@@ -159,6 +159,9 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
 
         try:
             yield run
+        except (KeyboardInterrupt, SystemExit):
+            kill()  # without a word: it is at work
+            raise
         finally:
             with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
                 pool.submit(_end).result(END_S)

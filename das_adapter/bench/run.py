@@ -27,6 +27,7 @@ import argparse
 import functools
 import importlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -108,7 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.parts) - {*PARTS}):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as after an error: engines are ended
     made = apart(TINY, provenance)  # it asks the GPU, which this process must not use
+    if made["hardware"]["gpu"] is None and args.shape != "tiny":
+        parser.error("found no GPU; without one, --shape tiny tells whether the parts work")
     args.out.mkdir(parents=True, exist_ok=True)
     plans = {shape: Plan(shape) for shape in SHAPES} | {"tiny": TINY}
     counts, end = Counter[str](), time.monotonic() + ALL_S

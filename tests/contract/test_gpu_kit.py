@@ -259,6 +259,46 @@ def test_the_command_runs_the_kit(run: Any, tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
+def test_without_a_gpu_only_the_tiny_shape_is_measured(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
+    monkeypatch.setattr(run, "apart", lambda *_: {"hardware": {"gpu": None}})
+    for name in ("measured", "judge"):
+        monkeypatch.setattr(run, name, lambda *_: {})
+    for shape, said in (([], "found no GPU"), (["--shape", "1.5b"], "found no GPU"), (["--shape", "tiny"], "0 MISSED")):
+        with pytest.raises(SystemExit):
+            run.main(["gate", *shape, "--out", str(tmp_path)])
+        assert said in "".join(capsys.readouterr())
+
+
+ENDED = """
+import os, time
+from das_adapter.bench import engines, gate, run
+
+def measure(plan, _):
+    with engines.process(plan) as asked:
+        print(asked(os.getpid), flush=True)
+        asked(time.sleep, 600.0)
+    yield {}
+
+if __name__ == "__main__":
+    gate.measure = measure
+    run.main(["gate", "--shape", "tiny"])
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_engines_end_with_the_program(ending: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "ended.py").write_text(ENDED)
+    program = subprocess.Popen([sys.executable, "ended.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    engine = int(program.stdout.readline())
+    program.send_signal(ending)
+    assert program.wait(engines.END_S - 2.0) == (128 + ending if ending == signal.SIGTERM else -ending)
+    assert not Path(f"/proc/{engine}").exists()
+
+
 def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
     assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
     for error, verdict in ((0.001, "MISSED"), (0.02, "kept")):
