@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -16,7 +17,12 @@ smaller gain would switch it to and fro."""
 LEAST_GAIN = 0.02
 """Minimum predicted gain of a drafted step, as a fraction of its time: step times vary by about as much."""
 LOOK_STEPS = 32
-"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
+"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many, and at most as
+many as keep looks to their share of the time."""
+LOOK_S, LOOK_REQUEST_S = 4e-5, 3e-6
+"""Seconds that the host takes to look, and for each request (controller_overhead.json, index.json)."""
+LOOK_SHARE = 0.002
+"""See `Account.look_share`."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
@@ -62,6 +68,8 @@ class Account:
         self.now = 0
         """Decode steps since the engine's start."""
         self.look = Backoff(2, LOOK_STEPS)
+        self.look_share = LOOK_SHARE
+        """Share of the time that looks may take while nothing is worth drafting; 0: they are as rare as can be."""
         self.probe_wait = PROBE_STEPS
         self._speculate = speculate
         self._rest, self.model_rest = Rest(), Rest()
@@ -124,11 +132,14 @@ class Account:
                 self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
         return due
 
-    def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False) -> None:
-        """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs."""
+    def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False, seconds: float = 0.0) -> None:
+        """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs;
+        `seconds`: what it takes without drafts, 0: not known."""
         if drafted and not probing:
             self.probe_wait = PROBE_STEPS
-        self.look.done(self.now, running, again_soon=drafted or probing)
+        share = self.look_share * seconds
+        enough = (LOOK_S + LOOK_REQUEST_S * running) / share if share else math.inf
+        self.look.done(self.now, running, drafted or probing, enough)
         nothing = State.PROBING if probing or plain else State.RESTING
         if self.state not in _OVER:  # since the drafter was asked
             self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Backoff:
     """Repeats work after more and more steps, and whenever the batch has become smaller by a tenth."""
@@ -17,13 +19,15 @@ class Backoff:
         """Return whether the work is due, in this step and with so many requests."""
         return step >= self._next or batch < 0.9 * self._batch
 
-    def done(self, step: int, batch: int = 0, again_soon: bool = False) -> None:
-        """Note that the work was done, and whether it brought anything."""
+    def done(self, step: int, batch: int = 0, again_soon: bool = False, enough: float = math.inf) -> None:
+        """Note that the work was done, and whether it brought anything; `enough`: steps that it is worth waiting for at
+        most."""
         self._batch = batch
         if again_soon:
             self._next, self._wait = step + self._first // 2, self._first
         else:
-            self._next, self._wait = step + self._wait, min(2 * self._wait, self._most)
+            wait = math.ceil(min(self._wait, max(self._first, enough)))
+            self._next, self._wait = step + wait, min(2 * wait, self._most)
 
     def restart(self) -> None:
         """Make the work due now."""

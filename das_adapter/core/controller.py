@@ -239,7 +239,7 @@ class Controller:
                 some = np.minimum(offered, ranks < count)  # those in the lowest slots
                 plan = StepPlan(0 * some, some) if by_model else StepPlan(some, 0 * some)
                 drafts = bool(some.any())
-            account.decided(running, drafts, probing, plain)
+            account.decided(running, drafts, probing, plain, model.step(running, running, False))
         if self.common is None or plan is found:  # which has one length already
             return plan
         newest = limits if self.always and self._looks_up else plan.history  # as much as the device finds by then

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import LOOK_STEPS
+from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S, LOOK_SHARE, LOOK_STEPS
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
@@ -192,11 +192,16 @@ def test_always_means_always_and_asks_no_clock(policy: str) -> None:
     assert runs[0].steps == runs[1].steps
 
 
-def test_while_nothing_pays_it_considers_drafts_once_in_a_while() -> None:
-    lengths = np.full(64, 300)
-    controller = warm(make(), lengths, COMPUTE_BOUND, chance=0.05)
-    result = rollout(lengths, COMPUTE_BOUND, controller, chance=0.05)
-    assert result.looks <= result.steps / LOOK_STEPS + 2 * LOOK_STEPS
+@pytest.mark.parametrize("scale", [0.001, 0.02, 1.0])
+def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_where_steps_are_long(
+    scale: float,
+) -> None:
+    lengths, truth = np.full(64, 300), COMPUTE_BOUND.scaled(scale)
+    controller = warm(make(), lengths, truth, chance=0.05)
+    result = rollout(lengths, truth, controller, chance=0.05)
+    looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)  # in a step
+    usual = result.steps * min(0.5, max(1 / LOOK_STEPS, looks))
+    assert usual - 2 <= result.looks <= usual + 16
 
 
 def test_steps_that_only_measure_ask_the_same_requests() -> None:

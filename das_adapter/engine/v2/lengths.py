@@ -107,6 +107,7 @@ class DraftLengths:
                 config.model_tokens, False, always, follows=config.neural, parallel=config.parallel, lengths=lengths
             )
         self.engine = EngineController(config, vllm_config, drafts, lengths=lengths)
+        self.engine.controller.account.look_share = 0.0  # for a look outputs can't be put aside for some steps
         self.texts = LiveTexts(config.num_draft_tokens, self.engine.live)
         self._model = -1 if drafts is None else 0 if self.engine.history else config.model_tokens
         """Tokens of the model's drafts, see `LiveTexts.take`."""
