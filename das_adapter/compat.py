@@ -82,6 +82,7 @@ def _symbols(text: str) -> tuple[Symbol, ...]:
 _VLLM = _symbols("""
     vllm.exceptions: VLLMValidationError
     vllm.config.speculative: SpeculativeConfig.disable_padded_drafter_batch
+    vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.uniform_decode_query_len
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
@@ -111,8 +112,7 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.cudagraph_utils: CudaGraphManager._capture_descs CudaGraphManager._candidates
         CudaGraphManager.max_num_reqs BatchExecutionDescriptor.max_query_len
         BatchExecutionDescriptor.uniform_token_count
-    vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup Scheduler.get_request_counts
-        Scheduler.max_num_scheduled_tokens
+    vllm.v1.core.sched.scheduler: Scheduler.get_request_counts Scheduler.max_num_scheduled_tokens
     vllm.config.speculative: SpeculativeConfig.max_num_new_slots_for_drafting
     vllm.v1.request: Request.is_prefill_chunk
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,

@@ -48,8 +48,10 @@ class DraftLength:
 @patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
 def reserve_draft_slots(stock: Any) -> Any:
     """Without it the policy copy, which writes keys and values, would write into another request's block: vLLM's
-    scheduler reserves slots for the draft tokens of its own drafters alone. Remove this patch when vLLM reserves slots
-    for drafters of plug-ins (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
+    scheduler reserves slots for the draft tokens of its own drafters alone. And on V1, from vLLM 0.25 on, a request
+    that joins with one token would carry as many draft tokens as there may be, which nobody has drafted, to replay a
+    CUDA graph that we do not capture: vLLM adds none where it looks the draft length up. Remove this patch when vLLM
+    reserves slots for drafters of plug-ins (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
@@ -60,6 +62,8 @@ def reserve_draft_slots(stock: Any) -> Any:
             setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
             if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
                 self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
+            elif config.controlled and not runs_v2(self.vllm_config):
+                self.dynamic_sd_lookup = [config.num_draft_tokens] * (self.max_num_running_reqs + 1)
 
     return init
 

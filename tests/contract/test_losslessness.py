@@ -258,6 +258,16 @@ def test_preempted_requests_and_cached_prefixes_keep_their_tokens(engine: Any, d
     assert all(r["stats"]["accepted_tokens"] > 50 for r in result)
 
 
+def test_a_request_that_joins_with_one_token_has_no_draft(engine: Any) -> None:
+    """vLLM fills steps up with draft tokens that nobody has drafted where a prompt is cached but for one token."""
+    prompt = (prompts(1)[0] * 10)[:33]
+    asked = [Request(prompt, {"max_tokens": 1 + i % 2, "ignore_eos": True}) for i in range(12)]  # too short for drafts
+    (result,) = engine(das=HISTORY, rounds=[Round(asked)], engine={"block_size": 32, "max_num_seqs": 4})
+    assert result["cached"] == 11 * 32
+    assert result["stats"]["tokens"] == 18
+    assert result["stats"]["draft_tokens"] == 0
+
+
 def test_empty_and_odd_requests_pass(engine: Any) -> None:
     first = prompts(1)[0]
     odd = [
