@@ -68,6 +68,10 @@ def bind_worker(stock: Any) -> Any:
 
             state = HostWorkerState(self.worker.model_runner, config)
         state.bind()
+        if state.draft_weights:
+            from das_adapter.engine.draft_weights import keep_buffers_over_sleep
+
+            keep_buffers_over_sleep.apply(state.draft_weights.keep_buffers, owner=self.worker)
         if not hosted(self.vllm_config):
             state.stand_alone(self.worker, history_name(self.vllm_config))
         setattr(self.worker, STATE, state)

@@ -45,6 +45,8 @@ class DraftWeights:
         self._follows: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         """The drafter's output layer beside the policy's, whose values it has until the trainer sends its own."""
         self._refused: str | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        """Copies on the host of the drafter's buffers, from sleep at level 2 to the first weights after it."""
 
     @property
     def drafter(self) -> Any:
@@ -68,6 +70,11 @@ class DraftWeights:
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
             self._mark = self._fingerprint()
+
+    def keep_buffers(self) -> None:
+        """Copy the drafter's buffers, such as rotary tables, to the host, before sleep discards them."""
+        if not self._buffers:
+            self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self.drafter.named_buffers()}
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
@@ -112,6 +119,7 @@ class DraftWeights:
     def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
         the trainer's stream before the policy sees it."""
+        self._restore_buffers()
         if self._config.method == "mtp":
             loaded = self._take_layers(stock, weights, *args, **kwargs)
         elif self._reading or self._config.draft.weights == "trainer":
@@ -121,6 +129,12 @@ class DraftWeights:
                 self._refuse(PREFIX + name)
             return set()
         return loaded and {*loaded, *self._derived()}  # vLLM asks the checkpoint for these too
+
+    def _restore_buffers(self) -> None:
+        """Give the drafter the buffers that sleep has discarded: before any weights, which may bring some of them."""
+        kept, self._buffers = self._buffers, {}
+        for name, buffer in self.drafter.named_buffers() if kept else ():
+            buffer.data.copy_(kept[name])
 
     def _take_layers(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the layers for MTP from the policy's stream, which hosts send to the drafter too, or from a checkpoint.
@@ -250,6 +264,19 @@ def process_once(stock: Any) -> Any:
             stock(model, *args, **kwargs)
 
     return process_weights_after_loading
+
+
+@patch("vllm.v1.worker.gpu_worker:Worker.sleep", since="0.24", needs="level")
+def keep_buffers_over_sleep(stock: Any, keep: Callable[[], None]) -> Any:
+    """Without it, before vLLM 0.27, a drafter that does not share the policy's rotary tables has none after sleep at
+    level 2: vLLM keeps the policy's alone. Remove this patch when 0.27 is the oldest vLLM that is supported."""
+
+    def sleep(level: int = 1) -> None:
+        if level == 2:
+            keep()
+        stock(level)
+
+    return sleep
 
 
 @patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.32")

@@ -21,7 +21,7 @@ from vllm.model_executor.models import deepseek_mtp
 from vllm.model_executor.utils import replace_parameter
 
 from das_adapter.config import parse
-from das_adapter.engine.draft_weights import DraftWeights
+from das_adapter.engine.draft_weights import DraftWeights, keep_buffers_over_sleep
 from das_adapter.engine.v1.worker import HostWorkerState
 
 
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
             self.add_module(name, part)
 
     def load_weights(self, weights: Any) -> set[str]:
-        named = dict(self.named_parameters(remove_duplicate=False))
+        named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
         return {name for name, weight in weights if name in named and named[name].data.copy_(weight) is not None}
 
 
@@ -89,6 +89,7 @@ class Mtp:
         self.policy = Model(embed_tokens=part(1), lm_head=part(1), layer=part(1))
         shared = {"embed_tokens": self.policy.embed_tokens, "lm_head": self.policy.lm_head}
         self.drafter = Model(**shared, mtp=part(1))
+        self.drafter.register_buffer("table", torch.ones(2), persistent=False)
         self.drafter.add_module("attention", Mla(self.drafter.mtp))
         self.drafter.attention.process_weights_after_loading(torch.float32)
         save_file(CHECKPOINT, checkpoint / "model.safetensors")
@@ -195,6 +196,39 @@ def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytes
     kept.drafter.mtp.weight.zero_()  # as after sleep
     assert synced(kept, POLICYS) == [2, 1]
     assert synced(trained, {**TRAINED, "mtp.weight": 2 * rising}) == [4, 2]
+
+
+def put_to_sleep(engine: Mtp) -> None:
+    """Discard all that the drafter has, as vLLM does before 0.27, which keeps buffers of the policy alone."""
+
+    def sleep(level: int = 1) -> None:
+        for tensor in (engine.drafter.mtp.weight, engine.drafter.table):
+            tensor.fill_(float("nan"))
+
+    worker = SimpleNamespace(sleep=sleep)
+    keep_buffers_over_sleep.apply(engine.weights.keep_buffers, owner=worker)
+    worker.sleep(level=2)
+
+
+@pytest.mark.parametrize(("source", "stream"), [("checkpoint", POLICYS), ("trainer", TRAINED)])
+def test_tables_that_sleep_has_discarded_are_there_again(mtp: Any, source: str, stream: dict[str, Any]) -> None:
+    engine = mtp(source)
+    table = engine.drafter.table
+    for times in (1, 2):
+        for _ in range(times):
+            put_to_sleep(engine)
+        assert engine.sync(stream) is None
+        assert engine.drafter.table is table and table.eq(1).all()
+
+
+def test_what_the_trainer_sends_of_tables_stays(mtp: Any) -> None:
+    """As the state that EAGLE-3 heads have for tokens that are drafted in parallel."""
+    engine = mtp("trainer")
+    put_to_sleep(engine)
+    for name, weight in {"table": torch.full((2,), 3.0), **TRAINED}.items():
+        engine.drafter.load_weights([(name, weight)])
+    assert engine.weights.refresh() is None
+    assert engine.drafter.table.eq(3).all()
 
 
 def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
