@@ -29,7 +29,7 @@ from das_adapter.protocol.metrics import figures
 logger = logging.getLogger("vllm.das_adapter")
 
 VERIFIES = "_das_verifies"
-"""Attribute of vLLM's speculative config: the model runner, 1 or 2, on which our keyed verification checks drafts."""
+"""Attribute of vLLM's speculative config: the model runner on which drafts are verified: 1, or 2 with keyed noise."""
 SHARDED = "_das_sharded"
 """Attribute of vLLM's speculative config: whether each rank draws for a part of the batch."""
 LABELS = "_das_labels"
@@ -129,7 +129,7 @@ def _checked(made: Any, config: DasConfig) -> Any:
     refuse(config, made)
     ours = ("custom_class", "ngram_gpu", config.method)
     if made.speculative_config is not None and made.speculative_config.method in ours:
-        if config.keyed:
+        if config.keyed or not runs_v2(made):
             setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
         setattr(made.speculative_config, SHARDED, getattr(made.parallel_config, "enable_batch_sharded_sampling", False))
     return made

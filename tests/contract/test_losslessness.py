@@ -295,8 +295,9 @@ def test_without_a_block_vllm_is_stock(engine: Any) -> None:
 
 def test_what_v1_does_not_apply_to_drafted_positions_is_refused(engine: Any) -> None:
     asked = [Request(prompts(1)[0], {"max_tokens": 9, "min_tokens": 5})]
-    with pytest.raises(RuntimeError, match="found min_tokens=5, allowed beside drafts on vLLM's V1 model runner: 0, 1"):
-        engine(das=HISTORY, rounds=[Round(asked)])
+    for das in (HISTORY, {**HISTORY, "verify": {"noise": "stock"}}):
+        with pytest.raises(RuntimeError, match=r"das: found min_tokens=5, allowed beside drafts on vLLM's V1 .*: 0, 1"):
+            engine(das=das, rounds=[Round(asked)])
     joins = {"temperature": 1.5, "min_tokens": 1, "stop_token_ids": list(range(25, 80))}  # as OpenRLHF asks
     drafted = two_rounds(requests([{"temperature": 1.5}, joins], 36))
     lossless(engine, HISTORY, drafted, engine={"max_num_seqs": 6})
