@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from das_adapter import compat
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import RequestLabels
 from das_adapter.engine.runner import forget_v1, refuse, runner_for, set_v1
@@ -32,6 +33,9 @@ VERIFIES = "_das_verifies"
 """Attribute of vLLM's speculative config: the model runner on which drafts are verified: 1, or 2 with keyed noise."""
 SHARDED = "_das_sharded"
 """Attribute of vLLM's speculative config: whether each rank draws for a part of the batch."""
+UNMASKED = "_das_unmasked"
+"""Attribute of vLLM's speculative config: whether structured outputs that begin behind a model's reasoning do not hold
+for what else the step brings that ends it."""
 LABELS = "_das_labels"
 """Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
 _gauges: dict[str, Any] = {}
@@ -132,7 +136,14 @@ def _checked(made: Any, config: DasConfig) -> Any:
         if config.keyed or not runs_v2(made):
             setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
         setattr(made.speculative_config, SHARDED, getattr(made.parallel_config, "enable_batch_sharded_sampling", False))
+        setattr(made.speculative_config, UNMASKED, _unmasked(made))
     return made
+
+
+def _unmasked(made: Any) -> bool:
+    installed, asked = compat.version("vllm"), made.structured_outputs_config
+    old = installed is not None and compat.numbers(installed) < (0, 25)
+    return bool(old and asked.reasoning_parser and not asked.enable_in_reasoning)
 
 
 @patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.29")
@@ -152,9 +163,10 @@ def allow_look_up(stock: Any) -> Any:
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
 def judge_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted
-    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected, and
-    logprob_token_ids where ranks draw for parts of the batch, which then get none. Remove this patch when vLLM's
-    verification applies all four to drafted positions."""
+    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected,
+    logprob_token_ids where ranks draw for parts of the batch, which then get none, and, before 0.25, structured outputs
+    behind reasoning, which do not hold for the rest of the step that ends it. Remove this patch when vLLM's
+    verification applies all five to drafted positions."""
 
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
@@ -163,6 +175,8 @@ def judge_row_processors(stock: Any) -> Any:
             refused = f"found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0, 1"
         if getattr(speculative_config, SHARDED, False) and self.logprob_token_ids:
             refused = "found logprob_token_ids, allowed beside drafts without enable_batch_sharded_sampling"
+        if getattr(speculative_config, UNMASKED, False) and self.structured_outputs:
+            refused = "found structured_outputs, allowed beside drafts and with a reasoning_parser from vLLM 0.25 on"
         if refused:
             from vllm.exceptions import VLLMValidationError
 

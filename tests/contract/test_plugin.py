@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 
 pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from das_adapter import compat
 from das_adapter.errors import ConfigError
 
 POLICY = Path(__file__).resolve().parents[2] / "examples/tiny_math/policy"
@@ -162,6 +166,27 @@ def test_what_an_engine_without_a_host_cannot_do_stops_it(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine_config()
+
+
+@pytest.mark.parametrize(
+    ("version", "arguments", "refused"),
+    [
+        ("0.24.0+cpu", {"reasoning_parser": "qwen3"}, True),
+        ("0.24.0+cpu", {}, False),
+        ("0.25.0", {"reasoning_parser": "qwen3"}, False),
+        ("0.24.0", {"structured_outputs_config": {"reasoning_parser": "qwen3", "enable_in_reasoning": True}}, False),
+    ],
+)
+def test_structured_outputs_behind_reasoning_are_refused_where_vllm_does_not_mask_all_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, version: str, arguments: dict[str, Any], refused: bool
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda host: version)
+    config = engine_config(additional_config={"das": {}}, **arguments)
+    checked = config.model_config, config.speculative_config, None, None
+    SamplingParams().verify(*checked)
+    found = pytest.raises(VLLMValidationError, match="das: found structured_outputs") if refused else nullcontext()
+    with found:
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"])).verify(*checked)
 
 
 @pytest.mark.parametrize("scope", ["trusted", "global"])
