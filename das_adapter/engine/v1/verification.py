@@ -215,11 +215,12 @@ def draw(
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
-    """Exclude (-inf) what lies outside top-k and top-p, in place, with one algorithm for every number of rows.
+    """Exclude (-inf) what lies outside top-k and top-p, in place, on a GPU with vLLM's Triton kernels alone.
 
-    Up to 0.29 vLLM sorts below eight rows and takes a Triton kernel from there on. The two may round a row's
-    cumulative probabilities differently, and then what a row keeps would depend on how many rows draft. Arguments are
-    float32 [rows, vocab], int32 [rows] and float32 [rows]; None: no limit."""
+    Up to 0.29 vLLM itself sorts below eight rows. The two may round a row's cumulative probabilities differently, and
+    then what a row keeps would depend on how many rows draft. From 0.30 on it may all the same, by as little: up to 64
+    rows, the fewer there are, the more parts these kernels add up a row's top-p in. Arguments are float32 [rows,
+    vocab], int32 [rows] and float32 [rows]; None: no limit."""
     if (top_k is not None or top_p is not None) and logits.is_cuda and topk_topp_sampler.HAS_TRITON:
         return topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
     return topk_topp_sampler.apply_top_k_top_p(logits, top_k, top_p)
