@@ -130,6 +130,8 @@ def _padded(n: Floats, sizes: tuple[int, ...]) -> Floats:
 
 ASSUMED = StepModel(base=0.02, token=0.02 / 16)
 """Until an engine's first steps, where no roofline tells: sixteen tokens more take as long as an empty step."""
+ASSUMED_ON_GPU = StepModel(base=0.02, token=0.0, bend=0.02 / 160, knee=160)
+"""The same on a GPU: up to 160 tokens take as long, and then as many more take as long again, as on an A100."""
 
 
 @dataclass
@@ -167,6 +169,10 @@ class StepTimes:
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
         self._error = 0.0
         self._judged = 0
+
+    def assume(self, model: StepModel) -> None:
+        """Take how times relate to each other, before the first step, in place of `ASSUMED`."""
+        self.model = self._prior = replace(model, sizes=self._prior.sizes)
 
     def draft_in(self, sizes: tuple[int, ...]) -> None:
         """Take `StepModel.drafted_sizes` of the engine, before its first step."""

@@ -19,7 +19,7 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import TimedStep
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.timing import before_the_first_step, captured_tokens
+from das_adapter.engine.timing import assumed, before_the_first_step, captured_tokens
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
@@ -75,6 +75,8 @@ class EngineController:
             lengths,
             sizes,
         )
+        if known is None:
+            self.controller.times.assume(assumed())
 
     # Requests
 

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
 from das_adapter.core.hardware import recognise
-from das_adapter.core.latency import Prior
+from das_adapter.core.latency import ASSUMED, ASSUMED_ON_GPU, Prior, StepModel
 from das_adapter.core.requests import NOBODY
 from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Roofline
 from das_adapter.core.steps import TimedStep
@@ -76,3 +76,8 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
     ranks = vllm_config.parallel_config.tensor_parallel_size
     roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
     return Prior(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)
+
+
+def assumed() -> StepModel:
+    """Return how the times of steps relate where no roofline tells."""
+    return ASSUMED_ON_GPU if current_platform.is_cuda_alike() else ASSUMED

@@ -14,6 +14,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine import timing
+from das_adapter.engine.controller import EngineController
 from das_adapter.sim.models import MODELS
 
 SHAPE = {"model_type": "qwen2", **MODELS["Qwen/Qwen2.5-7B"]}
@@ -23,7 +24,13 @@ def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | Non
     config = SimpleNamespace(to_dict=lambda: SHAPE | shape)
     return SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]),
-        model_config=SimpleNamespace(enforce_eager=False, quantization=quantization, hf_text_config=config),
+        model_config=SimpleNamespace(
+            enforce_eager=False,
+            quantization=quantization,
+            hf_text_config=config,
+            max_model_len=4096,
+            get_vocab_size=lambda: 100,
+        ),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
 
@@ -49,3 +56,19 @@ def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.M
     assert timing.before_the_first_step(DasConfig(), engine(quantization="awq")) is None
     assert timing.before_the_first_step(DasConfig(), engine(model_type="deepseek_v3")) is None
     assert timing.before_the_first_step(DasConfig(speculate=32), engine()) is None
+
+
+@pytest.mark.parametrize(("on_gpu", "free"), [(False, False), (True, True)])
+def test_where_no_roofline_is_known_draft_tokens_cost_nothing_up_to_a_gpus_knee(
+    on_gpu: bool, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SimpleNamespace(is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(timing, "current_platform", other)
+    times = EngineController(DasConfig(), engine()).controller.times
+    assert not times.known
+    for _ in range(8):
+        times.add(8, 8, False, 0.010)
+        times.add(12, 8, True, 0.010)
+        times.keep_fitted()
+    assert (times.model.step(96, 8, True) == pytest.approx(0.010, rel=0.01)) == free
+    assert times.model.step(640, 8, True) > 0.020
