@@ -49,10 +49,12 @@ def schedule_asynchronously() -> None:
 def tell_routing() -> None:
     """Let a CPU engine tell which experts its tokens go to, as a GPU engine's routers do: the CPU's experts choose by
     themselves, and vLLM refuses to return what they don't tell."""
+    import torch
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Experts
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    torch.cpu._is_amx_tile_supported = lambda: False  # on CPUs that have it vLLM 0.27 refuses experts in float32
     told: dict[int, Any] = {}
 
     def bind(self: Any, capturer: Any) -> None:
