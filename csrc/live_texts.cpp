@@ -209,13 +209,13 @@ struct LiveTexts {
     return next * next;
   }
 
-  int64_t found(const In<int64_t>& slots, const In<int64_t>& limits, float floor, Out<float> out,
+  int64_t found(const In<int64_t>& slots, const In<int64_t>& limits, float floor, bool last, Out<float> out,
                 Out<int64_t> offsets) const {
     const size_t batch = slots.size(), most = chances.shape(1);
     if (limits.size() != batch || offsets.size() != batch + 1 || out.size() < batch * most)
       throw std::invalid_argument("found: the columns of the batch differ in length");
     check(slots);
-    const double kept = lasts();
+    const double kept = last ? 1.0 : lasts();
     int64_t n = offsets.data()[0] = 0;
     for (size_t i = 0; i < batch; ++i) {
       const auto slot = static_cast<size_t>(slots.data()[i]);
@@ -251,7 +251,8 @@ void bind_live_texts(nb::module_& m) {
            "Take steps in each of which every request got one token, its end not among them. Return whether they were "
            "such steps; else nothing has changed.")
       .def("hear", &LiveTexts::hear, "Take the drafts that were offered to the requests of a batch.")
-      .def("found", &LiveTexts::found,
-           "Put the survival chances that the drafts of the step after the next are going to have into out, and each "
-           "draft's end into offsets int64 [b + 1]. Return how many tokens they are.");
+      .def(
+          "found", &LiveTexts::found,
+          "Put the survival chances that the drafts of the step after the next are going to have into out, or those of "
+          "the last ones, and each draft's end into offsets int64 [b + 1]. Return how many tokens they are.");
 }

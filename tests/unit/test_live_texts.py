@@ -174,5 +174,7 @@ def test_a_request_that_was_offered_nothing_may_be_offered_something_again(
     assert not there
     chances, offsets = texts.found(slots, np.full(2, MOST), 0.0)
     first, second = np.split(chances, offsets[1:-1])
+    last, _ = texts.found(slots, np.full(2, MOST), 0.0, last=True)
+    np.testing.assert_allclose(last, 0.9 ** np.arange(1, MOST + 1), rtol=1e-5)
     assert first[0] == pytest.approx(0.9, abs=0.1 if pause is None else 0.5)
     assert least <= (second[0] if len(second) else 0.0) <= most

@@ -284,7 +284,7 @@ class DraftLengths:
         drafts, history, own = self.engine.drafts, self.engine.history, controller.common is None
         search = controller.search(decoded)
         if search is not None and history is not None:
-            found = self.texts.found(slots, *search)
+            found = self.texts.found(slots, *search, last=self.engine.config.budget != "optimal")
         plan = controller.decide(slots, search, found)
         total, wanted, by_model = plan.total, 0, 0
         if drafts is not None:

@@ -150,9 +150,9 @@ class LiveTexts:
         live = slots >= 0
         self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
 
-    def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
+    def found(self, slots: Ints, limits: Ints, floor: float, last: bool = False) -> tuple[Chances, Ints]:
         """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts that are chosen now are made two
         steps after those that were heard of last. What a draft promises beyond the usual lasts in part; of a request of
-        which nothing is known yet, the usual is expected."""
+        which nothing is known yet, the usual is expected. `last`: take what was heard of last for it."""
         chances, offsets = np.empty(len(slots) * self.chances.shape[1], np.float32), np.empty(len(slots) + 1, np.int64)
-        return chances[: self._native.found(slots, limits, floor, chances, offsets)], offsets
+        return chances[: self._native.found(slots, limits, floor, last, chances, offsets)], offsets
