@@ -141,9 +141,11 @@ def _checked(made: Any, config: DasConfig) -> Any:
 
 
 def _unmasked(made: Any) -> bool:
-    installed, asked = compat.version("vllm"), made.structured_outputs_config
-    old = installed is not None and compat.numbers(installed) < (0, 25)
-    return bool(old and asked.reasoning_parser and not asked.enable_in_reasoning)
+    installed = compat.version("vllm")
+    if installed is None or compat.numbers(installed) >= (0, 25):
+        return False
+    asked = made.structured_outputs_config
+    return bool(asked.reasoning_parser and not asked.enable_in_reasoning)
 
 
 @patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.29")

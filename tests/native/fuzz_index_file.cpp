@@ -85,8 +85,8 @@ bool one(const std::string& data) {
     use(index);
     const Token more[] = {1, 2, 3};
     index.add(1, more, 3, 9);
-    index.seal(2, true, 0, UINT64_MAX);
-    index.shrink(index.nbytes() - 1);
+    index.seal(2, 0, UINT64_MAX);
+    index.shrink(index.nbytes() - 1, UINT64_MAX);
     index.saving().write(folder() / "again");
   });
 }
@@ -115,7 +115,7 @@ int main(int argc, char** argv) {
         for (Token& token : text) token = static_cast<Token>(rng() % 4);
         index.add(problem, text.data(), text.size(), version);
       }
-      index.seal(8, false, 0, UINT64_MAX);
+      index.seal(8, 0, UINT64_MAX);
       index.publish(false);
     }
     index.saving().write(folder() / "sound");

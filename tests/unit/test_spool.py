@@ -41,7 +41,7 @@ def take(writer: Writer) -> int:
 
 
 def opened(root: Path, max_bytes: int = 2**24) -> Writer:
-    return Writer(HistoryConfig(max_bytes=max_bytes), root / "das-history-test", grace_s=0.1)
+    return Writer(HistoryConfig(max_bytes=max_bytes), root / "das-history-test", grace_s=5.0)
 
 
 def test_trajectories_survive_the_way() -> None:
