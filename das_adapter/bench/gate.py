@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import (
     BLOCK,
-    FOLDER,
     FULL,
     HISTORY,
     IN_PROCESS,
@@ -27,21 +24,18 @@ from das_adapter.bench.engines import (
     process,
     step_seconds,
 )
-from das_adapter.bench.profile import profiler_args, step_profile
 
 MOST_CONTEXT = 2**18
 """Tokens of all requests' context."""
 FEW, SURE, ENOUGH_S = 5, 0.004, 8.0
 """Rounds of each kind of step, at least; standard error of what it costs that is enough; and seconds that are."""
-PROFILE_S = 30.0
-"""Seconds that must be left for a profile."""
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Measure, by arm, seconds of start-up, and the KV cache that is left; milliseconds of an undrafted step, and of
-    stock's step, with their standard errors, by batch and context; and what one kind of step consists of. Arms: stock's
-    default, which seeds no request; `history`; on V1, every request seeded, without a drafter: V2's own noise is keyed.
-    With random weights no text comes twice: `history` looks for drafts, and finds none.
+    """Measure, by arm, seconds of start-up, the KV cache that is left, and milliseconds of an undrafted step, and of
+    stock's step, with their standard errors, by batch and context. Arms: stock's default, which seeds no request;
+    `history`; on V1, every request seeded, without a drafter: V2's own noise is keyed. With random weights no text
+    comes twice: `history` looks for drafts, and finds none.
 
     All engines are there at once, with a share of the memory each, and take turns: a machine's host has slow seconds,
     and they meet all arms alike."""
@@ -69,10 +63,6 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
         for name in found["of_stock"]:
             found["arms"][name] |= run[name](_told)
             yield found
-        for name in arms:
-            if plan.until - time.monotonic() > PROFILE_S:
-                found["arms"][name]["profile"] = run[name](_profile, plan)
-                yield found
 
 
 BARS = (
@@ -156,7 +146,7 @@ def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
     begin = time.perf_counter()
     longest = max(plan.contexts) + 4 * plan.steps + 8
     stock = {"enable_prefix_caching": True, "gpu_memory_utilization": memory}
-    llm = engine(plan, das, max_model_len=longest, **stock, **profiler_args(_traces()))
+    llm = engine(plan, das, max_model_len=longest, **stock)
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
     tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
     return Found(start_s=taken, kv_tokens=tokens, kv_share=_share(tokens, SHAPES[plan.shape]))
@@ -180,15 +170,3 @@ def _told() -> Found:
     stats = STARTED[-1].collective_rpc("das_rpc", args=("stats", {}))[0]
     about = ("accepted_tokens", "draft_tokens", "tokens", "model_runner", "state", "reason", "error")
     return {name: stats.get(name) for name in about}  # of those of a drafter, where there is one
-
-
-def _profile(plan: Plan) -> Found:
-    batch, context = gate_points(plan)[1]
-    return step_profile(STARTED[-1], _traces(), batch, context, plan.steps, plan.vocabulary, logprobs=[0] * batch)
-
-
-def _traces() -> Path:
-    """Return the directory of this process for what its engine's profiler writes."""
-    path = Path(os.environ[FOLDER]) / "profile"
-    path.mkdir(exist_ok=True)
-    return path
