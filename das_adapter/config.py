@@ -17,7 +17,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
 )
 
 from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, unwritable, wrong
@@ -100,17 +99,6 @@ class SelfConfig(_Block):
     weights: Literal["int4", "int8", "fp8"] = "int4"
     """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU,
     where neither has been tried yet). The copy lies with the policy's weights: it sleeps and wakes with them."""
-    ladder: list[int] | None = None
-    """Rising draft lengths such as `[3, 5]`, of which all replicas use the same one: a longer one where nearly every
-    draft token is accepted, a shorter one where many are not (EfficientRollout, algorithm 1). None: the length that
-    pays is chosen at every step."""
-
-    @field_validator("ladder")
-    @classmethod
-    def _check_ladder(cls, ladder: list[int] | None) -> list[int] | None:
-        if ladder is not None and not (ladder and ladder[0] >= 1 and ladder == sorted(set(ladder))):
-            raise ValueError("allowed: rising draft lengths of 1 or more, such as [3, 5]")
-        return ladder
 
 
 class DraftConfig(_Block):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,10 +97,6 @@ def check_draft(config: Any) -> None:
         raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
     if config.by_model and config.model_tokens > MOST_BY_MODEL:
         raise wrong("max_draft_tokens", config.max_draft_tokens, f"allowed with {drafter}: 1 to {MOST_BY_MODEL}")
-    ladder = config.self.ladder
-    if config.copies_policy and ladder is not None and ladder[-1] > config.model_tokens:
-        tokens = f"das.max_draft_tokens={json.dumps(config.max_draft_tokens)}"
-        raise wrong("self.ladder", ladder, f"allowed with {tokens} and {drafter}: at most {config.model_tokens}")
     always = "das.budget='unlimited' and das.speculate='always'"
     if config.in_every_step and config.log_dir is not None:
         raise wrong("log_dir", config.log_dir, f"allowed: null, because nothing is decided with {always}")

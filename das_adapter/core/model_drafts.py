@@ -41,8 +41,6 @@ class ModelDrafts:
         self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
         self._parallel = parallel
         self._lengths = [n for n in lengths or range(1, most + 1) if n <= most]
-        self.agreed: int | None = None
-        """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
         self.context = 0.0
         """Of a request of the batch, tokens, on average."""
         self.passes = StepTimes(kinds=1)
@@ -82,28 +80,22 @@ class ModelDrafts:
         self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
-    @property
-    def longest(self) -> int:
-        """Most tokens of its drafts now."""
-        return self.most if self.agreed is None else self.agreed
-
     def drafted_with(self, kinds: Kinds) -> None:
         """Take the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
-        self.confidence.drafted(kinds, max(self.most, self.longest))
+        self.confidence.drafted(kinds, self.most)
 
     @property
     def outlook(self) -> Outlook:
         """What its drafts are going to bring: where nobody says how sure it is, all are alike."""
-        return self.confidence.outlook or alike(round(self.acceptance.rate, 3), max(self.most, self.longest))
+        return self.confidence.outlook or alike(round(self.acceptance.rate, 3), self.most)
 
     def lengths(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
-        lengths = self._lengths if self.agreed is None else [self.agreed]
-        return [length for length in lengths if self.outlook.survival[length - 1] >= least_chance]
+        return [length for length in self._lengths if self.outlook.survival[length - 1] >= least_chance]
 
     def drafted(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are wanted."""
-        return min(self.longest, next((n for n in self._lengths if n >= tokens), tokens)) if tokens else 0
+        return min(self.most, next((n for n in self._lengths if n >= tokens), tokens)) if tokens else 0
 
     def passes_for(self, tokens: int) -> int:
         """Return in how many passes it drafts so many tokens for each request."""

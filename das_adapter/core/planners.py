@@ -49,18 +49,17 @@ def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[
     best = StepPlan(nothing, nothing)
     mine, theirs = nothing, np.zeros((running, 1))
     if drafts is not None:
-        mine = np.minimum(offer.limits, drafts.longest)
+        mine = np.minimum(offer.limits, drafts.most)
         theirs = worth[:, None] * np.append(0.0, drafts.outlook.survival.cumsum())
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
-    shortest = min(needed, drafts.agreed or 1) if drafts is not None else 1  # of the model's drafts
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
     kept = kept_worth(worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
     for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
-        for by_model in (False,) if drafts is None or length < shortest else (False, True):
+        for by_model in (False,) if drafts is None else (False, True):
             passes = 0.0
             if drafts is not None:  # where the history drafts, a model that follows reads what was drafted, in a pass
-                each = min(length, drafts.longest) if by_model else int(drafts.follows)
+                each = min(length, drafts.most) if by_model else int(drafts.follows)
                 passes = drafts.seconds(np.full_like(offer.limits, each), plain)
             if by_model:
                 saved = np.maximum(saved, theirs[np.arange(running), np.minimum(mine, length)])
@@ -123,9 +122,8 @@ def _priced(
     worth, float64 [b]."""
     if not lengths:
         return None
-    batch, least = len(worth), np.zeros(len(worth))  # chance of tokens that are worth verifying
-    if offer.cut and drafts.agreed is None:
-        least = price / np.maximum(worth, 1e-12)
+    batch = len(worth)
+    least = price / np.maximum(worth, 1e-12) if offer.cut else np.zeros(batch)  # chance of tokens worth verifying
     verified, accepted, longest = drafts.outlook.tokens(least)
     drafted = np.minimum(np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64))
     verified, accepted = np.take_along_axis(verified, drafted, 1), np.take_along_axis(accepted, drafted, 1)

@@ -177,8 +177,6 @@ class EngineController:
             answer["generation"] = self.history.refresh(message)
         account, model = self.controller.account, self.controller.times.model
         saved, stopped = account.time.saved(), account.reason if account.idle else None
-        if self.drafts is not None:
-            self.drafts.agreed = message.draft_length
         self.controller.sync(message.responses)
         if self.log is not None:
             self.log.add(decision_log.WeightSync(message.version, asdict(model), saved, stopped))

@@ -110,7 +110,7 @@ class EngineHooks:
         return True
 
     def report(self) -> list[dict[str, Any]]:
-        """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
+        """Return the counts since the last report, with the weight version."""
         return [{**counts, "weight_version": self.version} for counts in self._session.report(self.version + 1)]
 
 

@@ -142,7 +142,6 @@ def _neural(config: DasConfig) -> dict[str, Any]:
 def draft_lengths(config: DasConfig) -> tuple[int, ...]:
     """Return the draft lengths that the steps of an engine on the V2 runner have, beside 0."""
     most = {config.num_draft_tokens} | ({config.model_tokens} if config.by_model else set())
-    most |= set(config.self.ladder or ())
     return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
 
 

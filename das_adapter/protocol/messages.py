@@ -76,8 +76,6 @@ class Refresh:
     """What to map; None: what is mapped stays."""
     lengths: bytes = b""
     """Of responses since the last refresh: the bytes of `RESPONSE` rows."""
-    draft_length: int | None = None
-    """Length of the policy copy's drafts, where the config has a ladder."""
 
     @property
     def responses(self) -> Responses:

@@ -11,11 +11,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 from ray._private import state
 
-from das_adapter.core.ladder import Ladder
 from das_adapter.core.length import Expected, LengthLog, Responses
 from das_adapter.protocol.metrics import figures
 
@@ -34,8 +32,6 @@ class Synced(NamedTuple):
     """To ask with at the next weight sync."""
     lengths: Responses
     """Of the responses since the cursor."""
-    draft_length: int | None
-    """See `Ledger.draft_length`; None: the engine has no ladder."""
     nodes: tuple[str, ...]
     """Names of the histories of the run's nodes: the homes of its problems."""
 
@@ -51,25 +47,22 @@ class Ledger(LengthLog):
         """Faults that were logged."""
         self._start: tuple[str | None, int] = None, 0
         self._nodes: tuple[str, ...] = ()
-        self._ladder: Ladder | None = None
-        self._climbed = 0
         self._version, self._heard = -1, 0
         self._lengths: dict[int, Responses] = {}
         """What `sync` has answered for this weight version, by cursor: engines ask alike."""
         self._expected: dict[int, float] | None = None
         end_with_job()
 
-    def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
+    def sync(self, version: int, cursor: int) -> Synced:
         """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
         first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
-        `cursor`: of the last weight sync, 0: there was none; `rungs`: of the engine's ladder."""
+        `cursor`: of the last weight sync, 0: there was none."""
         if version > self._version:
             self._version, self._heard, self._nodes = version, self.count, histories()
             self._lengths, self._expected = {}, None
         if cursor not in self._lengths:
             self._lengths[cursor] = self.since(cursor, self._heard)
-        length = self.draft_length(rungs, version) if rungs else None
-        return Synced(self._heard, self._lengths[cursor], length, self._nodes)
+        return Synced(self._heard, self._lengths[cursor], self._nodes)
 
     def expected(self) -> dict[int, float]:
         """Return the predicted lengths at the last weight sync."""
@@ -96,18 +89,6 @@ class Ledger(LengthLog):
         self._reports.setdefault(step, []).append(report)
         for old in [s for s in self._reports if s < step - 8]:
             del self._reports[old]
-
-    def draft_length(self, rungs: Sequence[int], step: int) -> int:
-        """Choose the length of the policy copy's drafts in a step, the same for every replica that asks: the ladder
-        takes what all of them counted in the steps before, except the last, of which some may not have reported yet."""
-        self._ladder = self._ladder or Ladder(tuple(rungs))
-        for past in sorted(self._reports):
-            if self._climbed < past < step:
-                counts = [r["self_counts"] for r in self._reports[past] if "self_counts" in r]
-                drafted, accepted = np.sum(counts, axis=0).tolist() if counts else (0, 0)
-                self._ladder.observe(accepted, drafted)
-                self._climbed = past
-        return self._ladder.length
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the figures of a step over all replicas, under the names the trainer logs; say in the log, once per

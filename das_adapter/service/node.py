@@ -95,7 +95,7 @@ class NodeHistory:
         self.writer.restore()
         return str(self.writer.directory)
 
-    def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> tuple[Published, Synced | None]:
+    def sync(self, version: int, cursor: int) -> tuple[Published, Synced | None]:
         """Publish what has arrived, at a weight sync of one engine; return what to map, and what the ledger says (None:
         it does not answer). Arguments as in `Ledger.sync`."""
         if version > self._version:
@@ -105,7 +105,7 @@ class NodeHistory:
             self.writer.restore()
             self._begin()
             self._take()
-            synced = self._ask(version, cursor, rungs)
+            synced = self._ask(version, cursor)
             self._sealable -= self.writer.publish(self._sealable)
         except Exception as error:
             self.writer.report(error)
@@ -231,10 +231,10 @@ class NodeHistory:
                     logger.warning("das: history: texts did not reach %s and are sent again: %r", peer, error)
                 self._unreached.add(peer)
 
-    def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
+    def _ask(self, version: int, cursor: int) -> Synced | None:
         try:
             self._send()
-            synced: Synced = ask(ledger.running().sync.remote(version, cursor, rungs), _LEDGER_S)  # it has those now
+            synced: Synced = ask(ledger.running().sync.remote(version, cursor), _LEDGER_S)  # it has those now
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: history: the ledger does not answer: %r", error)
             return None

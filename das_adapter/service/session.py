@@ -176,22 +176,21 @@ class Session:
 
     def _message(self, version: int, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
-        history, length, lengths = None, None, b""
+        history, lengths = None, b""
         try:
             self.flush()
-            rungs = (self._das.copies_policy and self._das.self.ladder) or ()
             if self._here is None:
-                synced = ask(self._ledger.sync.remote(version, self._cursor, rungs), left())
+                synced = ask(self._ledger.sync.remote(version, self._cursor), left())
             else:
-                history, synced = ask(self._here.sync.remote(version, self._cursor, rungs), left())
+                history, synced = ask(self._here.sync.remote(version, self._cursor), left())
                 self._directory = history.directory
             if synced is not None:
-                length, lengths = synced.draft_length, synced.lengths.tobytes()
+                lengths = synced.lengths.tobytes()
                 self._cursor, self._nodes = synced.cursor, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         self._asked.clear()
-        return Refresh(version, history, lengths, draft_length=length)
+        return Refresh(version, history, lengths)
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""

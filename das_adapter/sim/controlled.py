@@ -8,7 +8,6 @@ import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
-from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import Prior
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
@@ -59,15 +58,11 @@ class Controlled(Drafting):
         for controller in self.controllers[1:] if self._shared else ():
             first = self.controllers[0]
             controller.account.time.engine, controller.lengths = first.times, first.lengths
-        self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and copy else None
         self._walked = np.zeros(engines, dtype=np.int64)  # steps since the controller was asked
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
         self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
         self._kept = np.ones(engines, dtype=bool)  # whether the controller chose to verify anything when last asked
         self._again = np.zeros(engines, dtype=bool)  # whether it was asked once more because its answer differed
-        self._counts = np.zeros(2, dtype=np.int64)  # of the copy's tokens: accepted, drafted
-        if self._ladder:
-            self._agree(self._ladder.length)
 
     def _controller(self, limit: int, prior: Prior | None) -> Controller:
         das = self._das
@@ -104,15 +99,6 @@ class Controlled(Drafting):
         self.history.sync(version, rows)
         for engine, controller in enumerate(self.controllers):
             controller.sync(responses[:0] if self._shared and engine else responses)
-        if self._ladder:
-            accepted, drafted = self._counts.tolist()
-            self._agree(self._ladder.observe(accepted, drafted))
-            self._counts[:] = 0
-
-    def _agree(self, length: int) -> None:
-        for controller in self.controllers:
-            assert controller.drafts is not None
-            controller.drafts.agreed = length
 
     def _plan(self, tick: Ticked) -> float:
         """Ask an engine's controller; return the seconds of its work and of the drafting model's passes."""
@@ -156,8 +142,6 @@ class Controlled(Drafting):
         """Let the model draft so many tokens; return the seconds of its passes."""
         r, rows = self._requests, tick.rows
         assert self.copy is not None and self.pass_seconds is not None and controller.drafts is not None
-        if tick.copied.any():
-            self._counts += [np.minimum(tick.got - 1, tick.copied).sum(), tick.copied.sum()]
         r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
         for place in range(controller.drafts.passes_for(int(drafted.max(initial=0)))):

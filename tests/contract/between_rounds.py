@@ -126,8 +126,6 @@ def handed_over(
         texts = texts + [(0, [part.foreign_token])] * 8  # more than the problem's own texts, so that it is drafted
     trajectories = [Trajectory(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1) for p, t in texts]
     told: dict[str, Any] = {"version": part.refresh, "lengths": responses(trajectories).tobytes()}
-    if part.draft_length is not None:
-        told["draft_length"] = part.draft_length
     return told if config is None else told | {"history": publish(directory, config, trajectories, part.lose)}
 
 

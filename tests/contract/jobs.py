@@ -97,8 +97,6 @@ class Round:
     """Publish the texts in this directory; None: in one of the engine's own."""
     lose: str | None = None
     """Remove its `generation`, or the `directory`, before the engine reads it."""
-    draft_length: int | None = None
-    """The draft length that the replicas have agreed on."""
     graphs: int | None = None
     """Return which CUDA graphs up to so many requests would replay."""
     fresh_copy: bool = False

@@ -105,7 +105,7 @@ class Alone(NodeHistory):
         self.tick()
 
     def published(self, version: int) -> Published:
-        return self.sync(version, 0, ())[0]
+        return self.sync(version, 0)[0]
 
     @property
     def files(self) -> list[str]:
@@ -447,7 +447,7 @@ from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ledger.ledger()
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
-print(ray.get(here.sync.remote(1, 0, ()))[0].directory, flush=True)
+print(ray.get(here.sync.remote(1, 0))[0].directory, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

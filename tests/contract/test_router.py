@@ -76,7 +76,7 @@ def end(router: DasLoadBalancer, homes: dict[int, list[str]], name: str = "") ->
 def remember(service: Any, lengths: dict[int, int]) -> None:
     """Let responses arrive, and a weight sync follow."""
     service.add.remote(np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE))
-    ray.get(service.sync.remote(1, 0, ()))
+    ray.get(service.sync.remote(1, 0))
 
 
 def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own(runs: list[str]) -> None:

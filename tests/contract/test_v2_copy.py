@@ -122,16 +122,6 @@ def test_the_copy_sleeps_and_wakes_with_the_weights(v2_engine: Any, das: dict[st
 
 
 @pytest.mark.long
-def test_a_length_that_replicas_agreed_on_is_drafted(v2_engine: Any) -> None:
-    first, second = ROUNDS[:2]
-    das = {**SELF, **ALWAYS, "self": {"weights": "int8", "ladder": [2, 5]}}
-    result = v2_engine(das=das, rounds=[replace(first, draft_length=2), second])
-    length = [r["stats"]["draft_tokens"] / r["stats"]["drafted_forwards"] for r in result]
-    assert length[0] > 4
-    assert 1.9 < length[1] <= 2
-
-
-@pytest.mark.long
 def test_an_engine_without_a_host_quantises_the_weights_that_were_loaded(v2_engine: Any) -> None:
     first, second = two_rounds(requests(shortened(PLAIN, 60), 9))
     first, second = stock([replace(first, perturb=1.0), second])

@@ -79,13 +79,3 @@ def test_slots_for_drafts_are_reserved(engine: Any) -> None:
     assert result[0]["tokens"] == reference[0]["tokens"]
     assert result[0]["lookahead"] == 5
     assert reference[0]["lookahead"] == 0
-
-
-def test_a_length_that_replicas_agreed_on_is_drafted(engine: Any) -> None:
-    first, second = two_rounds(requests(PLAIN))
-    result = engine(das=SELF, rounds=[replace(first, draft_length=2), second], env=HOST)
-    length = [r["stats"]["draft_tokens"] / r["stats"]["drafted_forwards"] for r in result]
-    assert length[0] > 4
-    assert 1.9 < length[1] <= 2
-    drafted, accepted = result[1]["stats"]["self_counts"]
-    assert 0 < accepted <= drafted <= result[1]["stats"]["draft_tokens"]

@@ -16,7 +16,6 @@ from das_adapter.core.account import (
     State,
     collapsed,
 )
-from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
@@ -444,13 +443,3 @@ def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone
         account.time.close(0)
         account.time.settle()
     assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)
-
-
-def test_the_ladder_needs_two_rollouts_in_a_row() -> None:
-    ladder = Ladder((3, 5, 7))
-    assert [ladder.observe(95, 100), ladder.observe(95, 100)] == [3, 5]
-    assert [ladder.observe(95, 100), ladder.observe(90, 100), ladder.observe(95, 100)] == [5, 5, 5]
-    assert ladder.observe(0, 0) == 5
-    assert ladder.observe(94, 100) == 7  # the second in a row: what lies between counts nothing
-    assert [ladder.observe(100, 100) for _ in range(3)] == [7, 7, 7]
-    assert [ladder.observe(85, 100) for _ in range(6)] == [7, 5, 5, 3, 3, 3]

@@ -75,12 +75,11 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
         "drafter": "history+self",
         "history": {"max_bytes": "512MiB"},
         "max_draft_tokens": 7,
-        "self": {"ladder": [3, 5]},
+        "self": {"weights": "int8"},
     }
     config = parsed(OmegaConf.create(given))
     assert config == parse(given)
     assert config.history.max_bytes == 512 * 2**20
-    assert type(config.self.ladder) is list
     options = {"speculative_token_tree": [[0], [0, 1]], "nested": {"a": [1]}}
     neural = parsed(OmegaConf.create({"drafter": "mtp", "draft": {"options": options}}))
     assert json.loads(json.dumps(neural.draft.options)) == options
@@ -124,7 +123,7 @@ def test_one_key_limits_the_drafts_of_every_drafter(
         {"max_draft_tokens": 3, "speculate": 7, "log_dir": "~/decisions"},
         {"history": {"max_bytes": "1GiB"}, "speculate": "always", "verify": {"seed": 2**63 - 1}},
         {"drafter": "ngram", "budget": "das", "routing": "host", "verify": {"noise": "stock"}},
-        {"drafter": "self", "max_draft_tokens": 7, "self": {"weights": "int8", "ladder": [3, 7]}},
+        {"drafter": "self", "max_draft_tokens": 7, "self": {"weights": "int8"}},
         {"drafter": "mtp", "draft": {"options": {"draft_sample_method": "greedy", "sizes": [1, 2]}}},
     ],
 )
@@ -203,16 +202,7 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
         ({"routing": "random"}, ["das.routing", "'random'", "'least_loaded'"]),
         ({"log_dir": 5}, ["das.log_dir", "5", "string"]),
         ({"self": {"weights": "int2"}}, ["das.self.weights", "'int2'", "'int4'", "'int8'"]),
-        ({"drafter": "self", "self": {"ladder": [5, 3]}}, ["das.self.ladder", "[5, 3]", "rising"]),
-        ({"drafter": "self", "self": {"ladder": [3, 7]}}, ["das.self.ladder", "[3, 7]", "=null", "at most 5"]),
-        ({"drafter": "self", "self": {"ladder": ["3"]}}, ["das.self.ladder.0", "'3'", "int"]),
-        ({"drafter": "self", "self": {"ladder": []}}, ["das.self.ladder: found []", "rising"]),
-        ({"drafter": "self", "self": {"ladder": [0, 3]}}, ["das.self.ladder: found [0, 3]", "1 or more"]),
-        ({"drafter": "self", "self": {"ladder": 3}}, ["das.self.ladder", "3", "list"]),
-        (
-            {"drafter": "history+self", "max_draft_tokens": 4, "self": {"ladder": [3, 5]}},
-            ["das.self.ladder: found [3, 5]", "das.max_draft_tokens=4", "at most 4"],
-        ),
+        ({"drafter": "self", "self": {"ladder": [3, 5]}}, ["das.self.ladder: unknown key. Allowed: weights"]),
         ({"drafter": "eagle3"}, ["das.draft.model", "None", "'eagle3'"]),
         ({"drafter": "history+dspark"}, ["das.draft.model", "None", "'history+dspark'"]),
         (
@@ -263,7 +253,7 @@ def test_a_drafter_that_is_none_refuses_no_key_of_today() -> None:
         "history": {"scope": "request", "max_bytes": "1GiB"},
         "max_draft_tokens": 99,
         "draft": {"options": {"method": "x"}},
-        "self": {"ladder": [3]},
+        "self": {"weights": "int8"},
         "verify": {"seed": 3},
         "log_dir": "logs",
     }
@@ -294,7 +284,6 @@ VALUES: dict[str, Any] = {
     "history.run_ahead": "auto",
     "history.device_bytes": "1GiB",
     "self.weights": "int8",
-    "self.ladder": [3],
     "draft.model": "x",
     "draft.weights": "trainer",
     "draft.options": {"x": 1},
@@ -400,7 +389,7 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, {"custom": {"das": None}}, "actor_rollout_ref.rollout.custom.das: found an empty block"),
         (None, {"custom": {"dass": {}}}, "actor_rollout_ref.rollout.custom.dass: unknown key; did you mean 'das'?"),
-        ({"self": {"ladder": [3]}}, {}, "das.self.ladder=[3] has an effect only with"),
+        ({"self": {"weights": "int8"}}, {}, "das.self.weights='int8' has an effect only with"),
         ({"history": {"load": "nowhere"}}, {}, "das.history.load: found 'nowhere'"),
         ({}, {"full_determinism": True}, "and actor_rollout_ref.rollout.full_determinism both choose a router: set"),
         (
@@ -439,9 +428,9 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(under_verl()) is None
     assert verl.check(under_verl({"drafter": "none"})) is None
     assert verl.check(under_verl({}, engine_kwargs={"vllm": {"additional_config": {"a": 1}}})) == DasConfig()
-    ladder = verl.check(under_verl({"drafter": "self", "self": {"ladder": [3, 5]}}))
-    assert ladder is not None
-    assert ladder.self.ladder == [3, 5]
+    copy = verl.check(under_verl({"drafter": "self", "self": {"weights": "int8"}}))
+    assert copy is not None
+    assert copy.self.weights == "int8"
 
 
 @pytest.mark.parametrize(

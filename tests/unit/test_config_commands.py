@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS: list[dict[str, Any]] = [
     {},
     {"drafter": "none", "verify": {"noise": "keyed", "seed": 3}},
-    {"drafter": "self", "self": {"ladder": [3, 5]}},
+    {"drafter": "self", "self": {"weights": "int8"}},
     {"drafter": "history+self", "history": {"scope": "request"}},
     {"drafter": "ngram", "max_draft_tokens": 4},
     {"drafter": "eagle3", "draft": {"model": "drafter"}, "budget": "unlimited", "speculate": "always"},
@@ -119,7 +119,7 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> N
     found = shown(VERL)
     assert found["host"] == "veRL" and found["das"]["drafter"] == "history"
     assert found["runs"]["routing"] == "longest_first, by das-adapter's load balancer"
-    assert shown(VERL, f"{DAS}.drafter=self")["das"]["self"] == {"weights": "int4", "ladder": None}
+    assert shown(VERL, f"{DAS}.drafter=self")["das"]["self"] == {"weights": "int4"}
     for override, words in (
         ("actor_rollout_ref.rollout.name=sglang", "allowed: 'vllm'"),
         ("no.such.key=1", "no.such.key"),

@@ -97,7 +97,6 @@ def test_of_what_stands_in_for_look_up_the_copy_alone_draws(drafter: str, noise:
     ("block", "lengths"),
     [
         ({"drafter": "self"}, [5, 4, 2, 1, 0]),
-        ({"drafter": "self", "self": {"ladder": [3, 5]}}, [5, 4, 3, 2, 1, 0]),
         ({"drafter": "history+self"}, [16, 8, 5, 4, 2, 1, 0]),
     ],
 )

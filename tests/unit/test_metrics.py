@@ -218,16 +218,6 @@ def test_lengths_are_delivered_once_in_order_and_so_many_are_kept(monkeypatch: p
     assert ledger.since(10**6).tolist() == ledger.since(0).tolist()  # a cursor of a ledger that was lost
 
 
-def test_the_replicas_agree_on_the_length_of_drafts() -> None:
-    ledger, rungs = Ledger(), [3, 5, 7]
-    lengths = []
-    for step in range(1, 6):
-        for accepted in (95, 98):  # of two replicas; the second reports when the first has asked already
-            ledger.report(step, {"self_counts": (100, accepted)})
-            lengths.append(ledger.draft_length(rungs, step))
-    assert lengths == [3, 3, 3, 3, 5, 5, 5, 5, 7, 7]
-
-
 def test_numbers_of_numpy_cross_as_pythons() -> None:
     answer = {"of_stock": np.float64(0.5), "steps": np.int64(3), "counts": [(np.arange(2), None)], "error": "no"}
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(answer)))

@@ -102,15 +102,6 @@ def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
     assert whole.model.tolist() == [5, 5, 0]
 
 
-def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
-    found, room, m = nothing(3), np.array([9, 9, 1]), StepModel(base=1.0, token=0.0)
-    for rate, wanted in ((0.99, [7, 7, 1]), (0.05, [0, 0, 0])):
-        c = copy(rate, 0.4)
-        c.agreed = 7
-        assert c.lengths(0.0) == [7]
-        assert planned(c, found, [0.0] * 3, [1.0] * 3, room, m).model.tolist() == wanted
-
-
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
     assert list(copy(0.5, 0.1).lengths(0.2)) == [1, 2]
 
@@ -168,9 +159,9 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
         return length * step.step(b, b, False, b * context) / took
 
     def predicted(b: int) -> tuple[float, bool]:
-        drafts = copy(rate, 0.0)
+        drafts = ModelDrafts(tokens, lengths=(tokens,))
+        drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
         drafts.expect(of_pass)
-        drafts.agreed = tokens
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
         controller = Controller(das, limit=8192, prior=step, drafts=drafts)
         slots, one = np.array([controller.open(i, 0, 8192) for i in range(b)]), np.ones(b, dtype=int)
@@ -303,28 +294,15 @@ def test_the_model_drafts_one_of_its_lengths() -> None:
     assert drafts.lengths(0.0) == [1, 2, 4, 5]
 
 
-@pytest.mark.parametrize(("agreed", "room", "drafted"), [(None, 20, 5), (3, 20, 3), (3, 2, 2), (5, 20, 5)])
-def test_all_requests_have_the_length_that_replicas_agreed_on(agreed: int | None, room: int, drafted: int) -> None:
-    drafts, limits = ModelDrafts(5, narrows=False, follows=False), np.full(4, room)
-    drafts.acceptance.observe(np.full(50, 5), np.full(50, 4))
-    drafts.expect(StepModel(base=0.0, token=0.0))
-    drafts.agreed = agreed
-    worth = np.full(4, 0.01)
-    offer = Offer(limits, np.zeros(0, dtype=np.float32), np.zeros(5, dtype=np.int64), drafts, 0.0, True)
-    plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 3, 4, 5))
-    assert set(plan.model.tolist()) == {drafted}
-
-
 @pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 16)])
-def test_fixed_budgets_have_the_length_that_replicas_agreed_on(drafter: Any, by_history: int) -> None:
+def test_fixed_budgets_have_all_tokens_that_there_can_be(drafter: Any, by_history: int) -> None:
     """Of the history's drafts, which are looked up later, there may be as much as can be."""
     drafts = ModelDrafts(5, narrows=False, follows=False)
     config = DasConfig(drafter=drafter, budget="unlimited", speculate="always")
     controller = Controller(config, 2048, drafts=drafts, common=(1, 2, 4, 5, 16))
     slots = np.array([controller.open(i, 0, 500) for i in range(3)])
-    drafts.agreed = 2
     plan = controller.plan(Decoded(slots, np.ones(3, int), None, None, np.full(3, 100)))
-    assert set(plan.model.tolist()) == {2}
+    assert set(plan.model.tolist()) == {5}
     assert set(plan.history.tolist()) == {by_history}
 
 

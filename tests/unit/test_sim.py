@@ -160,7 +160,7 @@ def test_the_index_drafts_as_in_a_replay() -> None:
         {"engine__kv_tokens": 480},
         {"engine__kv_tokens": 480, "engine__max_num_seqs": 3},
         {"rollout__steps": 5, "pipeline__kind": "async", "pipeline__lag": 2, "pipeline__train_s": 0.5},
-        {"arms": {"self": {"das": {"drafter": "history+self", "self": {"ladder": [3, 5]}}}}},
+        {"arms": {"self": {"das": {"drafter": "history+self"}}}},
         {"rollout__steps": 3, "arms": {"strided": {"stride": 4}}},
         {"rollout__dataset": 5, "rollout__problems": 4, "rollout__steps": 12, "pipeline__kind": "async"},
     ],
