@@ -97,7 +97,9 @@ class Writer:
             while more and time.monotonic() < until:
                 if self._grown:  # thinning merges as well: no problem is written twice
                     left = room(self.directory, self._beside, size_of(self.directory))
-                    self._grown = self.policy.tidy(self.store, left)
+                    self._grown = False  # before, since others may publish meanwhile
+                    if self.policy.tidy(self.store, left):
+                        self._grown = True
                 else:
                     more = self.store.work(self.policy.window, every=crowded)
                 time.sleep(0.001)  # whoever waits for the store has its turn

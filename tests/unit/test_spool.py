@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.store import HistoryStore
@@ -229,6 +230,25 @@ def test_others_have_their_turn_between_slices_of_thinning_out(
     assert SuffixIndex.attach(writer.directory).nbytes == writer.store.nbytes <= 100_000
     assert f"{20_000 - writer.store.tokens} of 20000 tokens were dropped; {len(slices)} problems" in caplog.text
     assert caplog.text.count("above das.history.max_bytes=100000") == 1
+
+
+def test_what_is_published_while_a_history_is_thinned_out_is_looked_at_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, tidy = opened(tmp_path, max_bytes=2**16), HistoryPolicy.tidy
+
+    def published_meanwhile(policy: HistoryPolicy, store: HistoryStore, room: float) -> bool:
+        more = tidy(policy, store, room)
+        take(writer)
+        return more
+
+    monkeypatch.setattr(HistoryPolicy, "tidy", published_meanwhile)
+    put_batch(writer.directory, "engine", [written(1)])
+    take(writer)
+    put_batch(writer.directory, "engine", [written(number) for number in range(500)])
+    writer.work(60.0)
+    assert 0 < writer.store.nbytes <= 2**16
+    writer.store.close()
 
 
 def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(
