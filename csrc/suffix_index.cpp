@@ -259,7 +259,10 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   Problem problem;
   problem.history = history;
   problem.look();
-  Segment segment = problem.history.size() > 1 ? merged(problem.history, problem.fitting()).back() : history[0];
+  if (history.size() > 1) problem.history = merged(history, problem.fitting());
+  // There are several where the newest visit alone is too large.
+  Segment segment = *std::max_element(problem.history.begin(), problem.history.end(),
+                                      [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });
   if (words(segment) > most) {
     Builder rest;
     const double share = static_cast<double>(most) / static_cast<double>(words(segment));

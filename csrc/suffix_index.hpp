@@ -77,8 +77,9 @@ class SuffixIndex {
   // A problem's history, whatever becomes of the index.
   using History = std::vector<Segment>;
   History history(uint64_t problem) const;
-  // A problem's history as a device searches it: one segment with the newest visits that it can hold, thinned out where
-  // it has too much for `most` words of 32 bits. Empty where there is none. Takes long, and no index.
+  // A problem's history as a device searches it: one segment with the newest visits that it can hold, or a part of a
+  // visit that it cannot, thinned out where it has too much for `most` words of 32 bits. Empty where there is none.
+  // Takes long, and no index.
   struct Flat {
     std::vector<Token> tokens;  // those of the segment
     std::vector<uint32_t> places;  // its places: 24 bits of position, 8 of the text's age in visits

@@ -146,6 +146,10 @@ def test_of_what_no_segment_holds_the_newest_visits_are_searched() -> None:
         index.seal()
     assert index.tokens == 17_000_000
     assert np.bincount(index.flat(1, 2**26)[1] >> 24).tolist() == [500_000, 8_500_000]
+    for size in (8_500_000, 8_000_000, 500_000):  # a visit that no segment holds
+        index.add(1, np.arange(size) % 2**23, 3)
+    index.seal(window=1)
+    assert np.bincount(index.flat(1, 2**26)[1] >> 24).tolist() == [16_500_000]
 
 
 @pytest.mark.parametrize("most", [400, 64, 8])

@@ -180,8 +180,9 @@ class SuffixIndex:
         return None if (age := int(self._core.age(handle))) < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
-        """Return a problem's history, of its visits the newest 16 million tokens, as one segment, as a device searches
-        it; empty arrays where there is none. Other calls do not wait for it.
+        """Return a problem's history as one segment, as a device searches it: the newest visits that have 16 million
+        tokens together, or a part of a visit that has more. Empty arrays where there is no history. Other calls do not
+        wait for it.
 
         Args:
             problem: whose.
