@@ -21,6 +21,7 @@ constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
 constexpr uint64_t kCounts = 75;  // percent of a file's bytes that count, or the others are written again
 constexpr uint64_t kAlike = 16;  // files of about one size, or they are written again as one
 constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
+constexpr uint64_t kThinned = 1 << 20;  // most tokens of a problem that are thinned out, which takes a second
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
@@ -61,6 +62,12 @@ uint64_t SuffixIndex::token_count(const History& history) {
   return sum;
 }
 
+uint64_t SuffixIndex::nbytes(const History& history) {
+  uint64_t sum = 0;
+  for (const Segment& segment : history) sum += segment.nbytes();
+  return sum;
+}
+
 void SuffixIndex::count(const Problem& problem, int64_t sign) {
   for (const Segment& segment : problem.history) {
     bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(), segments_ += sign;
@@ -98,14 +105,14 @@ uint64_t SuffixIndex::Problem::age(int64_t version) const {
   return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
 }
 
-int64_t SuffixIndex::Problem::fitting() const {
+int64_t SuffixIndex::Problem::fitting(uint64_t most) const {
   std::map<int64_t, uint64_t, std::greater<>> sizes;
   for (const Segment& segment : history)
     for (const auto& run : segment.runs) sizes[run.version] += segment.end(run) - run.start;
   int64_t from = sizes.begin()->first;
   uint64_t sum = 0;
   for (const auto& [version, tokens] : sizes) {
-    if ((sum += tokens) > Segment::kCapacity - 2) break;
+    if ((sum += tokens) > most) break;
     from = version;
   }
   return from;
@@ -155,12 +162,12 @@ void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
   std::vector<Segment> kept;
   for (const Segment& segment : problem.history) {
     const auto old = [&](const Segment::Run& run) { return run.version < from; };
-    if (std::any_of(segment.runs.begin(), segment.runs.end(), old)) {
+    if (std::none_of(segment.runs.begin(), segment.runs.end(), old)) {
+      kept.push_back(segment);
+    } else if (!std::all_of(segment.runs.begin(), segment.runs.end(), old)) {
       Builder rest;
       rest.add(segment, from);
-      if (!rest.empty()) kept.push_back(rest.build());
-    } else {
-      kept.push_back(segment);
+      kept.push_back(rest.build());
     }
   }
   problem.history = std::move(kept);
@@ -193,11 +200,9 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
   uint64_t least = 0;
   for (auto& [id, problem] : problems_) {
     if (problem.history.empty()) continue;
-    Owner owner{&problem, 0, {INT64_MIN, id}};
-    for (const Segment& segment : problem.history) {
-      owner.bytes += segment.nbytes();
+    Owner owner{&problem, nbytes(problem.history), {INT64_MIN, id}};
+    for (const Segment& segment : problem.history)
       for (const auto& run : segment.runs) owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
-    }
     least += std::min(owner.bytes, kLeast);
     owners.push_back(owner);
   }
@@ -234,15 +239,20 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
 }
 
 void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
-  for (const Segment& segment : problem.history) check(segment);
-  const std::vector<Segment> all = merged(problem.history);
-  uint64_t bytes = 0;
-  for (const Segment& segment : all) bytes += segment.nbytes();
-  problem.history.clear();
-  for (const Segment& segment : all) {
-    Builder rest;
-    Thinning(segment).into(rest, static_cast<uint64_t>(static_cast<double>(max_bytes) * segment.nbytes() / bytes));
-    if (!rest.empty()) problem.history.push_back(rest.build());
+  problem.look();
+  const uint64_t tokens = token_count(problem.history);
+  if (tokens > kThinned && problem.visits.size() > 1) {
+    const double share = static_cast<double>(max_bytes) / static_cast<double>(nbytes(problem.history));
+    drop_before(problem, problem.fitting(static_cast<uint64_t>(share * static_cast<double>(tokens))));
+  } else {
+    const std::vector<Segment> all = merged(problem.history);
+    const uint64_t bytes = nbytes(all);
+    problem.history.clear();
+    for (const Segment& segment : all) {
+      Builder rest;
+      Thinning(segment).into(rest, static_cast<uint64_t>(static_cast<double>(max_bytes) * segment.nbytes() / bytes));
+      if (!rest.empty()) problem.history.push_back(rest.build());
+    }
   }
   problem.look();
 }
@@ -259,7 +269,7 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   Problem problem;
   problem.history = history;
   problem.look();
-  if (history.size() > 1) problem.history = merged(history, problem.fitting());
+  if (history.size() > 1) problem.history = merged(history, problem.fitting(Segment::kCapacity - 2));
   // There are several where the newest visit alone is too large.
   Segment segment = *std::max_element(problem.history.begin(), problem.history.end(),
                                       [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });

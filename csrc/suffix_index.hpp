@@ -42,7 +42,8 @@ class SuffixIndex {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
     uint64_t kept;  // tokens that those thinned out keep
   };
-  // Thins the largest problems out until all take `max_bytes`, or about so many tokens were read.
+  // Thins the largest problems out until all take `max_bytes`, or about so many tokens were read. Of one that is too
+  // large for that the oldest visits go.
   Shrunk shrink(uint64_t max_bytes, uint64_t tokens);
   // Whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
@@ -109,7 +110,7 @@ class SuffixIndex {
     bool empty() const { return history.empty() && live.streams.empty() && staged.empty(); }
     void look();  // checks the history, and finds its visits
     uint64_t age(int64_t version) const;  // visits since
-    int64_t fitting() const;  // the oldest visit that one segment holds with all newer ones
+    int64_t fitting(uint64_t most) const;  // the oldest visit with which all since have at most so many tokens
   };
   struct Request {
     Problem* problem;
@@ -144,10 +145,13 @@ class SuffixIndex {
 
   void count(const Problem& problem, int64_t sign);
   static uint64_t token_count(const History& history);
+  static uint64_t nbytes(const History& history);
   const Request& request(int64_t handle) const;
   Request& request(int64_t handle) { return const_cast<Request&>(std::as_const(*this).request(handle)); }
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
   void drop_before(Problem& problem, int64_t from) const;
+  // Thins a problem out to `max_bytes`, or drops its oldest visits where it is too large for that; the newest may stay
+  // larger, to be thinned out next time.
   void thin(Problem& problem, uint64_t max_bytes) const;
   FileHeader header() const;
   void take(Store::Histories histories, bool whole, const FileHeader& header, const std::string& path);

@@ -80,7 +80,7 @@ class HistoryConfig(_Block):
     names (`das_problem`), whatever its `cache_salt`. Hosts label requests themselves, and refuse it."""
     max_bytes: Size = ByteSize(8 * 2**30)
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
-    that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
+    worth most for their bytes, above a million tokens to the newest visits; all keep some if 256 bytes of each fit."""
     device_bytes: Size = ByteSize(2**30)
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner

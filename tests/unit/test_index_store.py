@@ -241,6 +241,34 @@ def test_a_history_that_is_thinned_out_in_slices_is_the_same(
         assert all(map(np.array_equal, index.flat(problem, 2**20), same.flat(problem, 2**20)))
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_of_a_problem_too_large_to_be_thinned_out_the_oldest_visits_go(store: HistoryStore, merged: bool) -> None:
+    texts = np.random.default_rng(0).integers(0, 99, (6, 200_000))
+    for version, text in enumerate(texts):
+        store.add(1, text, version)
+        store.seal()
+    if merged:
+        settle(store)
+    files = names(store)
+    assert store.shrink(store.nbytes * 3 // 4)[:3] == (3 * 200_000, 1, 0)
+    assert merged or names(store) == files  # what stays is not written again
+    index = SuffixIndex.attach(store.directory)
+    tokens, places = index.flat(1, 2**22)
+    assert np.bincount(places >> 24).tolist() == [200_000] * 3
+    assert np.array_equal(tokens[tokens >= 0], texts[3:].ravel())
+
+
+def test_a_visit_too_large_for_the_budget_is_thinned_out(store: HistoryStore) -> None:
+    for version in range(2):
+        store.add(1, np.random.default_rng(version).integers(0, 9, 600_000), version)
+    store.seal()
+    budget, sizes = store.nbytes // 4, [store.tokens]
+    while store.nbytes > budget:
+        store.shrink(budget)
+        sizes.append(store.tokens)
+    assert len(sizes) == 3 and sizes[1] == 600_000 > sizes[2] > 0
+
+
 def test_with_scope_global_what_all_prompts_wrote_stays(store: HistoryStore, tmp_path: Path) -> None:
     policy, rng = HistoryPolicy(HistoryConfig(scope="global")), np.random.default_rng(0)
     texts = rng.permutation(6000).reshape(300, 20).astype(np.int32)

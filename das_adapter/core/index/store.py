@@ -116,8 +116,10 @@ class HistoryStore:
         publishes the history.
 
         The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
-        that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
-        would be left with less than 256 bytes, those not seen for longest are dropped whole.
+        that are worth most for their bytes, by the rollouts that share them; of equals the newest. A problem with more
+        than a million tokens is too large for that: its oldest visits go whole, and only of its newest, where that
+        does not fit, are stretches kept. Where every problem would be left with less than 256 bytes, those not seen for
+        longest are dropped whole.
         """
         with self._changing():
             shrunk = Shrunk(*self._core.shrink(max_bytes, SLICE))

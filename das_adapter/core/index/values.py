@@ -34,7 +34,7 @@ class Shrunk(NamedTuple):
     tokens: int
     """Tokens that went."""
     thinned: int
-    """Problems of which the stretches that few of their rollouts have went."""
+    """Problems of which the stretches that few of their rollouts have went, or the oldest visits."""
     dropped: int
     """Problems that went whole."""
     kept: int
