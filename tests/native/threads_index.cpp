@@ -24,7 +24,7 @@ void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) 
     for (size_t i = 0; i < text.size(); ++i) text[i] = static_cast<Token>((problem + i * i + version) % 11);
     index.add(problem, text.data(), text.size(), version);
   }
-  index.seal(8, false, 0, UINT64_MAX);
+  index.seal(8, 0, UINT64_MAX);
 }
 
 // Opens requests, drafts for them in the thread of the index or where the next call comes, and closes them.
