@@ -131,9 +131,9 @@ def clocked(owner: Any, names: Iterable[str], spent: dict[str, float]) -> None:
     for name in names:
         stock = getattr(owner, name)
 
-        def call(*args: Any, name: str = name, stock: Any = stock) -> Any:
+        def call(*args: Any, name: str = name, stock: Any = stock, **kwargs: Any) -> Any:
             begin = time.thread_time()
-            answer = stock(*args)
+            answer = stock(*args, **kwargs)
             spent[name] = spent.get(name, 0.0) + 1e6 * (time.thread_time() - begin)
             return answer
 
@@ -170,6 +170,7 @@ def chosen(batch: int) -> dict[str, float]:
     """Microseconds of a step that drafts, of its parts, and of one of a resting engine."""
     every, resting = choose(batch, 0.0), choose(batch, 1.0)
     drafting = [row for row in every if row["drafts"]]
+    assert drafting, "no step has drafted: the drafter has failed"
 
     def of(rows: list[dict[str, float]], *names: str) -> Any:
         return np.array([sum(row.get(name, 0.0) for name in names) for row in rows])
