@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 #include <stdexcept>
@@ -20,6 +21,7 @@ using Table = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 constexpr size_t kRows = 7;        // of what `take` writes
 constexpr double kBatches = 256;  // that were heard of, over which drafts are averaged
+constexpr double kEmpty = 100;    // of these in which a request was offered nothing: half as much is expected then
 
 // Item i of a list, which must be there.
 nb::handle item(nb::handle list, size_t i) {
@@ -65,19 +67,20 @@ struct Tokens {
 
 // Columns of the live requests by slot, which LiveTexts has.
 struct LiveTexts {
-  Out<int64_t> length, end, offered, by_model;
+  Out<int64_t> length, end, offered, by_model, empty;
   Out<bool> ended, heard, record;
   Out<float> promised;
   Table<float> chances;
   Out<double> usual, lasting;  // of all requests
 
-  LiveTexts(Out<int64_t> length, Out<int64_t> end, Out<int64_t> offered, Out<int64_t> by_model, Out<bool> ended,
-            Out<bool> heard, Out<bool> record, Out<float> promised, Table<float> chances, Out<double> usual,
-            Out<double> lasting)
+  LiveTexts(Out<int64_t> length, Out<int64_t> end, Out<int64_t> offered, Out<int64_t> by_model, Out<int64_t> empty,
+            Out<bool> ended, Out<bool> heard, Out<bool> record, Out<float> promised, Table<float> chances,
+            Out<double> usual, Out<double> lasting)
       : length(length),
         end(end),
         offered(offered),
         by_model(by_model),
+        empty(empty),
         ended(ended),
         heard(heard),
         record(record),
@@ -86,7 +89,7 @@ struct LiveTexts {
         usual(usual),
         lasting(lasting) {
     const size_t slots = length.size();
-    for (const auto* column : {&end, &offered, &by_model})
+    for (const auto* column : {&end, &offered, &by_model, &empty})
       if (column->size() != slots) throw std::invalid_argument("LiveTexts: the columns differ in length");
     for (const auto* column : {&ended, &heard, &record})
       if (column->size() != slots) throw std::invalid_argument("LiveTexts: the columns differ in length");
@@ -189,6 +192,7 @@ struct LiveTexts {
       if (heard.data()[slot]) again += 1, product += before * (all - expected), square += before * before;
       requests += 1;
       promised.data()[slot] = all;
+      empty.data()[slot] = there ? 0 : empty.data()[slot] + 1;
       offered.data()[slot] = lengths.data()[i];
       by_model.data()[slot] = modelled.data()[i];
       heard.data()[slot] = true;
@@ -221,10 +225,11 @@ struct LiveTexts {
       const auto slot = static_cast<size_t>(slots.data()[i]);
       const bool known = heard.data()[slot];
       const double own = known ? kept : 0.0;
+      const double rest = (1.0 - own) * std::exp2(-static_cast<double>(empty.data()[slot]) / kEmpty);
       const int64_t there = known ? offered.data()[slot] : 0, end = std::min<int64_t>(limits.data()[i], most);
       for (int64_t k = 0; k < end; ++k) {
         const double offers = k < there ? chances.data()[slot * most + k] : 0.0;
-        const double chance = own * offers + (1.0 - own) * usual.data()[k];
+        const double chance = own * offers + rest * usual.data()[k];
         if (chance < floor || chance <= 0) break;
         out.data()[n++] = static_cast<float>(chance);
       }
@@ -238,11 +243,11 @@ struct LiveTexts {
 
 void bind_live_texts(nb::module_& m) {
   nb::class_<LiveTexts>(m, "LiveTexts")
-      .def(nb::init<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<bool>, Out<bool>, Out<bool>, Out<float>,
-                    Table<float>, Out<double>, Out<double>>(),
-           nb::arg("length"), nb::arg("end"), nb::arg("offered"), nb::arg("by_model"), nb::arg("ended"),
-           nb::arg("heard"), nb::arg("record"), nb::arg("promised"), nb::arg("chances"), nb::arg("usual"),
-           nb::arg("lasting"))
+      .def(nb::init<Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<int64_t>, Out<bool>, Out<bool>,
+                    Out<bool>, Out<float>, Table<float>, Out<double>, Out<double>>(),
+           nb::arg("length"), nb::arg("end"), nb::arg("offered"), nb::arg("by_model"), nb::arg("empty"),
+           nb::arg("ended"), nb::arg("heard"), nb::arg("record"), nb::arg("promised"), nb::arg("chances"),
+           nb::arg("usual"), nb::arg("lasting"))
       .def("take", &LiveTexts::take,
            "Take the tokens that each request of a batch got in a step, and the draft tokens that it was given; put "
            "place, slot, tokens, draft tokens, those of a model, room and length of those that go on into out "

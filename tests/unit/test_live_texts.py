@@ -20,7 +20,7 @@ class Plain:
         self.text: list[int] = []
         self.offer: np.ndarray | None = None
         """Survival chances of the last offer, float32; None: nothing was heard of it."""
-        self.by_model = 0
+        self.by_model, self.empty = 0, 0
 
     def take(self, tokens: list[int]) -> int | None:
         """Return how many of the tokens are the text's; None: it does not go on."""
@@ -67,11 +67,12 @@ class Outlook:
             self.product += (float(np.mean([a * b for a, b in pairs])) - self.product) / 256
             self.square += (float(np.mean([a * a for a, _ in pairs])) - self.square) / 256
 
-    def offer(self, heard: Chances | None) -> np.ndarray:
-        """Return the chances of what a request is going to be offered, given what was heard last."""
+    def offer(self, heard: Chances | None, empty: int) -> np.ndarray:
+        """Return the chances of what a request is going to be offered, given what was heard last, and that there was
+        nothing so many times."""
         lasts = min(1.0, max(0.0, self.product / self.square)) ** 2 if self.square else 1.0
         own = 0.0 if heard is None else lasts
-        return own * padded(heard) + (1.0 - own) * self.usual
+        return own * padded(heard) + (1.0 - own) * 0.5 ** (empty / 100) * self.usual
 
 
 def padded(row: Chances | None) -> np.ndarray:
@@ -80,7 +81,7 @@ def padded(row: Chances | None) -> np.ndarray:
 
 def expected(live: dict[str, Plain], found: list[str], limits: Ints, floor: float, outlook: Outlook) -> list[list]:
     """Return the chances of each request's draft."""
-    rows = [outlook.offer(live[req_id].offer) for req_id in found]
+    rows = [outlook.offer(live[req_id].offer, live[req_id].empty) for req_id in found]
     return [[c for c in row[:limit] if c >= floor and c > 0] for row, limit in zip(rows, limits, strict=True)]
 
 
@@ -154,6 +155,7 @@ def heard(
     for row in there:
         request = live[batch[row]]
         request.offer, request.by_model = survival[row, : lengths[row]], int(by_model[row])
+        request.empty = 0 if lengths[row] else request.empty + 1
     outlook.hear(before, [survival[row, : lengths[row]] for row in there])
 
 
@@ -174,6 +176,9 @@ def test_a_request_that_was_offered_nothing_may_be_offered_something_again(
     assert not there
     chances, offsets = texts.found(slots, np.full(2, MOST), 0.0)
     first, second = np.split(chances, offsets[1:-1])
+    for _ in range(600):
+        texts.hear(["1"], np.zeros(1, np.int32), np.zeros((1, MOST), np.float32), slots[:1])
+    assert texts.found(slots[1:], np.full(1, MOST), 0.005)[1].tolist() == [0, 0]
     last, _ = texts.found(slots, np.full(2, MOST), 0.0, last=True)
     np.testing.assert_allclose(last, 0.9 ** np.arange(1, MOST + 1), rtol=1e-5)
     assert first[0] == pytest.approx(0.9, abs=0.1 if pause is None else 0.5)

@@ -13,7 +13,7 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Chances, Decoded, Floats, Ints
 from das_adapter.engine.requests import LiveRequest
 
-_COLUMNS = ("length", "end", "offered", "by_model", "ended", "heard", "record", "promised", "chances")
+_COLUMNS = ("length", "end", "offered", "by_model", "empty", "ended", "heard", "record", "promised", "chances")
 """By slot, what the native core reads and brings forward under the same names."""
 
 
@@ -48,8 +48,9 @@ class LiveTexts:
         self.ended, self.heard, self.record = np.zeros((3, 1), dtype=bool)
         """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered;
         whether it is of a training rollout."""
-        self.offered, self.by_model = np.zeros((2, 1), dtype=np.int64)
-        """Tokens of the last draft from the history; of the model's in its place, 0 if it is not."""
+        self.offered, self.by_model, self.empty = np.zeros((3, 1), dtype=np.int64)
+        """Tokens of the last draft from the history; of the model's in its place, 0 if it is not; batches that were
+        heard of since there was one."""
         self.chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
         self.promised = np.zeros(1, dtype=np.float32)
@@ -78,7 +79,7 @@ class LiveTexts:
         if slot >= len(self.length):
             self._make_room(slot + 1)
         self.length[slot], self.end[slot], self.record[slot] = request.length, request.end, request.record
-        self.offered[slot] = self.by_model[slot] = 0
+        self.offered[slot] = self.by_model[slot] = self.empty[slot] = 0
         self.ended[slot] = self.heard[slot] = False
         if request.stops and self._stops.get(slot) != request.stops:
             self._stops[slot] = request.stops
@@ -153,6 +154,7 @@ class LiveTexts:
     def found(self, slots: Ints, limits: Ints, floor: float, last: bool = False) -> tuple[Chances, Ints]:
         """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts that are chosen now are made two
         steps after those that were heard of last. What a draft promises beyond the usual lasts in part; of a request of
-        which nothing is known yet, the usual is expected. `last`: take what was heard of last for it."""
+        which nothing is known yet, the usual is expected, and less the longer it was offered nothing. `last`: take what
+        was heard of last for it."""
         chances, offsets = np.empty(len(slots) * self.chances.shape[1], np.float32), np.empty(len(slots) + 1, np.int64)
         return chances[: self._native.found(slots, limits, floor, last, chances, offsets)], offsets
