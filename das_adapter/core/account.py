@@ -20,7 +20,7 @@ LOOK_STEPS = 32
 """While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many, and at most as
 many as keep looks to their share of the time."""
 LOOK_S, LOOK_REQUEST_S = 4e-5, 3e-6
-"""Seconds that the host takes to look, and for each request (controller_overhead.json, index.json)."""
+"""Seconds that the host takes to look, and for each request (`results/controller_overhead.json`, `index.json`)."""
 LOOK_SHARE = 0.002
 """See `Account.look_share`."""
 PROBE_STEPS, RARE_STEPS = 128, 1024

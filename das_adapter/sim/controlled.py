@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
+from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import Prior
 from das_adapter.core.length import Responses
@@ -19,10 +20,6 @@ from das_adapter.sim.steps import Seconds
 
 SHARED = 16
 """Engines beyond which all share one latency model and one length model: they are alike."""
-STEP_S = 4e-5
-"""Seconds of das-adapter's own work in a step (`benchmarks/results/controller_overhead.json`)."""
-REQUEST_S = 3e-6
-"""Seconds of searching the history for one request (`benchmarks/results/index.json`)."""
 
 
 class Controlled(Drafting):
@@ -77,7 +74,7 @@ class Controlled(Drafting):
         r = self._requests
         assert isinstance(self.history, Given)
         least = np.where(self._on[r.engine[rows]], r.least[rows], np.inf)
-        return Walk(self.history, self._left, least, r.limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
+        return Walk(self.history, self._left, least, r.limit[rows], lambda b, _: LOOK_S + LOOK_REQUEST_S * b)
 
     def walked(self, steps: Ints) -> None:
         self._left -= steps
@@ -123,7 +120,7 @@ class Controlled(Drafting):
         r.draft[rows], r.hits[rows] = plan.history, asked[-1][2].hits if asked else 0
         self._keep_drafting(tick.engine, rows, plan.history, asked)
         passes = self._copied(controller, tick, np.minimum(plan.model, room), context) if copy else 0.0
-        own = STEP_S + (REQUEST_S * len(rows) if asked else 0.0)
+        own = LOOK_S + (LOOK_REQUEST_S * len(rows) if asked else 0.0)
         if tick.timed:
             times = tick.tokens, tick.seconds + own, passes
             controller.timed(TimedStep(slots, tick.got, *times, context=int(context.sum())))
