@@ -7,7 +7,6 @@ from typing import Any
 
 from das_adapter.bench.engines import (
     IN_PROCESS,
-    V1,
     Bar,
     Found,
     Plan,
@@ -23,8 +22,8 @@ SLEEPS = 3
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure each format that there is on this device."""
     found: Found = {"formats": {}}
-    for weights in apart(plan, _formats, plan):
-        found["formats"][weights] = apart(plan, _measure, plan, weights, env=IN_PROCESS | V1)
+    for weights in apart(plan, formats, plan):
+        found["formats"][weights] = apart(plan, _measure, plan, weights, env=IN_PROCESS)
         yield found
 
 
@@ -40,7 +39,8 @@ BARS = (
 )
 
 
-def _formats(plan: Plan) -> tuple[str, ...]:
+def formats(plan: Plan) -> tuple[str, ...]:
+    """Return the formats that there are on this device; of those of a CPU one."""
     import torch
 
     if plan.tiny:
@@ -51,10 +51,11 @@ def _formats(plan: Plan) -> tuple[str, ...]:
 def _measure(plan: Plan, weights: str) -> Found:
     import torch
 
-    sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
+    sleeps: dict[str, Any] = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
     das: dict[str, Any] = {"drafter": "self", "self": {"weights": weights}, "budget": "unlimited"}
     context = min(512, *plan.contexts)
-    llm = engine(plan, das | {"speculate": "always"}, max_model_len=context + 4 * plan.steps + 16, **sleeps)
+    longest = context + 4 * plan.steps + 16
+    llm = engine(plan, das | {"speculate": "always"}, 2 * longest, max_model_len=longest, **sleeps)
     seconds, told = [], []
     for turn in range(SLEEPS + 1):
         step_seconds(llm, min(plan.batches), context, plan.steps, plan.vocabulary)

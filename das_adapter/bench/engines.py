@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,32 +101,55 @@ class Bar(NamedTuple):
 
 STARTED: list[Any] = []
 """Engines of this process."""
+SMALL = 0.05
+"""Share of the device's memory that must be free where the KV cache's size is known."""
 END_S = 10.0
 """Seconds that they have to end."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
-def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
-    """Start `vllm.LLM` with random weights, and with das-adapter, on the model runner that it takes, where there is a
-    block."""
+def cache_bytes(shape: dict[str, Any]) -> int:
+    """Return the bytes of a token in a KV cache in bfloat16."""
+    width = shape["hidden_size"] // shape["num_attention_heads"]
+    return int(4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width)
+
+
+def engine(
+    plan: Plan, das: dict[str, Any] | None, cache: int | None = None, policy: str | None = None, **settings: Any
+) -> Any:
+    """Start `vllm.LLM`, and with das-adapter, on the model runner that it takes, where there is a block.
+
+    Args:
+        plan: Its shape is the policy's.
+        das: The block.
+        cache: Tokens of its KV cache; None: as many as memory is left for. Engines whose cache is known may start at
+            the same time, since vLLM then measures no memory.
+        policy: Directory of a checkpoint; None: vLLM's random weights.
+        settings: Further engine arguments.
+    """
     from vllm import LLM
 
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args
 
-    shape, checkpoint = SHAPES[plan.shape], Path(tempfile.mkdtemp(dir=os.environ.get(FOLDER)))
-    (checkpoint / "config.json").write_text(json.dumps(shape))
+    shape = SHAPES[plan.shape]
+    if not policy:
+        policy = tempfile.mkdtemp(dir=os.environ.get(FOLDER))
+        (Path(policy) / "config.json").write_text(json.dumps(shape))
+        settings |= {"load_format": "dummy"}
     args = {
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
         "enable_prefix_caching": False,
         "seed": 0,
         "dtype": shape["torch_dtype"],
         "max_num_seqs": max((*plan.batches, plan.replayed)),
     }
+    if cache:
+        args |= {"kv_cache_memory_bytes": cache * cache_bytes(shape), "gpu_memory_utilization": SMALL}
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
-    STARTED.append(LLM(str(checkpoint), **{**args, **engine_args(parse(das)), **settings}))
+    STARTED.append(LLM(policy, **{**args, **engine_args(parse(das)), **settings}))
     return STARTED[-1]
 
 
@@ -166,6 +189,17 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
             with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
                 pool.submit(_end).result(END_S)
             kill()
+
+
+def at_once(*works: Callable[[], Any]) -> None:
+    """Do these at the same time.
+
+    Raises:
+        Exception: what the first of those that failed has raised, when all are done.
+    """
+    with ThreadPoolExecutor(len(works)) as pool:
+        for each in [pool.submit(work) for work in works]:
+            each.result()
 
 
 def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:

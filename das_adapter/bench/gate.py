@@ -20,6 +20,7 @@ from das_adapter.bench.engines import (
     Found,
     Measured,
     Plan,
+    cache_bytes,
     engine,
     process,
     step_seconds,
@@ -145,7 +146,7 @@ def in_turn(run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context:
 def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
     begin = time.perf_counter()
     longest = max(plan.contexts) + 4 * plan.steps + 8
-    stock = {"enable_prefix_caching": True, "gpu_memory_utilization": memory}
+    stock: dict[str, Any] = {"enable_prefix_caching": True, "gpu_memory_utilization": memory}
     llm = engine(plan, das, max_model_len=longest, **stock)
     cache, taken = llm.llm_engine.vllm_config.cache_config, time.perf_counter() - begin
     tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # what CUDA graphs take is not there
@@ -162,8 +163,7 @@ def _share(tokens: int, shape: dict[str, Any]) -> float | None:
 
     if not torch.cuda.is_available():
         return None
-    heads = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
-    return 4 * shape["num_hidden_layers"] * heads * tokens / torch.cuda.get_device_properties(0).total_memory
+    return cache_bytes(shape) * tokens / torch.cuda.get_device_properties(0).total_memory
 
 
 def _told() -> Found:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench.engines import (
+    BLOCK,
     FOLDER,
     HISTORY,
     IN_PROCESS,
@@ -21,6 +22,7 @@ from das_adapter.bench.engines import (
     Found,
     Measured,
     Plan,
+    at_once,
     engine,
     generate,
     process,
@@ -52,10 +54,11 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     wrong = corrupted(alone, None, plan.vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
     with process(plan, IN_PROCESS) as stock:
-        stock(_start, plan, None, rollouts)
+        starting = [functools.partial(stock, _start, plan, None, rollouts)]
         for das, batch, past in engines:
             with process(plan, IN_PROCESS) as ours:
-                ours(_start, plan, das, batch)
+                at_once(functools.partial(ours, _start, plan, das, batch), *starting)
+                starting = []
                 for name, before in past.items():
                     found["arms"][name] = in_turn(ours, stock, batch, before, once=name in ONCE)
                     yield found
@@ -206,8 +209,8 @@ def in_turn(
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
-    longest = 64 + 24 + max(len(text) for _, text in rollouts)
-    llm = engine(plan, das, max_model_len=longest, gpu_memory_utilization=0.45)
+    lengths = [64 + 24 + len(text) for _, text in rollouts]
+    llm = engine(plan, das, sum(lengths) + 3 * BLOCK * len(lengths), max_model_len=max(lengths))
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
     if das:
         force(rollouts, llm.collective_rpc("das_rpc", args=("stats", {}))[0]["model_runner"])

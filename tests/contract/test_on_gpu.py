@@ -45,3 +45,51 @@ def test_drafts_are_the_references(world: tuple[int, int, int]) -> None:
     plain = World(Plan("7b"), *world, "cpu")
     with mock.patch.object(DeviceIndex, "_launch", device_reference.launch):
         assert torch.equal(drawn, plain.draft())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted_kernels.py compares them there")
+def test_how_sure_a_model_is_is_told_by_the_definition() -> None:
+    from das_adapter.core.confidence import EVEN, KINDS
+    from das_adapter.engine.v2.confidence import DraftConfidence
+
+    rows, vocabulary, generator = 64, 151_936, torch.Generator().manual_seed(1)
+    logits = torch.randn(rows, vocabulary, generator=generator).to(DEVICE, torch.bfloat16) * 6
+    drawn, heat = logits.float().topk(3).indices[:, 2].contiguous(), torch.linspace(0.0, 1.5, rows, device=DEVICE)
+    slots = torch.arange(rows, device=DEVICE).flip(0)
+    slots[5] = -1
+    sure = DraftConfidence(torch.zeros(rows, 4, device=DEVICE))
+    sure.learn(np.linspace(0, 1, KINDS, dtype=np.float32))
+    sure.judge(logits, drawn, slots, heat, torch.tensor(2, device=DEVICE))
+    heats = torch.where(heat > 0, heat, 1.0)[slots].double()
+    beside = ((logits.double() - logits.double().gather(1, drawn[:, None])) / heats[:, None]).clamp(max=40).exp()
+    odds = -(beside.sum(1) - 1).clamp(min=1e-9).log2()
+    kinds = (odds.floor() + EVEN).clamp(0, KINDS - 1)
+    near = (odds - odds.round()).abs() < 1e-3
+    asked = slots >= 0
+    assert ((sure.kinds[:, 2] == kinds) | near)[asked].all()
+    assert torch.allclose(sure.chances[asked, 2], sure.kinds[asked, 2] / (KINDS - 1), atol=1e-6)
+    assert not sure.kinds[5].any() and not sure.kinds[:, [0, 1, 3]].any()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="test_quantised.py compares them there")
+@pytest.mark.parametrize(("weights", "near"), [("int4", 0.01), ("fp8", 0.06)])
+@pytest.mark.parametrize("shape", [(1536, 8960), (17920, 1536)])
+def test_a_quantised_layer_multiplies_by_the_rounded_weight(weights: str, near: float, shape: tuple[int, int]) -> None:
+    pytest.importorskip("vllm")
+    from das_adapter.engine.quantised_gpu import GROUP, Fp8, Int4, rounded
+
+    torch.manual_seed(0)
+    weight, x = (torch.randn(n, shape[1], device=DEVICE, dtype=torch.bfloat16) for n in (shape[0], 37))
+    layer = Int4(weight) if weights == "int4" else Fp8(weight)
+    layer.quantise(torch.zeros_like(weight))
+    layer.quantise(weight)
+    if isinstance(layer, Int4):
+        codes, scales, zeros = rounded(weight)
+        exact = (codes.view(shape[0], -1, GROUP) - zeros[..., None]) * scales.float()[..., None]
+        exact = exact.view(shape)
+    else:
+        exact = layer.kept[0].float() * layer.kept[1]
+    expected = x.float() @ exact.t()
+    error = (layer.linear(x).float() - expected).norm() / expected.norm()
+    assert error < near
+    assert (exact - weight.float()).norm() / weight.float().norm() < 0.12
