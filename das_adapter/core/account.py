@@ -28,8 +28,9 @@ PROBE_STEPS, RARE_STEPS = 128, 1024
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
 """Drafted steps between two looks at the time saved, and least steps of the batch; the loss that stops drafting, as a
 share of the drafted steps' time, beside `LOSS` of that of all steps: by so much may what plain ones take be wrong."""
-COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
-"""Acceptance below which drafts are useless, of at least so many draft tokens."""
+COLLAPSE_RATE, COLLAPSE_DRAFTS = 0.02, 400
+"""Accepted tokens for each draft below which drafts are useless, of at least so many drafts. What is free in a step is
+filled with tokens that are hardly ever accepted: their number says nothing."""
 
 
 class State(Enum):
@@ -49,11 +50,12 @@ Probe = Literal["plain", "drafted"]
 few, while nothing is worth drafting."""
 
 
-def collapsed(drafted: float, accepted: float) -> str | None:
-    """Say that drafts are useless, given counts of tokens; None: they are not."""
-    if drafted < COLLAPSE_TOKENS or accepted >= COLLAPSE_RATE * drafted:
+def collapsed(drafts: float, accepted: float) -> str | None:
+    """Say that drafts are useless, given their number and that of their tokens that were accepted; None: they are
+    not."""
+    if drafts < COLLAPSE_DRAFTS or accepted >= COLLAPSE_RATE * drafts:
         return None
-    return f"acceptance collapsed: {accepted:.0f} of {drafted:.0f} draft tokens"
+    return f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
 
 
 class Account:

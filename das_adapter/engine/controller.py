@@ -149,9 +149,9 @@ class EngineController:
             self.fail(error)
 
     def stop_if_collapsed(self) -> None:
-        """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
+        """Draft no more until the next weight sync if nearly all drafts are rejected."""
         counts = self.counters
-        if reason := collapsed(counts.draft_tokens, counts.accepted_tokens):
+        if reason := collapsed(counts.drafted_forwards, counts.accepted_tokens):
             self.controller.account.stop(reason)
             counts.alarm = reason
         self._tell()

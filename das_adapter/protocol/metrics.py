@@ -204,8 +204,8 @@ def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     found = {kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"
-    drafted, accepted = (sum(part.get(name, 0) for part in parts) for name in ("draft_tokens", "accepted_tokens"))
-    if "alarm" not in found and (alarm := collapsed(drafted, accepted)):
+    drafts, accepted = (sum(part.get(name, 0) for part in parts) for name in ("drafted_forwards", "accepted_tokens"))
+    if "alarm" not in found and (alarm := collapsed(drafts, accepted)):
         found["alarm"] = alarm
     draws = [draw for part in parts for draw in part.get("draws", ())]
     if copies := len(draws) - len(set(draws)):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.account import (
-    COLLAPSE_TOKENS,
+    COLLAPSE_DRAFTS,
     GUARD_STEPS,
     LOOK_STEPS,
     PROBE_STEPS,
@@ -343,12 +343,12 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
 
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
-    assert collapsed(COLLAPSE_TOKENS - 1, 0) is None
-    assert collapsed(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50) is None
-    account.stop(str(collapsed(COLLAPSE_TOKENS, 0)))
+    assert collapsed(COLLAPSE_DRAFTS - 1, 0) is None
+    assert collapsed(COLLAPSE_DRAFTS, COLLAPSE_DRAFTS // 50) is None
+    account.stop(str(collapsed(COLLAPSE_DRAFTS, 0)))
     account.decided(4, True, False)  # of a step whose drafts were asked for before
     assert account.state is State.STOPPED
-    assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
+    assert account.reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
     rollout(account, 1.0)
     account.sync()
     assert account.state is State.DRAFTING

@@ -59,8 +59,8 @@ def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
 
 def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> None:
     assert figures([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
-    assert figures([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 5}])["das/health"] == 0.0
-    assert figures([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
+    assert figures([{**Counters().take(), "drafted_forwards": 5000, "accepted_tokens": 5}])["das/health"] == 0.0
+    assert figures([{**Counters().take(), "drafted_forwards": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
 
 
 def test_health_falls_with_a_drafter_whose_weights_did_not_come_until_they_do() -> None:
@@ -119,9 +119,9 @@ def test_an_engine_that_reports_several_times_to_a_step_is_counted_once() -> Non
 
 
 def test_every_fault_has_a_reason() -> None:
-    half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
+    half = {**Counters().take(), "drafted_forwards": 200, "accepted_tokens": 1}
     assert faults([half]) == {}
-    assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
+    assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 accepted tokens of 400 drafts"}
     assert faults([{"error": "no"}, {"error": None}]) == {"error": "a drafter failed: no"}
 
 

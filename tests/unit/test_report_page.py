@@ -94,10 +94,10 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollou
     page = (tmp_path / "report.html").read_text()
     assert "No alarm" in page and '<div class="alarm">' not in page
     assert '<div class="note"><b>Training step 3:</b> speculation cost 1.00 s' in page
-    useless = {"draft_tokens": 1000, "accepted_tokens": 0}
+    useless = {"draft_tokens": 1000, "drafted_forwards": 200, "accepted_tokens": 0}
     ((kind, reason, _),) = run_series.notes([Rollout("a", counts=[useless]), Rollout("b", counts=[useless])])
-    assert kind == "alarm" and reason == "acceptance collapsed: 0 of 2000 draft tokens"
-    collapsed = {**useless, "draft_tokens": 4000, "alarm": (why := "acceptance collapsed: 0 of 4000")}
+    assert kind == "alarm" and reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
+    collapsed = {**useless, "drafted_forwards": 400, "alarm": (why := "acceptance collapsed: 0 of 400 drafts")}
     over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
     report.write(over, tmp_path)
     page = (tmp_path / "report.html").read_text()
