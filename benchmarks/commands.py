@@ -33,6 +33,8 @@ COMMANDS = {
     " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
     "gpu_gate_1.5b.json": "-m das_adapter.bench gate --shape 1.5b --out FOLDER",
+    "gpu_copy_1.5b.json": "-m das_adapter.bench copy --shape 1.5b --out FOLDER",
+    "gpu_lossless_1.5b.json": "-m das_adapter.bench lossless --shape 1.5b --out FOLDER",
     "gpu_kernels_7b.json": "-m das_adapter.bench kernels --shape 7b --out FOLDER",
     "gpu_replay_1.5b.json": "-m das_adapter.bench replay --shape 1.5b --traces TRACES/rl_reasoning_gym_qwen25_3b_k3.npz"
     " --out FOLDER",

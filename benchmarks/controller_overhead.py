@@ -6,7 +6,7 @@ controller, by batch size.
 The proposer drafts for requests whose texts agree with their siblings' and their history in nine tokens of ten. A step
 waits for what it does before a forward pass, after it and when its drafts are taken, and for the search: that of more
 than four requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step of the 1.5B shape at a
-context of 2048 tokens, and of what vLLM took for that step (`gpu_gate_1.5b.json`).
+context of 2048 tokens.
 
 On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output` takes what a step brought and
 chooses, `settle` learns from it while the device works. Of both, `core` is what the controller takes, `hear` and `take`
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,7 +24,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from commands import RESULTS
 from own_history import OwnHistory
 
 from das_adapter.core.hardware import DEVICES
@@ -196,12 +194,6 @@ def quietest(measured: Callable[[int], dict[str, float]], by: str) -> dict[int, 
     return {batch: min((run[batch] for run in runs), key=lambda row: row[by]) for batch in BATCHES}
 
 
-def measured_ms(batch: int) -> float:
-    """Return the milliseconds of a decode step of the 1.5B shape as stock vLLM took them on an H100."""
-    steps = json.loads((RESULTS / "gpu_gate_1.5b.json").read_text())["arms"]["stock"]["step_ms"]
-    return next(float(step) for at, (step, _) in steps.items() if at.startswith(f"{batch} x "))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -212,8 +204,6 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # as vLLM does in a worker that has warmed up
     proposers, outputs = quietest(propose, "waited_p50_us"), quietest(chosen, "p50_us")
-    for batch, row in proposers.items():
-        row["share_of_measured"] = row["waited_p50_us"] / (1e3 * measured_ms(batch))
     for name, found in {"proposer": proposers, "output": outputs}.items():
         for batch, row in found.items():
             print(f"{name}, batch {batch:4}: " + ", ".join(f"{k} {v:.3g}" for k, v in row.items()))

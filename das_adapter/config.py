@@ -97,8 +97,8 @@ class SelfConfig(_Block):
     """The quantised copy of the policy, with which `self` and `history+self` draft."""
 
     weights: Literal["int4", "int8", "fp8"] = "int4"
-    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU,
-    where neither has been tried yet). The copy lies with the policy's weights: it sleeps and wakes with them."""
+    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU). The copy
+    lies with the policy's weights: it sleeps and wakes with them."""
 
 
 class DraftConfig(_Block):

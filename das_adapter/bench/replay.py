@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
     histories = {FIRST: corrupted(rollouts, shares[0], plan.vocabulary)}
     histories |= {"earlier": earlier} if earlier else {}
-    histories |= {f"corrupted {share}": corrupted(rollouts, share, plan.vocabulary) for share in shares}
+    histories |= {f"exchanged {share:.0%}": corrupted(rollouts, share, plan.vocabulary) for share in shares}
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
     wrong = corrupted(alone, None, plan.vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
@@ -93,16 +94,16 @@ BARS = (
         0.6,
         lambda f: f["arms"]["earlier"]["of_stock"][0],
     ),
-    Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: f["arms"]["corrupted 0.3"]["of_stock"][0]),
+    Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: f["arms"]["exchanged 30%"]["of_stock"][0]),
     Bar(
         "standard error of what a rollout costs, at worst",
         0.02,
         lambda f: max(arm["of_stock"][1] for name, arm in f["arms"].items() if name not in ONCE),
     ),
     Bar(
-        "rollout with nothing accepted, of stock's time, less twice its error",
+        "rollout whose history says nothing, of stock's time, less twice its error",
         1.02,
-        lambda f: _beyond_doubt(f, "corrupted 1.0"),
+        lambda f: _beyond_doubt(f, "exchanged 100%"),
     ),
     Bar(
         "rollout with a history that misleads, of stock's time, less twice its error",
@@ -110,7 +111,7 @@ BARS = (
         lambda f: _beyond_doubt(f, MISLED),
     ),
     Bar("draft tokens after a rollout that was misled, of those in it", 0.1, _still_drafted),
-    Bar("waiting for the drafter, of a rollout's steps", 0.03, lambda f: f["arms"]["corrupted 0.3"]["propose_share"]),
+    Bar("waiting for the drafter, of a rollout's steps", 0.03, lambda f: f["arms"]["exchanged 30%"]["propose_share"]),
     Bar("errors", 0, lambda f: max(bool(arm.get("error")) for arm in f["arms"].values())),
 )
 
@@ -190,34 +191,64 @@ def in_turn(
     ours: Callable[..., Any], stock: Callable[..., Any], rollouts: Rollouts, before: Rollouts, once: bool
 ) -> Found:
     """Let both engines write the batch, in turns. Return what ours told of its first rollout, what went wrong in any,
-    and `of_stock`, the time that it takes of stock's, with its standard error (None: of one rollout)."""
+    of both the seconds of each rollout and the steps of the last, and `of_stock`, the time that ours takes of stock's,
+    with its standard error (None: of one rollout)."""
     times: list[tuple[float, float]] = []
     arms: list[Found] = []
     for _ in range(1 if once else MANY):
         arms.append(ours(_history, rollouts, before))
-        times.append((arms[-1]["seconds"], stock(_stock, rollouts)))
+        theirs, pace = stock(_stock, rollouts)
+        times.append((arms[-1]["seconds"], theirs))
         of_stock = Measured.of([mine / theirs for mine, theirs in times])
         if len(times) >= FEW and (of_stock.error <= SURE or sum(map(sum, times)) > ENOUGH_S):
             break
-    return arms[0] | {
+    first = {name: value for name, value in arms[0].items() if name != "pace"}
+    return first | {
         "unforced": sum(arm["unforced"] for arm in arms),
         "error": next((arm["error"] for arm in arms if arm["error"]), None),
         "of_stock": [of_stock.value, None if once else of_stock.error],
-        "stock_seconds": Measured.of([theirs for _, theirs in times]).value,
-        "rollouts": len(times),
+        "seconds": times,
+        "paces": [arms[-1]["pace"], pace],
     }
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
     lengths = [64 + 24 + len(text) for _, text in rollouts]
     llm = engine(plan, das, sum(lengths) + 3 * BLOCK * len(lengths), max_model_len=max(lengths))
+    _note_steps(llm.llm_engine)
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
     if das:
         force(rollouts, llm.collective_rpc("das_rpc", args=("stats", {}))[0]["model_runner"])
 
 
-def _stock(rollouts: Rollouts) -> float:
-    return rollout(STARTED[-1], rollouts)[0]
+_ENDS: list[float] = []
+"""When the steps of this process's engine have ended, of the present rollout."""
+
+
+def _note_steps(vllm: Any) -> None:
+    stock = vllm.step
+
+    def step() -> Any:
+        outputs = stock()
+        _ENDS.append(time.perf_counter())
+        return outputs
+
+    vllm.step = step
+
+
+def _pace() -> Found:
+    """Say of the steps of the rollout how many there were, what one took, and by how much some took longer than three
+    others, as where a kernel is compiled; begin another."""
+    took = np.diff(_ENDS)
+    usual = float(np.median(took))
+    paused = float((took - usual)[took > 3 * usual].sum())
+    _ENDS.clear()
+    return Found(steps=len(took), step_ms=1e3 * usual, paused_s=paused)
+
+
+def _stock(rollouts: Rollouts) -> tuple[float, Found]:
+    _ENDS.clear()
+    return rollout(STARTED[-1], rollouts)[0], _pace()
 
 
 @functools.cache
@@ -235,11 +266,13 @@ def _history(rollouts: Rollouts, before: Rollouts) -> Found:
     shift = turn * 10**7  # of the problems, so that no rollout sees another's text
     llm.collective_rpc("das_rpc", args=("refresh", kept(_past(), before, shift, 2 * turn)))
     llm.collective_rpc("das_rpc", args=("stats", {}))
+    _ENDS.clear()
     seconds, texts = rollout(llm, rollouts, problems=shift)
     stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
     waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
     return {
         "seconds": seconds,
+        "pace": _pace(),
         "unforced": sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True)),
         "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
         "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),

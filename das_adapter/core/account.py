@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from das_adapter.config import Speculate
 from das_adapter.core.backoff import Backoff, Rest
 from das_adapter.core.plain_time import LOSS, PlainTime
-from das_adapter.core.steps import TimedStep
+from das_adapter.core.steps import Floats, TimedStep
 
 MARGIN = 0.05
 """Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
@@ -159,6 +159,13 @@ class Account:
         if guarded and step.drafted and self._drafted_steps % GUARD_STEPS == 0:
             if reason := self._loss():
                 self.stop(reason)
+
+    def count(self, requests: int, steps: Floats) -> None:
+        """Count further steps of so many requests, at whose end no drafter was asked: their number, their seconds and
+        their context, float64 [3]."""
+        self._waited["drafted"] += int(steps[0])
+        self.time.batch.baseline[requests] += steps
+        self.time.passed += float(steps[1])
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth. Beside

@@ -1,4 +1,4 @@
-"""Quantised linear layers on a GPU, through vLLM's own kernels (vLLM 0.24 to 0.32). Not tried on a GPU yet."""
+"""Quantised linear layers on a GPU, through vLLM's own kernels (vLLM 0.24 to 0.32)."""
 
 from __future__ import annotations
 

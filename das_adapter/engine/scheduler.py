@@ -35,6 +35,8 @@ class DraftLength:
 
     def __getitem__(self, requests: int) -> DraftTokens:
         scheduler, chosen = self._scheduler, self.chosen
+        if not chosen:
+            return chosen
         running, waiting = scheduler.get_request_counts()
         each = scheduler.max_num_scheduled_tokens // max(requests, running)
         room = each // 2 - 1

@@ -108,11 +108,12 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
-    drafted = {"first", "earlier", "corrupted 0.0", "corrupted 1.0", "misleading", "after misleading"}
+    drafted = {"first", "earlier", "exchanged 0%", "exchanged 100%", "misleading", "after misleading"}
     assert set(arms) == drafted
-    assert all(arm["of_stock"][0] > 0 and arm["rollouts"] >= 1 for arm in arms.values())
-    assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
-    assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
+    assert all(arm["of_stock"][0] > 0 and len(arm["seconds"]) >= 1 for arm in arms.values())
+    assert all(pace["steps"] > 20 and pace["step_ms"] > 0 for arm in arms.values() for pace in arm["paces"])
+    assert arms["exchanged 0%"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
+    assert arms["exchanged 100%"]["accepted_tokens"] < 0.1 * arms["exchanged 0%"]["accepted_tokens"]
 
 
 @pytest.mark.long
@@ -125,7 +126,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     check_gate(written["gate"], {"stock", "history"})
     arms = written["replay"]["arms"]
     assert not any(arm.get("unforced") or arm.get("error") for arm in arms.values())
-    assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.05
+    assert arms["exchanged 0%"]["tokens_per_forward"] > 1.05
 
 
 BARE = """

@@ -398,9 +398,12 @@ def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -
     engine = Plain(busy=0.001)
     engine.rollout(400)
     engine.lengths.stats()
-    assert len(engine.timed) == 399  # put aside or not, each is taken, in its turn
+    asked, time = sum(asked for _, asked in engine.timed), engine.lengths.engine.controller.account.time
     unasked = [seconds for seconds, asked in engine.timed if not asked]
-    assert len(unasked) > 200 and max(unasked) == pytest.approx(PLAIN_S)
+    counted, seconds, _ = time.batch.baseline[4]
+    assert asked + counted == 399 and time.passed == pytest.approx(399 * PLAIN_S + asked * 0.001)
+    assert counted > 200 > len(unasked) > 30 and max(unasked) == pytest.approx(PLAIN_S)
+    assert seconds == pytest.approx(counted * PLAIN_S)
     assert any(seconds == pytest.approx(PLAIN_S + 0.001) for seconds, asked in engine.timed if asked)
     assert 0.0 < engine.lengths.engine.controller.account.time.of_stock() - 1.0 < 0.05
     assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
@@ -452,6 +455,9 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
         return slots
 
     monkeypatch.setattr(LiveTexts, "take_singles", counted)
+    roughly = spoken(steps, record)
+    monkeypatch.setattr(lengths, "EVERY", 1)
+    taken.clear()
     together = spoken(steps, record)
     assert sum(taken) > 0.3 * steps
     monkeypatch.setattr(LiveTexts, "take_singles", lambda *_: None)
@@ -462,6 +468,10 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
     for column in ("written", "pace", "load"):
         np.testing.assert_allclose(getattr(ours.requests, column), getattr(theirs.requests, column))
     assert ours.times.model == theirs.times.model and ours.times.observed == theirs.times.observed
+    some = roughly.engine.controller
+    assert some.times.observed <= ours.times.observed and roughly.engine.counters == together.engine.counters
+    assert some.account.time.passed == pytest.approx(ours.account.time.passed)
+    assert some.account.figures()["of_stock"] == pytest.approx(ours.account.figures()["of_stock"], rel=0.03)
     for one, other in zip(together.engine.live.values(), apart.engine.live.values(), strict=True):
         assert (one.req_id, one.text, one.slot) == (other.req_id, other.text, other.slot)
 

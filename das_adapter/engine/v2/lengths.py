@@ -31,6 +31,8 @@ looked up, and it comes with the output of the one after that."""
 
 MOST_ASIDE = 28
 """Steps whose outputs are put aside together, at most."""
+EVERY = 8
+"""Of those steps, so many are timed as one: it takes longer than to count them."""
 _SILENCE = DraftTokens(0, looks=False)
 
 
@@ -174,15 +176,20 @@ class DraftLengths:
             account.now += steps
             context = int(np.add.reduce(self.texts.length[slots])) - steps * len(slots)
             one, busy, since = np.ones_like(slots), 0.0, time.time() - last
-            for step, _, now in aside:
+            every = EVERY if account.time.known and self.engine.log is None else 1
+            others = np.zeros(3)
+            for number, (step, _, now) in enumerate(aside):
                 context += len(slots)
                 busy += now - max(step.began, self._last or 0.0)
                 if self._last is not None and now > self._last:
                     seconds = now - self._last
-                    self.engine.timed(
-                        TimedStep(slots, one, len(slots), seconds, context=context, asked=False), since + now
-                    )
+                    if number % every:
+                        others += 1.0, seconds, context
+                    else:
+                        timed = TimedStep(slots, one, len(slots), seconds, context=context, asked=False)
+                        self.engine.timed(timed, since + now)
                 self._last = now
+            account.count(len(slots), others)
             if training := int(np.count_nonzero(requests.record[slots])):
                 self.engine.counters.add(training, steps, busy)
             requests.skip(slots, steps * one)

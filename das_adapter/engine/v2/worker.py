@@ -263,7 +263,8 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
         state.begin_standalone(scheduler_output)
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
-        state.end(scheduler_output)
+        if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            state.end(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
         state.begin(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
