@@ -103,6 +103,7 @@ _V2 = _symbols("""
         AdaptiveVerificationManager.add_request AdaptiveVerificationManager._batch_budget
         AdaptiveVerificationManager._batch_draft_capacity AdaptiveVerificationManager._confidence_probs
         AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
+        AdaptiveVerificationManager._cu_num_logits AdaptiveVerificationManager.query_start_loc
     vllm.v1.worker.gpu.model_runner: ExecuteModelState.input_batch GPUModelRunner.execute_model_state
         GPUModelRunner.speculator GPUModelRunner.num_speculative_steps GPUModelRunner.pp_handler
         GPUModelRunner.draft_tokens_handler

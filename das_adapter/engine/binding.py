@@ -52,7 +52,6 @@ def bind_worker(stock: Any) -> Any:
             build_speculator.apply()
             admission.admit_by_worth.apply()
             admission.capture_plain_steps.apply()
-            admission.rank_uncompiled.apply()
             admission.allow_no_graphs.try_apply()
             drop_drafts_beside_chosen_tokens.apply()
             if config.keyed:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
+import v2_stand_ins
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
 from own_history import OwnHistory
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
-from das_adapter.engine.v2 import device_index, search
+from das_adapter.engine.v2 import device_index, ranking, search
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -258,22 +259,27 @@ def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
 def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = False) -> list[int]:
     """Return how many draft tokens of a likely and an unlikely draft of three are verified; `drops`: whether the step
     verifies none."""
-    manager, wanted = object.__new__(Admission), DraftTokens(3)
-    manager.drops = lambda _: drops
+    states = SimpleNamespace(max_num_reqs=4, num_speculative_steps=3, device=torch.device("cpu"))
+    of: Any = {"req_states": states, "query_start_loc": torch.full((5,), -9, dtype=torch.int32)}
+    with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock()):
+        manager = Admission(
+            lambda _: drops, ranking.Ranking(4, 3, states.device), **of, num_bonus_tokens=1, max_total_logits=100
+        )
+    wanted = DraftTokens(3)
     wanted.total, wanted.req_ids = total, list(shares)
     wanted.most = np.array([most for most, _ in shares.values()], dtype=np.int64)
     wanted.worth = np.array([worth for _, worth in shares.values()])
-    manager.wanted, manager._confidence_probs = wanted, torch.ones(4, 3)
-    manager.num_bonus_tokens, manager._max_total_logits = 1, 100
+    manager.wanted = wanted
     batch = SimpleNamespace(num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0]))
     manager.record_confidences(torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]]), batch)
-    manager.get_num_tokens({"unlikely": 4, "likely": 4}, {"unlikely": [-1] * 3, "likely": [-1] * 3})
-    assert manager._batch_budget is not None
-    most, _, budget = manager._batch_budget
-    capacities = torch.tensor([most[req_id] for req_id in batch.req_ids], dtype=torch.int32)
-    if budget < int(capacities.sum()):
-        _assign_draft_token_budget(manager._confidence_probs, batch.idx_mapping, capacities, budget, 3)
-    return capacities.tolist()
+    tokens = manager.get_num_tokens({"likely": 4, "unlikely": 5}, {"unlikely": [-1] * 3, "likely": [-1] * 3})
+    rows, begins, budget = manager.reallocate_drafts(batch.req_ids, batch.idx_mapping)
+    assert manager.admitted is not None
+    unlikely, likely = found = manager.admitted.tolist()
+    assert tokens == 3 + budget == 3 + sum(found)
+    assert rows.tolist() == [0, 1 + unlikely, 2 + unlikely + likely]
+    assert begins.tolist() == [0, 2 + unlikely, tokens, tokens, tokens]
+    return found
 
 
 def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_request_may() -> None:
@@ -282,6 +288,71 @@ def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_requ
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (3, 0.25)}) == [2, 1]
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (1, 1.0)}) == [2, 1]
     assert admitted(9, {"unlikely": (2, 1.0), "likely": (0, 1.0)}) == [2, 0]
+    assert admitted(0, {}) == [0, 0]
+
+
+class Admitted:
+    """A ranking of requests in so many slots, and one by what stands in for its kernel."""
+
+    def __init__(self, chances: torch.Tensor) -> None:
+        self.chances, slots = chances, len(chances)
+        written = [[torch.full((slots + i,), -9, dtype=torch.int32) for i in (0, 1, 1)] for _ in range(2)]
+        self._mine, self._plain = rankings = [ranking.Ranking(*chances.shape, chances.device) for _ in written]
+        for of, tensors in zip(rankings, written, strict=True):
+            of.bind(chances, *tensors, bonus=1)
+        self._written = written
+
+    def __call__(self, shares: np.ndarray, slots: torch.Tensor, budget: int) -> np.ndarray:
+        """Admit both ways and compare; return how many draft tokens of each request are admitted."""
+        requests = len(slots)
+        self._mine.admit(shares, slots, budget)
+        with mock.patch.object(ranking, "admit", v2_stand_ins.Launch(v2_stand_ins.admit, None)):
+            self._plain.admit(shares, slots, budget)
+        for mine, plain in zip(*self._written, strict=True):
+            assert torch.equal(mine, plain)
+        admitted, rows, begins = (tensor.numpy() for tensor in self._written[0])
+        number = admitted[:requests].copy()
+        assert number.sum() == (shares[0].sum() if budget < 0 else budget)
+        assert ((number >= 0) & (number <= shares[0])).all()
+        assert rows[: requests + 1].tolist() == [0, *np.cumsum(number + 1)]
+        tokens = np.cumsum(number + shares[1])
+        assert begins.tolist() == [0, *tokens, *np.repeat(tokens[-1:], len(begins) - requests - 1)]
+        return number
+
+
+@pytest.mark.parametrize(("requests", "steps", "tile"), [(1, 1, 4096), (9, 5, 32), (40, 16, 64), (300, 16, 4096)])
+def test_the_draft_tokens_of_the_highest_survival_are_admitted(
+    monkeypatch: pytest.MonkeyPatch, requests: int, steps: int, tile: int
+) -> None:
+    """As vLLM admits them, and of tokens that survive equally as many; `tile`: draft tokens that are looked at at
+    once."""
+    monkeypatch.setattr(ranking, "_TILE", tile)
+    rng = np.random.default_rng(requests)
+    slots, shares = torch.from_numpy(rng.permutation(requests + 3)[:requests]), np.zeros((3, requests), dtype=np.int32)
+    for alike in (False, True):
+        drawn = rng.choice([0.5, 1.0], (requests + 3, steps)) if alike else rng.random((requests + 3, steps)) ** 0.3
+        worth = np.ones(requests) if alike else rng.uniform(0.2, 1, requests)
+        admitted, shares[2] = Admitted(torch.from_numpy(drawn).float()), worth.astype(np.float32).view(np.int32)
+        shares[:2] = rng.integers(0, steps + 1, requests), rng.integers(1, 9, requests)
+        possible = int(shares[0].sum())
+        assert (admitted(shares, slots, -1) == shares[0]).all()
+        for budget in (0, possible // 3, possible // 2, possible - 1):
+            number = admitted(shares, slots, budget)
+            if budget > 0:
+                weighted, stock = admitted.chances.clone(), torch.from_numpy(shares[0].copy())
+                weighted[slots, 0] *= torch.from_numpy(worth).float()
+                _assign_draft_token_budget(weighted, slots, stock, budget, steps)
+                survival, place = weighted[slots].cumprod(1).numpy(), np.arange(steps)
+                mine, theirs = (np.sort(survival[place < of[:, None]]) for of in (number, stock.numpy()))
+                np.testing.assert_allclose(mine, theirs, rtol=2**-8)
+
+
+def test_as_many_draft_tokens_as_the_step_has_are_admitted_whatever_their_chances() -> None:
+    odd = torch.tensor([torch.nan, torch.inf, -1.0, 7.0, 1e30, -torch.inf, -0.0, 1e-40]).repeat(3).view(6, 4)
+    admitted, worth = Admitted(odd), np.ones(6, dtype=np.float32).view(np.int32)
+    shares = np.array([[4, 3, 4, 0, 2, 4], [1] * 6, worth], dtype=np.int32)
+    for budget in range(17):
+        admitted(shares, torch.arange(6), budget)
 
 
 def test_a_models_draft_that_is_better_than_the_historys_brings_its_own_chances() -> None:

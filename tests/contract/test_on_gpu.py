@@ -71,6 +71,32 @@ def test_how_sure_a_model_is_is_told_by_the_definition() -> None:
     assert not sure.kinds[5].any() and not sure.kinds[:, [0, 1, 3]].any()
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="interpreted_kernels.py compares them there")
+@pytest.mark.parametrize(("requests", "steps"), [(1, 1), (3, 7), (256, 16), (1000, 16), (700, 128)])
+def test_draft_tokens_are_admitted_by_the_definition(requests: int, steps: int) -> None:
+    """Chances are powers of 2, whose products are exact in any order."""
+    import v2_stand_ins
+
+    from das_adapter.engine.v2 import ranking
+
+    rng = np.random.default_rng(requests)
+    slots, shares = rng.permutation(requests + 9)[:requests], np.zeros((3, requests), dtype=np.int32)
+    shares[:2] = rng.integers(0, steps + 1, requests), rng.integers(1, 9, requests)
+    shares[2] = rng.choice([0.25, 0.5, 1.0], requests).astype(np.float32).view(np.int32)
+    chances, possible = rng.choice([0.5, 1.0], (requests + 9, steps)), int(shares[0].sum())
+    found = []
+    for device in (DEVICE, "cpu"):
+        written = [torch.zeros(requests + 9 + i, dtype=torch.int32, device=device) for i in (0, 1, 1)]
+        plain = v2_stand_ins.Launch(v2_stand_ins.admit, None)
+        with mock.patch.object(ranking, "admit", plain if device == "cpu" else ranking.admit):
+            of = ranking.Ranking(requests + 9, steps, torch.device(device))
+            of.bind(torch.from_numpy(chances).float().to(device), *written, bonus=1)
+            for budget in (-1, 0, possible // 3, max(0, possible - 1)):
+                of.admit(shares, torch.from_numpy(slots).to(device), budget)
+                found.append(torch.cat(written).tolist())
+    assert found[:4] == found[4:]
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="test_quantised.py compares them there")
 @pytest.mark.parametrize(("weights", "near"), [("int4", 0.01), ("fp8", 0.06)])
 @pytest.mark.parametrize("shape", [(1536, 8960), (17920, 1536)])

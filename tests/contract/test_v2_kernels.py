@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 VOCABULARY, SLOTS, STEPS, POEM = 12, 6, 6, 90
 
 
-@pytest.mark.parametrize(("which", "passed"), [("not long", 12), pytest.param("long", 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("which", "passed"), [("not long", 17), pytest.param("long", 3, marks=pytest.mark.long)])
 def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, str], which: str, passed: int) -> None:
     import v2_cpu
 
@@ -149,22 +149,3 @@ def test_the_device_drafts_what_was_written_ahead() -> None:
         count = int(device.real[slot])
         assert count > 2
         assert drafts[slot, :count].tolist() == text[4 : 4 + count].tolist()
-
-
-RANKS = """
-import torch
-from torch._dynamo.utils import counters
-from das_adapter.engine.v2.admission import rank_uncompiled
-rank_uncompiled.apply()
-from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-admitted = torch.tensor([3, 3], dtype=torch.int32)
-chances = torch.tensor([[0.9, 0.9, 0.1], [0.5, 0.5, 0.5]])
-adaptive_verification._assign_draft_token_budget_compiled(chances, torch.tensor([0, 1]), admitted, 3, 3)
-print(admitted.tolist(), dict(counters["stats"]))
-"""
-
-
-def test_what_ranks_draft_tokens_is_not_compiled_in_a_step(newest_env: dict[str, str]) -> None:
-    env = {**os.environ, **newest_env, "TORCHDYNAMO_DISABLE": "0", "TORCH_COMPILE_DISABLE": "0"}
-    run = subprocess.run([sys.executable, "-c", RANKS], env=env, capture_output=True, text=True)
-    assert "[2, 1] {}" in run.stdout, run.stdout + run.stderr

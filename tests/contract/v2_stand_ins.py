@@ -64,7 +64,7 @@ def install(compared: bool) -> None:
     from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties, sampler
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 
-    from das_adapter.engine.v2 import confidence, limits
+    from das_adapter.engine.v2 import confidence, limits, ranking
 
     for owners, compute, written in (
         ((gumbel, sampler), gumbel_sample, lambda *_: []),
@@ -93,6 +93,7 @@ def install(compared: bool) -> None:
         (limits, "leave_out", leave_out),
         (confidence, "sum_others", sum_others),
         (confidence, "write_kind", write_kind),
+        (ranking, "admit", admit),
     ):
         setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
     structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
@@ -304,6 +305,39 @@ def write_kind(
     kind = torch.from_numpy(np.clip(np.floor(odds).astype(np.int64) + EVEN, 0, KINDS - 1))
     step = steps[rows] if EACH > 1 else steps.expand(len(rows))
     kinds[rows // EACH, step.long()], chances[rows // EACH, step.long()] = kind.to(torch.uint8), table[kind]
+
+
+def admit(
+    shares: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    chances: Tensor,
+    admitted: Tensor,
+    cu_num_logits: Tensor,
+    query_start_loc: Tensor,
+    budget: int,
+    requests: int,
+    bonus: int,
+    PADDED: int,
+    **_: int,
+) -> None:
+    """`admit` of `das_adapter.engine.v2.ranking`."""
+    most, others, worth = shares.numpy()
+    number = most
+    if budget >= 0:
+        offered = np.arange(PADDED) < most[:, None]
+        chance = np.zeros((requests, PADDED), dtype=F)
+        chance[:, : chances.shape[1]] = chances.numpy()[slots.numpy()]
+        survival = np.cumprod(np.where(offered, chance, F(0)), axis=1) * worth.view(F)[:, None]
+        key = np.where(offered, np.clip(survival.view(np.int32), 0, F(1).view(np.int32)) >> 14, -1)
+        keys.numpy()[:requests] = key
+        best = np.argsort(-key, axis=None, kind="stable")[:budget]
+        number = np.bincount(best // PADDED, minlength=requests)
+    admitted.numpy()[:requests] = number
+    for begins, counts in ((cu_num_logits, number + bonus), (query_start_loc, number + others)):
+        begins[0] = 0
+        begins.numpy()[1 : requests + 1] = np.cumsum(counts)
+    query_start_loc[requests + 1 :] = query_start_loc[requests].clone()
 
 
 def gumbel_sample(

@@ -15,7 +15,7 @@ from own_history import OwnHistory  # noqa: E402
 
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
-from das_adapter.engine.v2 import limits, search, votes  # noqa: E402
+from das_adapter.engine.v2 import limits, ranking, search, votes  # noqa: E402
 from das_adapter.engine.v2.device_index import SCAN, DeviceIndex  # noqa: E402
 
 
@@ -86,6 +86,26 @@ def test_leaving_out_what_is_beyond_top_k_and_top_p_compiles_for_a_gpu(
         noted = forms(patch, limits)
         of.apply(torch.zeros(2, 152_064, dtype=dtype), torch.arange(2), torch.ones(4))
     (kernel,) = compiled(noted, 90, limits)
+    assert kernel.asm["cubin"]
+    assert ".f64" not in kernel.asm["ptx"]
+    assert kernel.metadata.shared < 48 * 1024
+
+
+@pytest.mark.parametrize("steps", [1, 7, 128])
+def test_admitting_drafts_compiles_for_a_gpu_before_the_first_request_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    admitted, *begins = (torch.zeros(length, dtype=torch.int32) for length in (1024, 1025, 1025))
+    with pytest.MonkeyPatch.context() as patch:
+        noted = forms(patch, ranking)
+        of = ranking.Ranking(1024, steps, torch.device("cpu"))
+        of.bind(torch.zeros(1024, steps), admitted, *begins, bonus=1)
+        first = set(noted["admit"])
+        for requests in (1, 2, 3, 16, 17, 1024):
+            of.admit(np.zeros((3, requests), dtype=np.int32), torch.arange(1025)[-requests:], requests - 1)
+    assert noted["admit"] == first
+    (kernel,) = compiled(noted, 90, ranking)
     assert kernel.asm["cubin"]
     assert ".f64" not in kernel.asm["ptx"]
     assert kernel.metadata.shared < 48 * 1024

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
-from operator import sub
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
+from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.speculator import to_host
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
@@ -34,8 +35,9 @@ class Admission(AdaptiveVerificationManager):
     """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
     which came with the scheduler's output."""
 
-    def __init__(self, drops: Callable[[Iterable[str]], bool], **stock: Any) -> None:
-        """`drops`: whether a step of some requests verifies no drafts; `stock`: arguments of vLLM's manager."""
+    def __init__(self, drops: Callable[[Iterable[str]], bool], ranking: Ranking, **stock: Any) -> None:
+        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps; `stock`:
+        arguments of vLLM's manager."""
         super().__init__(**stock)
         self.drops = drops
         self._plan = DraftTokens(0)
@@ -44,6 +46,14 @@ class Admission(AdaptiveVerificationManager):
         self.admitted: torch.Tensor | None = None
         """Draft tokens of each request of the present step in batch order, int32 [requests], on the host when the
         step's output is; None: no request has any."""
+        self._batch_budget: tuple[list[str], npt.NDArray[np.int32], int] | None = None
+        """Requests of the present step, their shares (see `Ranking.admit`), and the draft tokens that it verifies: vLLM
+        reads these."""
+        self._trims = False
+        """Whether the present step verifies fewer draft tokens than its requests may have."""
+        written = self._batch_draft_capacity, self._cu_num_logits, self.query_start_loc
+        self._ranking = ranking
+        ranking.bind(self._confidence_probs, *written, bonus=self.num_bonus_tokens)
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """Nothing: what steps cost, the controller knows."""
@@ -58,33 +68,42 @@ class Admission(AdaptiveVerificationManager):
     def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
         """Return the tokens of a step, whose requests have room for so many draft tokens."""
         plan, req_ids = self._plan, list(num_tokens_per_req)
-        longest, _, joined = plan.parts(req_ids)
-        room = list(map(len, map(draft_tokens.get, req_ids, repeat(()))))
-        most = np.minimum(room, longest).tolist()
-        others = list(map(sub, num_tokens_per_req.values(), room))
-        rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
-        total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
-        budget = 0 if self.drops(req_ids) else min(total, sum(most), rows)
-        drafted, undrafted = (dict(zip(req_ids, counts, strict=True)) for counts in (most, others))
-        self._batch_budget = drafted, undrafted, budget
-        return sum(others) + budget
+        requests, budget = len(req_ids), 0
+        shares = np.zeros((3, requests), dtype=np.int32)
+        most, others, worth = shares
+        room = np.fromiter(map(len, map(draft_tokens.get, req_ids, repeat(()))), np.int32, requests)
+        np.subtract(np.fromiter(num_tokens_per_req.values(), np.int32, requests), room, out=others)
+        self._trims = False
+        if plan.total and not self.drops(req_ids):
+            longest, worth.view(np.float32)[:], joined = plan.parts(req_ids)
+            np.minimum(room, longest, out=most, casting="unsafe")
+            rows = max(0, self._max_total_logits - requests * self.num_bonus_tokens)
+            total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
+            possible = int(np.add.reduce(most))
+            budget = min(total, possible, rows)
+            self._trims = budget < possible
+        self._batch_budget = req_ids, shares, budget
+        return int(np.add.reduce(others)) + budget
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         """Admit the drafts; see `AdaptiveVerificationManager`."""
-        answer = super().reallocate_drafts(req_ids, idx_mapping)
-        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)])
-        return answer
+        assert self._batch_budget is not None
+        scheduled, shares, budget = self._batch_budget
+        self._batch_budget = None
+        if scheduled != req_ids:
+            places = dict(zip(scheduled, range(len(scheduled)), strict=True))
+            shares = shares[:, list(map(places.__getitem__, req_ids))]
+        self._ranking.admit(shares, idx_mapping.long(), budget if self._trims else -1)
+        all_admitted = torch.from_numpy(shares[0])
+        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if self._trims else all_admitted
+        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
         self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
-            chances = confidence_probs[: input_batch.num_reqs].clone()
-            _, worth, _ = plan.parts(input_batch.req_ids)
-            weights = torch.from_numpy(worth.astype(np.float32))
-            weights = weights.pin_memory() if chances.is_cuda else weights
-            chances[:, 0] *= weights.to(chances.device, non_blocking=True)
-            self._confidence_probs[input_batch.idx_mapping] = chances
+            slots = input_batch.idx_mapping.long()
+            self._confidence_probs.index_copy_(0, slots, confidence_probs[: input_batch.num_reqs])
 
 
 def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None) -> str | None:
@@ -171,12 +190,3 @@ def capture_plain_steps(stock: Any) -> Any:
             with_plain_graphs(self, unequal)
 
     return init
-
-
-@patch("vllm.v1.worker.gpu.spec_decode.adaptive_verification:_assign_draft_token_budget_compiled", since="0.29")
-def rank_uncompiled(stock: Any) -> Any:
-    """Without it the first steps with drafts of an engine, for one request and for several, wait seconds for what ranks
-    their tokens to be compiled, and the account takes that for what drafts cost (V2 runner). Remove this patch when
-    vLLM compiles it before its first request."""
-    plain = getattr(stock, "_torchdynamo_orig_callable", stock)
-    return lambda *args: plain(*args)

@@ -22,6 +22,7 @@ from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.neural import Speculation
+from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
 from das_adapter.engine.worker import WorkerState
@@ -61,7 +62,9 @@ class DeviceWorkerState(WorkerState):
             self.source = beside or runner.speculator
             self.source.bind(runner.req_states, self.engine)
         if config.controlled:
-            setattr(runner.req_states, ADMITS, self.admission)
+            states = runner.req_states
+            self._ranking = Ranking(states.max_num_reqs, states.num_speculative_steps, states.device)
+            setattr(states, ADMITS, self.admission)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._requests: dict[str, LiveRequest] = {}
@@ -93,7 +96,7 @@ class DeviceWorkerState(WorkerState):
         if self.lengths is not None:
             self._chooses_own(self.lengths.engine.controller)
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        return Admission(self.drops_drafts, **{name: stock[name] for name in names})
+        return Admission(self.drops_drafts, self._ranking, **{name: stock[name] for name in names})
 
     def _chooses_own(self, controller: Controller) -> None:
         """Tell the controller that each request has its own number of draft tokens, and in which sizes of steps."""

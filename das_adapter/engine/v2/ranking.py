@@ -1,0 +1,161 @@
+"""Which draft tokens a step verifies, on the device: those of the highest survival.
+
+The survival of a draft token is the chance that it and those before it are accepted, times what a token of its request
+is worth. The least survival that is admitted is searched for bit by bit: floats that are not negative are ordered as
+the integers of the same bits, of which 30 are enough up to 1. The upper 16 of them count, a precision of 2^-9: which of
+nearly equal tokens are admitted does not matter. Nothing is sorted, and each pass only counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 4096
+"""Draft tokens that are looked at at once, in registers."""
+
+
+class Ranking:
+    """Admits the draft tokens of a batch, and lays out the tokens of its requests."""
+
+    def __init__(self, slots: int, steps: int, device: torch.device) -> None:
+        """`steps`: most tokens of a draft."""
+        padded = triton.next_power_of_2(steps)
+        rows = min(1024, max(1, _TILE // padded))
+        self._keys = torch.empty(slots, padded, dtype=torch.int32, device=device)
+        self._constants = {"most_requests": slots, "STEPS": steps, "PADDED": padded, "ROWS": rows}
+
+    def bind(
+        self,
+        chances: torch.Tensor,
+        admitted: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        bonus: int,
+    ) -> None:
+        """Take what the kernel reads and writes, see `admit`, and compile it."""
+        self._tensors = self._keys, chances, admitted, cu_num_logits, query_start_loc
+        self._constants["bonus"] = bonus
+        self.admit(np.zeros((3, 1), dtype=np.int32), admitted.new_zeros(1, dtype=torch.int64), -1)
+
+    def admit(self, shares: npt.NDArray[np.int32], slots: torch.Tensor, budget: int) -> None:
+        """Admit draft tokens of the requests in these slots, int64 [requests]; does not wait for the device.
+
+        Args:
+            shares: int32 [3, requests]: the most draft tokens of each request, its other tokens, and what a token of
+                its draft is worth, the bits of a float32 from 0 to 1.
+            budget: draft tokens to admit, no more than `shares` allows; -1: all that it allows.
+        """
+        gpu = self._keys.is_cuda
+        sent = torch.empty(shares.shape, dtype=torch.int32, device="cpu", pin_memory=gpu)  # a copy may be under way
+        sent.numpy()[:] = shares
+        sent = sent.to(self._keys.device, non_blocking=True)
+        admit[(1,)](sent, slots, *self._tensors, budget=budget, requests=len(slots), **self._constants, num_warps=8)
+
+
+@triton.jit
+def _write_keys(keys, shares, slots, chances, requests, STEPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Write the upper bits of the survival of each draft token; -1: its request may not have it."""
+    column = tl.arange(0, PADDED)[None, :]
+    for first in range(0, requests, ROWS):
+        request = first + tl.arange(0, ROWS)
+        there = request < requests
+        slot = tl.load(slots + request, mask=there, other=0)
+        most = tl.load(shares + request, mask=there, other=0)
+        worth = tl.load(shares + 2 * requests + request, mask=there, other=0).to(tl.float32, bitcast=True)
+        offered = column < most[:, None]
+        chance = tl.load(chances + slot[:, None] * STEPS + column, mask=offered, other=0.0)
+        bits = (tl.cumprod(chance, axis=1) * worth[:, None]).to(tl.int32, bitcast=True)
+        bits = tl.minimum(tl.maximum(bits, 0), 0x3F800000)  # up to 1.0: chances that nobody wrote may be anything
+        tl.store(keys + request[:, None] * PADDED + column, tl.where(offered, bits >> 14, -1), mask=there[:, None])
+    tl.debug_barrier()  # other threads read them
+
+
+@triton.jit
+def _least(keys, number, budget, BLOCK: tl.constexpr):
+    """Return the largest key that `budget` of so many keys reach, and how many are above it."""
+    least, above = 0, 0
+    for bit in range(16):
+        higher = least | (1 << (15 - bit))
+        reach = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, number, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            reach += (tl.load(keys + place, mask=place < number, other=-1) >= higher).to(tl.int32)
+        count = tl.sum(reach, axis=0)
+        least = tl.where(count >= budget, higher, least)
+        above = tl.where(count >= budget, above, count)  # the last one is of the next key
+    return least, above
+
+
+@triton.jit
+def _take(keys, least, left, request, there, PADDED: tl.constexpr):
+    """Return how many draft tokens of some requests are admitted: those above the least key, and of those that equal it
+    the first ones, `left` in all; and how many of these are left then, or fewer than none."""
+    place = request[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+    key = tl.load(keys + place, mask=there[:, None], other=-1)
+    equal = tl.sum((key == least).to(tl.int32), axis=1)
+    before = tl.cumsum(equal, axis=0) - equal
+    above = tl.sum((key > least).to(tl.int32), axis=1)
+    return above + tl.minimum(equal, tl.maximum(left - before, 0)), left - tl.sum(equal, axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["budget", "requests", "most_requests", "bonus"], do_not_specialize_on_alignment=["slots"]
+)
+def admit(
+    shares,
+    slots,
+    keys,
+    chances,
+    admitted,
+    cu_num_logits,
+    query_start_loc,
+    budget,
+    requests,
+    most_requests,
+    bonus,
+    STEPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Admit the draft tokens of a batch, and lay out its tokens; one program. See `Ranking.admit`.
+
+    As many tokens as `budget` are admitted whatever the chances are, and of each draft its first ones: what is written
+    is their number. Of equal survival the first ones are admitted, by request and place.
+
+    Args:
+        keys: int32 [most_requests, PADDED], for the kernel's own use.
+        chances: float32 [most_requests, STEPS], of the draft tokens of each slot, given those before them.
+        admitted: int32 [most_requests], written: draft tokens of each request that are verified.
+        cu_num_logits, query_start_loc: int32 [most_requests + 1], written: where the rows of logits and the tokens of
+            each request begin, and where the last ones end; the second beyond that, too.
+        bonus: rows of logits of a request beside those of its draft tokens.
+        PADDED: power of 2, STEPS at least.
+        ROWS: power of 2, requests that are looked at at once.
+    """
+    row, least, above = tl.arange(0, ROWS), 0, 0
+    if budget >= 0:
+        _write_keys(keys, shares, slots, chances, requests, STEPS, PADDED, ROWS)
+        least, above = _least(keys, requests * PADDED, budget, ROWS * PADDED)
+    left, logits, tokens = budget - above, 0, 0
+    tl.store(cu_num_logits, 0)
+    tl.store(query_start_loc, 0)
+    for first in range(0, requests, ROWS):
+        request = first + row
+        there = request < requests
+        number = tl.load(shares + request, mask=there, other=0)
+        if budget >= 0:
+            number, left = _take(keys, least, left, request, there, PADDED)
+        tl.store(admitted + request, number, mask=there)
+        rows = number + tl.where(there, bonus, 0)
+        read = number + tl.load(shares + requests + request, mask=there, other=0)
+        tl.store(cu_num_logits + 1 + request, logits + tl.cumsum(rows, axis=0), mask=there)
+        tl.store(query_start_loc + 1 + request, tokens + tl.cumsum(read, axis=0), mask=there)
+        logits += tl.sum(rows, axis=0)
+        tokens += tl.sum(read, axis=0)
+    for first in range(requests, most_requests, ROWS):
+        place = first + row
+        tl.store(query_start_loc + 1 + place, tokens, mask=place < most_requests)
