@@ -75,8 +75,11 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
   const std::vector<float> best_first = descending(value);
   double sum = 0, gain = 0;
   const double plain = seconds(0);
+  const size_t captured = sizes.empty() || static_cast<double>(batch) > sizes.back()
+                              ? n
+                              : std::min(n, static_cast<size_t>(sizes.back()) - batch);
   size_t most = 0;
-  for (size_t m = 1; m <= n; ++m) {
+  for (size_t m = 1; m <= captured; ++m) {
     sum += best_first[m - 1];
     if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
   }

@@ -101,6 +101,8 @@ class Bar(NamedTuple):
 
 STARTED: list[Any] = []
 """Engines of this process."""
+_RUNNING: set[int] = set()
+"""Leaders of the process groups that `process` has started."""
 SMALL = 0.05
 """Share of the device's memory that must be free where the KV cache's size is known."""
 END_S = 10.0
@@ -168,6 +170,7 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
         ProcessPoolExecutor(1, spawn, _begin, ({FOLDER: folder, **(env or {})},)) as pool,
     ):
         started = pool.submit(os.getpid).result()
+        _RUNNING.add(started)
 
         def run(work: Callable[..., Any], *args: Any) -> Any:
             try:
@@ -177,6 +180,7 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
                 raise TimeoutError("no time is left") from None
 
         def kill() -> None:
+            _RUNNING.discard(started)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started, signal.SIGKILL)
 
@@ -191,13 +195,29 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
             kill()
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Do things in so many threads; where this one is interrupted, end the processes that they have started."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        except (KeyboardInterrupt, SystemExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            while pool._threads and any(thread.is_alive() for thread in pool._threads):
+                for started in list(_RUNNING):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(started, signal.SIGKILL)
+                time.sleep(0.05)  # one may just have been started
+            raise
+
+
 def at_once(*works: Callable[[], Any]) -> None:
     """Do these at the same time.
 
     Raises:
         Exception: what the first of those that failed has raised, when all are done.
     """
-    with ThreadPoolExecutor(len(works)) as pool:
+    with threads(len(works)) as pool:
         for each in [pool.submit(work) for work in works]:
             each.result()
 

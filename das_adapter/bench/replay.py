@@ -6,7 +6,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,7 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     itself, corrupted, and over a text that misleads. Both engines are there at once, and take turns."""
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
     found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
+    found |= {"groups": sorted(Counter(problem for problem, _ in rollouts).values()), "longest": _longest(rollouts)}
     found |= {"history_tokens": sum(len(t) for _, t in earlier), "arms": {}}
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
     histories = {FIRST: corrupted(rollouts, shares[0], plan.vocabulary)}
@@ -63,6 +66,14 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
                 for name, before in past.items():
                     found["arms"][name] = in_turn(ours, stock, batch, before, once=name in ONCE)
                     yield found
+
+
+def _longest(rollouts: Rollouts) -> list[Found]:
+    """Say of the five longest responses, which decide how long a rollout takes, how many tokens they have, and which
+    share of their stretches of 8 tokens is there once: in one that repeats itself few are."""
+    texts = sorted((text for _, text in rollouts), key=len)[-5:]
+    stretches = (np.lib.stride_tricks.sliding_window_view(text, 8) for text in texts if len(text) > 8)
+    return [Found(tokens=len(at) + 7, distinct=len(np.unique(at, axis=0)) / len(at)) for at in stretches]
 
 
 EAGER = HISTORY | {"budget": "unlimited"}
@@ -190,25 +201,26 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
 def in_turn(
     ours: Callable[..., Any], stock: Callable[..., Any], rollouts: Rollouts, before: Rollouts, once: bool
 ) -> Found:
-    """Let both engines write the batch, in turns. Return what ours told of its first rollout, what went wrong in any,
-    of both the seconds of each rollout and the steps of the last, and `of_stock`, the time that ours takes of stock's,
-    with its standard error (None: of one rollout)."""
-    times: list[tuple[float, float]] = []
-    arms: list[Found] = []
+    """Let both engines write the batch, in turns. Return what they told of each of the `rollouts`, what went wrong in
+    any, the draft tokens of the first, and `of_stock`, the time that ours takes of stock's, with its standard error
+    (None: of one rollout)."""
+    turns: list[Found] = []
     for _ in range(1 if once else MANY):
-        arms.append(ours(_history, rollouts, before))
-        theirs, pace = stock(_stock, rollouts)
-        times.append((arms[-1]["seconds"], theirs))
-        of_stock = Measured.of([mine / theirs for mine, theirs in times])
-        if len(times) >= FEW and (of_stock.error <= SURE or sum(map(sum, times)) > ENOUGH_S):
+        turns.append(ours(_history, rollouts, before) | {"stock": stock(_stock, rollouts)})
+        of_stock = Measured.of([turn["seconds"] / turn["stock"]["seconds"] for turn in turns])
+        took = sum(turn["seconds"] + turn["stock"]["seconds"] for turn in turns)
+        if len(turns) >= FEW and (of_stock.error <= SURE or took > ENOUGH_S):
             break
-    first = {name: value for name, value in arms[0].items() if name != "pace"}
-    return first | {
-        "unforced": sum(arm["unforced"] for arm in arms),
-        "error": next((arm["error"] for arm in arms if arm["error"]), None),
+    shares = [turn["propose_share"] for turn in turns if turn["propose_share"] is not None]
+    return {
         "of_stock": [of_stock.value, None if once else of_stock.error],
-        "seconds": times,
-        "paces": [arms[-1]["pace"], pace],
+        "tokens_per_forward": statistics.median(turn["tokens_per_forward"] for turn in turns),
+        "unforced": sum(turn["unforced"] for turn in turns),
+        "error": next((turn["error"] for turn in turns if turn["error"]), None),
+        "propose_share": max(shares, default=None),
+        "draft_tokens": turns[0]["draft_tokens"],
+        "accepted_tokens": turns[0]["accepted_tokens"],
+        "rollouts": turns,
     }
 
 
@@ -237,18 +249,18 @@ def _note_steps(vllm: Any) -> None:
 
 
 def _pace() -> Found:
-    """Say of the steps of the rollout how many there were, what one took, and by how much some took longer than three
-    others, as where a kernel is compiled; begin another."""
-    took = np.diff(_ENDS)
-    usual = float(np.median(took))
-    paused = float((took - usual)[took > 3 * usual].sum())
+    """Say how many steps the rollout had, what half and nine tenths of them took at most, and which took longest, as
+    where a kernel is compiled; begin another."""
+    took = 1e3 * np.diff(_ENDS)
+    longest = {int(step): float(took[step]) for step in np.argsort(-took)[:5]}
     _ENDS.clear()
-    return Found(steps=len(took), step_ms=1e3 * usual, paused_s=paused)
+    half, most = np.quantile(took, (0.5, 0.9)).tolist()
+    return Found(steps=len(took), step_ms=half, most_ms=most, longest_ms=longest)
 
 
-def _stock(rollouts: Rollouts) -> tuple[float, Found]:
+def _stock(rollouts: Rollouts) -> Found:
     _ENDS.clear()
-    return rollout(STARTED[-1], rollouts)[0], _pace()
+    return Found(seconds=rollout(STARTED[-1], rollouts)[0], **_pace())
 
 
 @functools.cache
@@ -272,7 +284,7 @@ def _history(rollouts: Rollouts, before: Rollouts) -> Found:
     waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
     return {
         "seconds": seconds,
-        "pace": _pace(),
+        **_pace(),
         "unforced": sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True)),
         "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
         "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),

@@ -3,11 +3,12 @@
     das-adapter bench                      # all parts, at most 25 minutes
     das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
     das-adapter bench --minutes 4 gate     # less time
-    das-adapter bench --shape 1.5b         # one shape; else `gate` takes 7b and 1.5b, others 7b
+    das-adapter bench --shape 7b           # one shape; else `gate` takes both, `replay` and `lossless` 1.5b, others 7b
     das-adapter bench replay --traces FILE        # recorded rollouts with token ids, as `das-adapter estimate` reads
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
-Policies have random weights in the shape of Qwen2.5. gpu_PART_SHAPE.json has what a part could measure, with its
+Policies have random weights in the shape of Qwen2.5; `lossless` writes some for its time, 4 GB for 1.5b, where TMPDIR
+says. gpu_PART_SHAPE.json has what a part could measure, with its
 provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too high, `cut short` where those
 measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
 failed. Parts and their minutes, estimated by what an H200 took, for all of their shapes:
@@ -41,8 +42,9 @@ from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
 
 PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
-TWO_SHAPES = ("gate",)
-"""Parts that a small policy may not keep although a large one does."""
+_SHAPES = {"gate": ("7b", "1.5b"), "replay": ("1.5b",), "lossless": ("1.5b",)}
+"""Of a part where none is asked for; else 7b. Of `gate` a small policy may not keep what a large one does; the others
+have several engines at once."""
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")
@@ -83,8 +85,8 @@ def judge(name: str, content: Found) -> list[str]:
 
 def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
     """Return these parts, or all, each with a shape; None: with its shapes."""
-    shapes = {name: ("7b", "1.5b") if name in TWO_SHAPES else ("7b",) for name in words or PARTS}
-    return [(name, each) for name in shapes for each in ((shape,) if shape else shapes[name])]
+    names = dict.fromkeys(words or PARTS)
+    return [(name, each) for name in names for each in ((shape,) if shape else _SHAPES.get(name, ("7b",)))]
 
 
 def _save(path: Path, head: Found, content: Found) -> None:

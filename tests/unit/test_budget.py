@@ -95,6 +95,7 @@ MODELS = [
     StepModel(base=10.0, token=0.0, bend=0.5, knee=6),
     StepModel(base=10.0, token=0.6, bend=-0.5, knee=5, draft=0.2),  # dear at first, cheap beyond
     StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 4, 8)),  # in steps, up to the largest size
+    StepModel(base=10.0, token=0.0, sizes=(1, 2, 3)),  # free, as far as it was seen
     StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 3, 4, 6, 8), drafted_sizes=(2, 5, 8)),  # in larger steps
 ]
 
@@ -117,7 +118,10 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
         extra = model.step(total, requests, sum(keep) > 0) - model.step(requests, requests, False)
         return sum(sum(v[:m]) for v, m in zip(values, keep, strict=True)) - extra
 
-    best = max(gain(keep) for keep in itertools.product(*(range(len(d) + 1) for d in drafts)))
+    sizes = model.captured(True)
+    most = sizes[-1] if sizes and requests <= sizes[-1] else 99  # beyond these steps leave the graphs
+    splits = itertools.product(*(range(len(d) + 1) for d in drafts))
+    best = max(gain(keep) for keep in splits if requests + sum(keep) <= max(most, requests))
     flat = np.array([c for d in drafts for c in d], dtype=np.float32)
     found = allocate(flat, np.cumsum([0, *map(len, drafts)]), np.array(worth[:requests]), model)
     assert gain(tuple(found.history.tolist())) == pytest.approx(best, abs=1e-4)
