@@ -36,7 +36,7 @@ COMMANDS = {
     "gpu_copy_1.5b.json": "-m das_adapter.bench copy --shape 1.5b --out FOLDER",
     "gpu_lossless_1.5b.json": "-m das_adapter.bench lossless --shape 1.5b --out FOLDER",
     "gpu_kernels_7b.json": "-m das_adapter.bench kernels --shape 7b --out FOLDER",
-    "gpu_replay_1.5b.json": "-m das_adapter.bench replay --shape 1.5b --traces TRACES/rl_reasoning_gym_qwen25_3b_k3.npz"
+    "gpu_replay_1.5b.json": "-m das_adapter.bench replay --shape 1.5b --traces TRACES/rl_reasoning_gym_1280.npz"
     " --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",

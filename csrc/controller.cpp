@@ -43,6 +43,10 @@ std::vector<float> descending(std::vector<float> values) {
   return sorted;
 }
 
+// Seconds that a step takes longer where drafts take it beyond the largest CUDA graph, and the host launches its
+// kernels one by one: it is not seen before, and a model fitted to smaller steps does not say it.
+constexpr double kUncaptured = 0.005;
+
 // Keeps the set of tokens whose value exceeds its cost by most, given the chances of each request's draft,
 // `chances[offsets[i]]` and on, what an accepted token of it is worth, and StepModel.costs; returns the gain. Of m
 // tokens the best set is the m of greatest value, and as values fall along each draft, those above a threshold are a
@@ -75,13 +79,12 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
   const std::vector<float> best_first = descending(value);
   double sum = 0, gain = 0;
   const double plain = seconds(0);
-  const size_t captured = sizes.empty() || static_cast<double>(batch) > sizes.back()
-                              ? n
-                              : std::min(n, static_cast<size_t>(sizes.back()) - batch);
+  const bool inside = !sizes.empty() && static_cast<double>(batch) <= sizes.back();
   size_t most = 0;
-  for (size_t m = 1; m <= captured; ++m) {
+  for (size_t m = 1; m <= n; ++m) {
     sum += best_first[m - 1];
-    if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
+    const double launches = inside && static_cast<double>(batch + m) > sizes.back() ? kUncaptured : 0;
+    if (const double net = sum - (seconds(m) - plain) - launches; net > gain) gain = net, most = m;
   }
   const float threshold = most ? best_first[most - 1] : INFINITY;
   // Of equal values as many as are among the best.

@@ -120,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         until = min(time.monotonic() + 60 * args.minutes, end)
-        command = f"das-adapter bench {name} --shape {shape}"
+        traces = f" --traces {args.traces.name}" if args.traces and name == "replay" else ""
+        command = f"das-adapter bench {name} --shape {shape}{traces}"
         head = {"provenance": made | {"command": command}, "part": name, "shape": shape}
         keep = functools.partial(_save, args.out / f"gpu_{name}_{shape}.json", head)
         content = measured(name, replace(plans[shape], until=until), args.traces, keep)

@@ -79,9 +79,8 @@ def allocate(chances: Chances, offsets: Ints, worth: Floats, model: StepModel, c
     """Keep the draft tokens that are worth more than they cost in the step that all kept tokens make up.
 
     A request's chances do not increase along its draft, so the tokens of greatest value are always a prefix of each
-    draft, and the best set of m tokens is the m of greatest value: the best m gives the optimum for any cost. A step
-    that fits into a CUDA graph without drafts fits into one with them, too: beyond the largest it takes milliseconds
-    more, which the model, fitted to steps below it, does not say.
+    draft, and the best set of m tokens is the m of greatest value: the best m gives the optimum for any cost. Where
+    drafts take a step beyond the largest CUDA graph, they must also be worth the launches of its kernels.
 
     Args:
         chances: survival chance of each draft token, shape (n,), requests one after the other.

@@ -119,13 +119,24 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
         return sum(sum(v[:m]) for v, m in zip(values, keep, strict=True)) - extra
 
     sizes = model.captured(True)
-    most = sizes[-1] if sizes and requests <= sizes[-1] else 99  # beyond these steps leave the graphs
-    splits = itertools.product(*(range(len(d) + 1) for d in drafts))
-    best = max(gain(keep) for keep in splits if requests + sum(keep) <= max(most, requests))
+
+    def launches(keep: tuple[int, ...]) -> float:
+        return 0.005 * bool(sizes and requests <= sizes[-1] < requests + sum(keep))
+
+    best = max(gain(keep) - launches(keep) for keep in itertools.product(*(range(len(d) + 1) for d in drafts)))
     flat = np.array([c for d in drafts for c in d], dtype=np.float32)
     found = allocate(flat, np.cumsum([0, *map(len, drafts)]), np.array(worth[:requests]), model)
-    assert gain(tuple(found.history.tolist())) == pytest.approx(best, abs=1e-4)
+    kept = tuple(found.history.tolist())
+    assert gain(kept) - launches(kept) == pytest.approx(best, abs=1e-4)
     assert max(found.gain, 0.0) == pytest.approx(best, abs=1e-4)
+
+
+@pytest.mark.parametrize(("step", "most"), [(0.0027, 512), (0.025, 128 + 8 * 128)])
+def test_drafts_leave_the_cuda_graphs_only_where_they_are_worth_the_launches(step: float, most: int) -> None:
+    model = StepModel(base=step, token=0.0, sizes=(*range(8, 513, 8),))
+    chances = np.tile(np.float32(0.6) ** np.arange(1, 9), 128).astype(np.float32)
+    found = allocate(chances, np.arange(129) * 8, np.full(128, step / 128), model)
+    assert 128 + found.total == most
 
 
 def test_makespan_weights_are_the_chances_to_end_last() -> None:
