@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from das_adapter.config import Speculate
 from das_adapter.core.backoff import Backoff, Rest
 from das_adapter.core.plain_time import LOSS, PlainTime
-from das_adapter.core.steps import Floats, TimedStep
+from das_adapter.core.steps import Floats, Ints, TimedStep
 
 MARGIN = 0.05
 """Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
@@ -160,12 +160,10 @@ class Account:
             if reason := self._loss():
                 self.stop(reason)
 
-    def count(self, requests: int, steps: Floats) -> None:
-        """Count further steps of so many requests, at whose end no drafter was asked: their number, their seconds and
-        their context, float64 [3]."""
+    def count(self, slots: Ints, steps: Floats) -> None:
+        """As `PlainTime.count`; these steps are not `timed`."""
         self._waited["drafted"] += int(steps[0])
-        self.time.batch.baseline[requests] += steps
-        self.time.passed += float(steps[1])
+        self.time.count(slots, steps)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth. Beside
@@ -223,7 +221,7 @@ class Account:
         took, saved, reason = self._model_took, self._model_saved, self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
         words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
-        if self.model_rest.judge(words, gained=took > 0 and not lost):
+        if self.model_rest.judge(words, saved - took if took else None):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge(reason or None, gained=reason == ""):
+        if self._rest.judge(reason or None, None if reason is None else self.time.saved()):
             self._news = f"das: drafting rests for a while: {reason}"

@@ -35,24 +35,30 @@ class Backoff:
 
 
 class Rest:
-    """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost."""
+    """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost more than the last ones had saved."""
 
     MOST = 8
+    FADE = 0.8
+    """What a rollout saved counts for by so much less with each rollout after it: about five are in the balance. One
+    that was unlucky among those that gain is no reason to rest."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         """Why this rollout is at rest; None: it is not."""
         self._left, self._next = 0, 1  # rollouts at rest: that are left; after the next loss
+        self._balance = 0.0  # seconds
 
-    def judge(self, lost: str | None, gained: bool) -> bool:
-        """Take the end of a rollout: why it has lost, or whether it was worth its time, or neither; one at rest is not
-        judged. Return whether the next is at rest that would not have been."""
+    def judge(self, lost: str | None, saved: float | None) -> bool:
+        """Take the end of a rollout: why it has lost, if it has, and the seconds that it saved, None: not known; one at
+        rest is not judged. Return whether the next is at rest that would not have been."""
         if self.reason is not None:
             self._left -= 1
             self.reason = self.reason if self._left else None
             return False
-        if lost is not None:
-            self.reason, self._left, self._next = lost, self._next, min(2 * self._next, self.MOST)
-        elif gained:
-            self._next = 1
-        return lost is not None
+        if saved is not None:
+            self._balance = self.FADE * self._balance + saved
+            if lost is None:
+                self._next = 1
+            elif self._balance < 0:
+                self.reason, self._left, self._next = lost, self._next, min(2 * self._next, self.MOST)
+        return self.reason is not None

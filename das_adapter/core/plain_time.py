@@ -8,7 +8,7 @@ drafts.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,9 +49,9 @@ class _Batch:
     shares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Steps' tokens for each request, by requests."""
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Tokens of live requests, by slot."""
+    """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
-    """Tokens of requests that ended."""
+    """The same of requests that ended."""
     baseline: dict[int, Floats] = field(default_factory=lambda: defaultdict(lambda: np.zeros(3)))
     """By requests: baseline steps, their seconds and context."""
 
@@ -61,12 +61,12 @@ class _Batch:
         return self.context / max(1, self.requests)
 
     def plain(self, step: Seconds) -> float:
-        """Return the seconds of its tokens: by rounds, for all requests begin together; where they come and go, at the
-        rate of each step's batch."""
-        if not self.refilled:
-            return seconds_of(np.append(self.written, self.finished), self.widest, step)
-        sizes = np.fromiter(self.shares, dtype=float, count=len(self.shares))
-        return float(np.dot(np.fromiter(self.shares.values(), dtype=float), step(sizes)))
+        """Return the seconds of its tokens without those of baseline steps: by rounds, for all requests begin together,
+        so that baseline steps are some of the rounds; where they come and go, at the rate of each step's batch."""
+        if self.refilled:
+            return _total(self.shares, step)
+        whole = seconds_of(np.append(self.written, self.finished), self.widest, step)
+        return whole - _total({requests: kind[0] for requests, kind in self.baseline.items()}, step)
 
 
 class PlainTime:
@@ -104,8 +104,7 @@ class PlainTime:
             mean = step.context / requests
             self._seen = min(self._seen[0], requests), max(self._seen[1], requests)
             self._read = min(self._read[0], mean), max(self._read[1], mean)
-            batch.baseline[requests] += 1.0, step.seconds, step.context
-            self.passed += step.seconds
+            self.count(slots, np.array((1.0, step.seconds, step.context)))
             return
         seconds, passes = step.seconds + step.drafting_seconds, step.drafting_seconds
         seconds = seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
@@ -114,13 +113,15 @@ class PlainTime:
         batch.steps += 1
         batch.requests += requests
         batch.context += step.context
-        batch.widest = max(batch.widest, requests)
+        self._write(slots, got)
         batch.shares[requests] += int(np.add.reduce(got)) / requests
-        try:
-            batch.written[slots] += got
-        except IndexError:
-            batch.written = with_room(batch.written, int(slots.max()) + 1)
-            batch.written[slots] += got
+
+    def count(self, slots: Ints, steps: Floats) -> None:
+        """Count baseline steps, in each of which these requests got a token: their number, their seconds and their
+        context, float64 [3]."""
+        self._write(slots, int(steps[0]))
+        self.batch.baseline[len(slots)] += steps
+        self.passed += float(steps[1])
 
     def add(self, seconds: float) -> None:
         """Add to the time that is held against plain decoding, as of a drafter in a step that also read prompts."""
@@ -184,6 +185,15 @@ class PlainTime:
                 plain += steps * model.step(requests, requests, False, context / steps)
         return float(seconds / (share * plain)) if plain else None
 
+    def _write(self, slots: Ints, got: Ints | int) -> None:
+        batch = self.batch
+        batch.widest = max(batch.widest, len(slots))
+        try:
+            batch.written[slots] += got
+        except IndexError:
+            batch.written = with_room(batch.written, int(slots.max()) + 1)
+            batch.written[slots] += got
+
     def _unasked(self) -> tuple[float, float]:
         """Baseline steps, and their seconds."""
         kinds = (kind for batch in self._batches for kind in batch.baseline.values())
@@ -215,6 +225,12 @@ class PlainTime:
         requests, seconds, context = np.array(self._samples, dtype=float).T
         predicted = self.baseline.model.seconds(requests, requests, False, context)
         return np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
+
+
+def _total(steps: Mapping[int, float], step: Seconds) -> float:
+    """Return the seconds of so many plain steps, by their requests."""
+    sizes = np.fromiter(steps, dtype=float, count=len(steps))
+    return float(np.dot(np.fromiter(steps.values(), dtype=float, count=len(steps)), step(sizes)))
 
 
 def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:

@@ -16,6 +16,7 @@ from das_adapter.core.account import (
     State,
     collapsed,
 )
+from das_adapter.core.backoff import Rest
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
@@ -219,11 +220,23 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
     rollout(account, asking=1.3, pace=4)
     account.take_news()
     assert judged(account) is None
-    rollout(account, asking=1.08)
-    assert judged(account)
+    while not account.idle:
+        rollout(account, asking=1.08)
+        account.sync()
     rollout(account, asking=1.08)
     account.sync()
     assert account.state is State.DRAFTING  # after one: the drafter had been worth its time
+
+
+def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_that_drafts() -> None:
+    account, balance, rests = knowing(), 0.0, list[bool]()
+    for asking, pace in [(1.3, 2)] * 2 + [(1.08, 1)] * 5:
+        rollout(account, asking, pace)
+        balance = Rest.FADE * balance + account.time.saved()
+        assert bool(account.time.compare()) == (pace == 1)
+        rests.append(bool(judged(account)))
+        assert rests[-1] == (balance < 0)
+    assert rests == [False] * 6 + [True]
 
 
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
@@ -388,6 +401,24 @@ def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> N
     time.close(0)
     plain = 10 * 1.2 + 10 * 1.1
     assert time.saved() == pytest.approx(plain - 5 * 1.5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_these_had_too(together: bool) -> None:
+    """Drafts end one of two requests after 10 steps; the other decodes its 90 further tokens alone."""
+    account, alone, seconds = make(model=PLAIN), np.zeros(1, dtype=int), PLAIN.step(1, 1, False)
+    for _ in range(10):
+        account.time.take(timed_step(np.array([10, 1]), 0.012, True), None)
+    account.time.close(0)
+    singly = 20 if together else 90
+    for _ in range(singly):
+        account.timed(TimedStep(alone + 1, alone + 1, 1, seconds, asked=False), None)
+    if singly < 90:
+        account.count(alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0]))
+    plain = 100 * PLAIN.step(2, 2, False)
+    assert account.time.total() == pytest.approx(plain, rel=0.01)
+    assert account.time.saved() == pytest.approx(plain - 0.12 - 90 * seconds, abs=0.01 * plain)
+    assert account.time.of_stock() == pytest.approx((0.12 + 90 * seconds) / plain, rel=0.01)
 
 
 def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:

@@ -189,7 +189,7 @@ class DraftLengths:
                         timed = TimedStep(slots, one, len(slots), seconds, context=context, asked=False)
                         self.engine.timed(timed, since + now)
                 self._last = now
-            account.count(len(slots), others)
+            account.count(slots, others)
             if training := int(np.count_nonzero(requests.record[slots])):
                 self.engine.counters.add(training, steps, busy)
             requests.skip(slots, steps * one)
