@@ -35,8 +35,6 @@ SHAPES = {
     "tiny": _QWEN2 | _TIED | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True)) | {"torch_dtype": "float32"},
 }
 """Qwen2.5's; `tiny` only tests this program."""
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""Environment of engines on vLLM's V1 model runner."""
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 FOLDER = "DAS_BENCH_FOLDER"
@@ -101,12 +99,12 @@ class Bar(NamedTuple):
 
 STARTED: list[Any] = []
 """Engines of this process."""
-_RUNNING: set[int] = set()
-"""Leaders of the process groups that `process` has started."""
-SMALL = 0.05
-"""Share of the device's memory that must be free where the KV cache's size is known."""
 END_S = 10.0
 """Seconds that they have to end."""
+_RUNNING: set[int] = set()
+"""Leaders of the process groups that `process` has started."""
+_FREE = 0.05
+"""Share of the device's memory that must be free where the KV cache's size is known."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
@@ -148,7 +146,7 @@ def engine(
         "max_num_seqs": max((*plan.batches, plan.replayed)),
     }
     if cache:
-        args |= {"kv_cache_memory_bytes": cache * cache_bytes(shape), "gpu_memory_utilization": SMALL}
+        args |= {"kv_cache_memory_bytes": cache * cache_bytes(shape), "gpu_memory_utilization": _FREE}
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     STARTED.append(LLM(policy, **{**args, **engine_args(parse(das)), **settings}))
@@ -176,23 +174,24 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
             try:
                 return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
             except TimeoutError:
-                kill()
+                _kill(started)
                 raise TimeoutError("no time is left") from None
-
-        def kill() -> None:
-            _RUNNING.discard(started)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(started, signal.SIGKILL)
 
         try:
             yield run
         except (KeyboardInterrupt, SystemExit):
-            kill()  # without a word: it is at work
+            _kill(started)  # without a word: it is at work
             raise
         finally:
             with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
                 pool.submit(_end).result(END_S)
-            kill()
+            _kill(started)
+
+
+def _kill(started: int) -> None:
+    _RUNNING.discard(started)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -205,8 +204,7 @@ def threads(count: int) -> Iterator[ThreadPoolExecutor]:
             pool.shutdown(wait=False, cancel_futures=True)
             while pool._threads and any(thread.is_alive() for thread in pool._threads):
                 for started in list(_RUNNING):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(started, signal.SIGKILL)
+                    _kill(started)
                 time.sleep(0.05)  # one may just have been started
             raise
 

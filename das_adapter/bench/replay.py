@@ -195,6 +195,7 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
     """Seconds and tokens of the batch; each request writes as many tokens as its recording has."""
     asked = [{"prompt_token_ids": [1 + i % 50, *range(1, 64)]} for i in range(len(rollouts))]
     lengths, shifted = [len(text) for _, text in rollouts], [problem + problems for problem, _ in rollouts]
+    _ENDS.clear()
     return generate(llm, asked, sampling(lengths, shifted, itertools.count()))
 
 
@@ -250,16 +251,14 @@ def _note_steps(vllm: Any) -> None:
 
 def _pace() -> Found:
     """Say how many steps the rollout had, what half and nine tenths of them took at most, and which took longest, as
-    where a kernel is compiled; begin another."""
+    where a kernel is compiled."""
     took = 1e3 * np.diff(_ENDS)
     longest = {int(step): float(took[step]) for step in np.argsort(-took)[:5]}
-    _ENDS.clear()
     half, most = np.quantile(took, (0.5, 0.9)).tolist()
     return Found(steps=len(took), step_ms=half, most_ms=most, longest_ms=longest)
 
 
 def _stock(rollouts: Rollouts) -> Found:
-    _ENDS.clear()
     return Found(seconds=rollout(STARTED[-1], rollouts)[0], **_pace())
 
 
@@ -278,7 +277,6 @@ def _history(rollouts: Rollouts, before: Rollouts) -> Found:
     shift = turn * 10**7  # of the problems, so that no rollout sees another's text
     llm.collective_rpc("das_rpc", args=("refresh", kept(_past(), before, shift, 2 * turn)))
     llm.collective_rpc("das_rpc", args=("stats", {}))
-    _ENDS.clear()
     seconds, texts = rollout(llm, rollouts, problems=shift)
     stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
     waited = stats["propose_seconds"]  # of the host; on V2 the device drafts

@@ -8,10 +8,10 @@
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
 Policies have random weights in the shape of Qwen2.5; `lossless` writes some for its time, 4 GB for 1.5b, where TMPDIR
-says. gpu_PART_SHAPE.json has what a part could measure, with its
-provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too high, `cut short` where those
-measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
-failed. Parts and their minutes, estimated by what an H200 took, for all of their shapes:
+says. gpu_PART_SHAPE.json has what a part could measure, with its provenance. A bar is `kept` where all of its part ran,
+`MISSED` where a figure is too high, `cut short` where those measured are good and others are missing, and `not run`.
+The exit code is 0 if none was missed or cut short and no part failed. Parts and their minutes, estimated by what an
+H200 took, for all of their shapes:
 
     kernels  1    the time of the sampling kernel (V1 runner) and of the history's (V2), and their memory
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache

@@ -49,8 +49,6 @@ class Admission(AdaptiveVerificationManager):
         self._batch_budget: tuple[list[str], npt.NDArray[np.int32], int] | None = None
         """Requests of the present step, their shares (see `Ranking.admit`), and the draft tokens that it verifies: vLLM
         reads these."""
-        self._trims = False
-        """Whether the present step verifies fewer draft tokens than its requests may have."""
         written = self._batch_draft_capacity, self._cu_num_logits, self.query_start_loc
         self._ranking = ranking
         ranking.bind(self._confidence_probs, *written, bonus=self.num_bonus_tokens)
@@ -73,15 +71,12 @@ class Admission(AdaptiveVerificationManager):
         most, others, worth = shares
         room = np.fromiter(map(len, map(draft_tokens.get, req_ids, repeat(()))), np.int32, requests)
         np.subtract(np.fromiter(num_tokens_per_req.values(), np.int32, requests), room, out=others)
-        self._trims = False
         if plan.total and not self.drops(req_ids):
             longest, worth.view(np.float32)[:], joined = plan.parts(req_ids)
             np.minimum(room, longest, out=most, casting="unsafe")
             rows = max(0, self._max_total_logits - requests * self.num_bonus_tokens)
             total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
-            possible = int(np.add.reduce(most))
-            budget = min(total, possible, rows)
-            self._trims = budget < possible
+            budget = min(total, int(np.add.reduce(most)), rows)
         self._batch_budget = req_ids, shares, budget
         return int(np.add.reduce(others)) + budget
 
@@ -93,9 +88,9 @@ class Admission(AdaptiveVerificationManager):
         if scheduled != req_ids:
             places = dict(zip(scheduled, range(len(scheduled)), strict=True))
             shares = shares[:, list(map(places.__getitem__, req_ids))]
-        self._ranking.admit(shares, idx_mapping.long(), budget if self._trims else -1)
-        all_admitted = torch.from_numpy(shares[0])
-        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if self._trims else all_admitted
+        trims, most = budget < int(np.add.reduce(shares[0])), torch.from_numpy(shares[0])
+        self._ranking.admit(shares, idx_mapping.long(), budget if trims else -1)
+        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
         return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
