@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -96,9 +97,9 @@ class Account:
         self.now += not asks
         return asks
 
-    def asks_in(self, steps: int, requests: int) -> bool:
-        """Return whether a drafter will be asked after so many more steps, as far as can be said now."""
-        return not self.idle and self.look.due(self.now + steps, requests)
+    def asks_in(self, requests: int) -> int:
+        """Return after how many steps a drafter will be asked, as far as can be said now."""
+        return sys.maxsize if self.idle else self.look.due_in(self.now, requests)
 
     @property
     def idle(self) -> bool:

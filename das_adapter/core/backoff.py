@@ -17,7 +17,11 @@ class Backoff:
 
     def due(self, step: int, batch: int = 0) -> bool:
         """Return whether the work is due, in this step and with so many requests."""
-        return step >= self._next or batch < 0.9 * self._batch
+        return self.due_in(step, batch) <= 0
+
+    def due_in(self, step: int, batch: int = 0) -> int:
+        """Return after how many steps the work is due."""
+        return 0 if batch < 0.9 * self._batch else max(0, self._next - step)
 
     def done(self, step: int, batch: int = 0, again_soon: bool = False, enough: float = math.inf) -> None:
         """Note that the work was done, and whether it brought anything; `enough`: steps that it is worth waiting for at

@@ -166,7 +166,7 @@ def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely
 def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
     account, asked = make(), list[bool]()
     for _ in range(300):
-        soon = account.asks_in(1, 8)
+        soon = account.asks_in(8) <= 1
         asked.append(account.ask(8, False))
         assert asked[-1] == soon
         if asked[-1]:

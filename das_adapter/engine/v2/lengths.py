@@ -29,14 +29,14 @@ LATE = 3
 looked up, and it comes with the output of the one after that."""
 
 
-MOST_ASIDE = 28
-"""Steps whose outputs are put aside together, at most."""
+MOST_ASIDE = 64
+"""Steps whose outputs are put aside together, at most: where nobody is asked any more, else fewer."""
 EVERY = 8
 """Of those steps, so many are timed as one: it takes longer than to count them."""
 _SILENCE = DraftTokens(0, looks=False)
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """A step as the host started it, and what came of it."""
 
@@ -124,6 +124,8 @@ class DraftLengths:
         """When the last output came, seconds; None: after a pause."""
         self._unheard = 0
         """Outputs until one hears of the last look that was asked for while nothing was drafted."""
+        self._silence = 0
+        """Outputs that may be put aside: until they are taken nobody is asked for drafts."""
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
         """Take the output of a step that came `now`: the tokens that each of its requests got, in batch order, none
@@ -135,23 +137,20 @@ class DraftLengths:
         with self._lock:
             step.unburdened = bool(self._aside)
             self._aside.append((step, sampled, now))
-            return _SILENCE if self._silent(step) else self._catch_up()
+            if len(self._aside) <= self._silence and step.quiet:
+                return _SILENCE
+            return self._catch_up()
 
     def settle(self) -> None:
         """Learn from the last step that was taken."""
-        with self._lock:
-            self._settle()
+        if self._taken is not None:
+            with self._lock:
+                self._settle()
 
     def catch_up(self) -> None:
         """Take the outputs that were put aside."""
         with self._lock:
             self._catch_up()
-
-    def _silent(self, step: Step) -> bool:
-        before, account = self._before, self.engine.controller.account
-        if before is None or before.offer is not None or not step.quiet or len(self._aside) >= MOST_ASIDE:
-            return False
-        return not account.asks_in(len(self._aside) + LATE, len(before.req_ids))
 
     def _catch_up(self) -> DraftTokens:
         answer, aside, self._aside = _SILENCE, self._aside, []
@@ -159,6 +158,10 @@ class DraftLengths:
             if len(part) < 2 or not self._take_together(part, aside[-1][2]):
                 for step, sampled, now in part:
                     answer = self._take(step, sampled, now, aside[-1][2] - now)
+        before, self._silence = self._before, 0
+        if before is not None and before.offer is None:
+            asked = self.engine.controller.account.asks_in(len(before.req_ids))
+            self._silence = min(MOST_ASIDE, asked - LATE - 1)
         return answer
 
     def _take_together(self, aside: Sequence[_Aside], last: float) -> bool:
@@ -226,7 +229,7 @@ class DraftLengths:
         """Return whether the next unscheduled step looks up what there is, while nothing is drafted: once for each time
         that a drafter will be asked."""
         self._unheard = max(0, self._unheard - 1)
-        looks = not self._unheard and self.engine.controller.account.asks_in(LATE, requests)
+        looks = not self._unheard and self.engine.controller.account.asks_in(requests) <= LATE
         self._unheard = LATE if looks else self._unheard
         return looks
 
@@ -255,7 +258,7 @@ class DraftLengths:
             self._close(
                 sorted(req_id for req_id, request in self.engine.live.items() if self.texts.ended[request.slot])
             )
-            self._last = None
+            self._last, self._silence = None, 0
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:

@@ -124,6 +124,9 @@ class DeviceWorkerState(WorkerState):
     def begin(self, scheduled: Any) -> None:
         """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and bring the sealed text that is
         drafted from to the device."""
+        index, engine = self.index, self.engine
+        if not scheduled.scheduled_new_reqs and (index is None or not index.arena.lacks):
+            return
         slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
         for new in scheduled.scheduled_new_reqs:
             text = new.prefill_token_ids or new.prompt_token_ids or []
@@ -136,8 +139,7 @@ class DeviceWorkerState(WorkerState):
                 ahead.append((key, begun.ahead))
             self._begun.append(begun)
             opened.append((slots[new.req_id], key, begun.start))
-        index, engine = self.index, self.engine
-        if index is None or engine is None or engine.history is None or not (opened or index.arena.lacks):
+        if index is None or engine is None or engine.history is None:
             return
         with engine.surviving():
             index.open(opened)
@@ -166,8 +168,8 @@ class DeviceWorkerState(WorkerState):
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
-        drafts = {req_id: len(tokens) for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()}
-        counts = scheduled.num_scheduled_tokens
+        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
+        drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
         if drafts and self.drops_drafts(counts):
             drafts, decodes = {}, False  # it is not timed: they may have been read
