@@ -43,10 +43,6 @@ std::vector<float> descending(std::vector<float> values) {
   return sorted;
 }
 
-// Seconds that a step takes longer where drafts take it beyond the largest CUDA graph, and the host launches its
-// kernels one by one: it is not seen before, and a model fitted to smaller steps does not say it.
-constexpr double kUncaptured = 0.005;
-
 // Keeps the set of tokens whose value exceeds its cost by most, given the chances of each request's draft,
 // `chances[offsets[i]]` and on, what an accepted token of it is worth, and StepModel.costs; returns the gain. Of m
 // tokens the best set is the m of greatest value, and as values fall along each draft, those above a threshold are a
@@ -67,24 +63,23 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
     for (int64_t j = at[i]; j < at[i + 1]; ++j) value[j] = chance[j] * accepted;
   }
   const auto cost = [&](size_t i) { return nb::cast<double>(costs[i]); };
-  const double token = cost(0), bend = cost(1), knee = cost(2), draft = cost(3);
-  const auto sizes = nb::cast<std::vector<double>>(costs[4]);
+  const double token = cost(0), bend = cost(1), knee = cost(2), draft = cost(3), launch = cost(4);
+  const auto sizes = nb::cast<std::vector<double>>(costs[5]);
   auto size = sizes.begin();
   const auto seconds = [&](size_t drafted) {  // of the step's tokens; `drafted` never falls
     auto tokens = static_cast<double>(batch + drafted);
     while (size != sizes.end() && *size < tokens) ++size;
+    const bool launched = size == sizes.end() && !sizes.empty();
     if (size != sizes.end()) tokens = *size;
-    return token * tokens + bend * std::max(0.0, tokens - knee) + (drafted ? draft : 0.0);
+    return token * tokens + bend * std::max(0.0, tokens - knee) + (drafted ? draft : 0.0) + (launched ? launch : 0.0);
   };
   const std::vector<float> best_first = descending(value);
   double sum = 0, gain = 0;
   const double plain = seconds(0);
-  const bool inside = !sizes.empty() && static_cast<double>(batch) <= sizes.back();
   size_t most = 0;
   for (size_t m = 1; m <= n; ++m) {
     sum += best_first[m - 1];
-    const double launches = inside && static_cast<double>(batch + m) > sizes.back() ? kUncaptured : 0;
-    if (const double net = sum - (seconds(m) - plain) - launches; net > gain) gain = net, most = m;
+    if (const double net = sum - (seconds(m) - plain); net > gain) gain = net, most = m;
   }
   const float threshold = most ? best_first[most - 1] : INFINITY;
   // Of equal values as many as are among the best.

@@ -7,13 +7,12 @@ so the fit chooses the best of a few small models, of which the line is one.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log2
 from operator import itemgetter
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,9 @@ SURPRISE = 0.25
 SOON, MANY = 8, 4096
 """Steps after which the model is fitted again at the earliest, and at the latest: a fit takes as long as a step of a
 small policy on a GPU, or longer."""
+LAUNCH = 0.005
+"""Seconds that the host takes longer to launch the kernels of a step one by one, until such a step was seen: smaller
+ones do not say it."""
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens in a step at which a fitted curve may bend."""
 
@@ -33,7 +35,7 @@ KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 class StepModel:
     """Seconds of a decode step with n tokens (drafts included) of b requests that have s tokens of context together:
     base + token·n + bend·max(0, n - knee) + request·b + context·s + attention·s·n/b, and `draft` once if anything was
-    drafted; n is the smallest of `sizes` that holds the tokens."""
+    drafted, `launch` if no graph holds the tokens; n is the smallest of `sizes` that holds them."""
 
     base: float
     token: float
@@ -45,18 +47,20 @@ class StepModel:
     """Of reading a token's keys and values."""
     attention: float = 0.0
     """Of attending to a token of context, for one of the forward pass."""
+    launch: float = 0.0
+    """Of more tokens than the largest of `sizes`: the kernels are launched one by one."""
     sizes: tuple[int, ...] = ()
     """Tokens for which CUDA graphs are captured, rising: a step is padded to the next of them."""
     drafted_sizes: tuple[int, ...] | None = None
     """The same of steps with drafts; None: there is no difference."""
 
-    def costs(self, requests: int) -> tuple[float, float, float, float, tuple[int, ...]]:
+    def costs(self, requests: int) -> tuple[float, float, float, float, float, tuple[int, ...]]:
         """Return what the native `allocate` is told of the costs of tokens beside so many requests; where steps with
         drafts have sizes of their own, the first draft token takes the step from one of the others to these."""
         first = self.draft
         if self.drafted_sizes is not None:
             first = self.step(requests, requests, True) - self.step(requests, requests, False)
-        return self.token, self.bend, self.knee, first, self.captured(True)
+        return self.token, self.bend, self.knee, first, self.launch, self.captured(True)
 
     def captured(self, drafted: bool) -> tuple[int, ...]:
         """Return the sizes of steps with drafts, or without."""
@@ -72,8 +76,9 @@ class StepModel:
         return at
 
     def scaled(self, factor: float) -> StepModel:
-        """Return it with all times multiplied."""
-        return replace(self, **{k: factor * v for k, v in vars(self).items() if k != "knee" and "sizes" not in k})
+        """Return it with all times multiplied but `launch`, which the host alone decides."""
+        kept = ("knee", "launch", "sizes", "drafted_sizes")
+        return replace(self, **{name: factor * value for name, value in vars(self).items() if name not in kept})
 
     def padded(self, tokens: npt.ArrayLike, drafted: npt.ArrayLike = False) -> Floats:
         """Return the tokens that steps of so many compute, with drafts or without."""
@@ -81,6 +86,15 @@ class StepModel:
         if self.drafted_sizes is None:
             return _padded(n, self.sizes)
         return np.where(drafted, _padded(n, self.drafted_sizes), _padded(n, self.sizes))
+
+    def largest(self, drafted: bool) -> float:
+        """Return the most tokens that a graph holds, of steps with drafts or without."""
+        sizes = self.captured(drafted)
+        return sizes[-1] if sizes else math.inf
+
+    def launched(self, tokens: npt.ArrayLike, drafted: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Return whether steps have more tokens than any graph holds."""
+        return np.asarray(tokens) > np.where(drafted, self.largest(True), self.largest(False))
 
     def size(self, tokens: float, drafted: bool = False) -> float:
         """Return the tokens that one step of so many computes, with drafts or without."""
@@ -96,16 +110,16 @@ class StepModel:
         n, b, s = self.padded(tokens, drafted), np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
         bent = self.bend * np.maximum(0.0, n - self.knee)
         read = self.context * s + self.attention * s * n / np.maximum(b, 1e-9)
-        return np.asarray(
-            self.base + self.token * n + bent + self.request * b + read + self.draft * np.asarray(drafted)
-        )
+        once = self.draft * np.asarray(drafted) + self.launch * self.launched(tokens, drafted)
+        return np.asarray(self.base + self.token * n + bent + self.request * b + read + once)
 
     def step(self, tokens: float, requests: float, drafted: bool, context: float = 0.0) -> float:
         """Return the seconds of one step, for plain numbers."""
         n = self.size(tokens, drafted)
         bent = self.bend * (n - self.knee) if n > self.knee else 0.0
         read = (self.context + self.attention * n / requests) * context if context else 0.0
-        return self.base + self.token * n + bent + self.request * requests + read + (self.draft if drafted else 0.0)
+        once = (self.draft if drafted else 0.0) + (self.launch if tokens > self.largest(drafted) else 0.0)
+        return self.base + self.token * n + bent + self.request * requests + read + once
 
     def plain(self, requests: npt.ArrayLike) -> Floats:
         """Return the time of steps without drafts."""
@@ -156,7 +170,7 @@ class StepTimes:
     def __init__(self, prior: StepModel | None = None, kinds: int = 2, sizes: tuple[int, ...] = ()) -> None:
         """`prior`: the model until the first fit; None: `ASSUMED`; `kinds`: how many kinds of step must have been seen
         twice, whatever their context, before that; `sizes`: `StepModel.sizes` of the engine."""
-        self.model = self._prior = replace(prior or ASSUMED, sizes=sizes)
+        self.model = self._prior = replace(prior or ASSUMED, sizes=sizes, launch=LAUNCH if sizes else 0.0)
         self._assumed = prior is None
         self.known = not self._assumed
         """Whether there was a prior, or a step."""
@@ -166,13 +180,13 @@ class StepTimes:
         scatter."""
         self._kinds = kinds
         self._fitted_at, self._patience = 0, SOON
-        self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
+        self._cells: dict[tuple[int, int, bool, bool, int], _Cell] = {}
         self._error = 0.0
         self._judged = 0
 
     def assume(self, model: StepModel) -> None:
         """Take how times relate to each other, before the first step, in place of `ASSUMED`."""
-        self.model = self._prior = replace(model, sizes=self._prior.sizes)
+        self.model = self._prior = replace(model, sizes=self._prior.sizes, launch=self._prior.launch)
 
     def draft_in(self, sizes: tuple[int, ...]) -> None:
         """Take `StepModel.drafted_sizes` of the engine, before its first step."""
@@ -189,8 +203,8 @@ class StepTimes:
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
         mean = context / max(requests, 1)
-        tokens = int(self._prior.size(tokens, drafted))
-        key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
+        launched, tokens = tokens > self._prior.largest(drafted), int(self._prior.size(tokens, drafted))
+        key = (_eighths(tokens), _eighths(requests), drafted, launched, round(2 * math.log2(mean)) if mean > 1 else 0)
         cell = self._cells.get(key)
         if cell is None:
             cell = self._cells[key] = _Cell(tokens, requests, context, deque(maxlen=self.KEEP))
@@ -223,7 +237,7 @@ class StepTimes:
         small steps take equally long does not say that tokens cost nothing."""
         self._fitted_at, self._patience, self.surprise = self.observed, SOON, 0.0
         found = [(c, key) for key, c in self._cells.items() if len(c.seconds) >= 2]
-        few = len({key[:3] for _, key in found}) < self._kinds
+        few = len({key[:4] for _, key in found}) < self._kinds
         if few:
             found = [(c, key) for key, c in self._cells.items()]
         cells, self.known = [c for c, _ in found], self.known or bool(found)
@@ -237,19 +251,19 @@ class StepTimes:
             weights = np.sqrt([len(c.seconds) for c in cells])
             if alike and self._kinds > 1:
                 n = np.full_like(n, n.max())
-            captured = self._prior.sizes, self._prior.drafted_sizes
-            self.model = fit(n, b, drafted, seconds, s, weights, *captured)
+            self.model = fit(n, b, drafted, seconds, s, weights, self._prior)
             if self._kinds > 1 and not self.model.bend:
                 self._bend_beyond(*max((c.tokens, c.requests, c.context) for c in cells))
         return self.model
 
     def _bend_beyond(self, n: float, b: float, s: float) -> None:
         """Let times rise at least as the prior's do beyond the largest step that was seen; see `StepModel.step`."""
-        model, far = self.model, self.model.size(2 * n, True)
-        rise = self._prior.step(far, b, True, s) / self._prior.step(n, b, True, s)
+        model, prior = (replace(known, launch=0.0) for known in (self.model, self._prior))
+        far = model.size(2 * n, True)
+        rise = prior.step(far, b, True, s) / prior.step(n, b, True, s)
         short = rise * model.step(n, b, True, s) - model.step(far, b, True, s)
         if short > 0:
-            self.model = replace(model, knee=n, bend=short / (far - n))
+            self.model = replace(self.model, knee=n, bend=short / (far - n))
 
 
 def _eighths(n: int) -> int:
@@ -265,25 +279,28 @@ def fit(
     seconds: Floats,
     context: npt.ArrayLike = 0.0,
     weights: npt.ArrayLike = 1.0,
-    sizes: tuple[int, ...] = (),
-    drafted_sizes: tuple[int, ...] | None = None,
+    prior: StepModel = ASSUMED,
 ) -> StepModel:
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
-    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation. The time
-    of the model never falls with the number of tokens, requests, drafts, or with the context.
+    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, the weight of each observation, and the model
+    that has the sizes, and `launch` where no such step was observed. The time of the model never falls with the number
+    of tokens, requests, drafts, or with the context.
     """
-    captured: dict[str, Any] = {"sizes": sizes, "drafted_sizes": drafted_sizes}
-    n, b = StepModel(0.0, 0.0, **captured).padded(tokens, drafted), np.asarray(requests, dtype=float)
+    n, b = prior.padded(tokens, drafted), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
+    out = np.broadcast_to(prior.launched(tokens, drafted), t.shape)
     columns = {"base": np.ones_like(n), "token": n, "request": b, "draft": d, "context": s, "attention": s * n / b}
+    columns["launch"] = out
     line = ("base", "token") if n.max() > n.min() else ("base",)
     knees = [float(knee) for knee in KNEES if n.min() < knee < n.max()]
     extras: list[str] = []
     if 0 < d.sum() < len(d) and any(k.max() >= 1.25 * k.min() for k in (n[d == 0], n[d == 1])):
         extras.append("draft")  # else it can't be told from what the tokens of drafts cost
+    if 0 < out.sum() < len(out):
+        extras.append("launch")
     if d.any() and b.max() >= 4 * b.min():  # else a request's share can't be told from the base
         extras.append("request")
     if (s / b).max() >= 1.5 * (s / b).min() and s.any():  # else a context's share can't be told from a request's
@@ -298,8 +315,10 @@ def fit(
 
     tried = [judged(knee, extra) for knee in (0.0, *knees) for extra in ((), extras)]
     _, knee, found = min(tried, key=itemgetter(0))
-    coefficients: dict[str, Any] = {"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, **found}
-    return StepModel(**coefficients, **captured)
+    found = {"base": 0.0, "token": 0.0, "launch": 0.0 if out.any() else prior.launch, **found}
+    return StepModel(
+        knee=knee if found.get("bend") else 0.0, sizes=prior.sizes, drafted_sizes=prior.drafted_sizes, **found
+    )
 
 
 def _robust(
@@ -327,11 +346,3 @@ def _robust(
             loss = float(np.mean(np.minimum(residual, 1.0) ** 2 * huber))
             return dict(zip(keep, np.maximum(found, -np.inf).tolist(), strict=True)), loss
         keep.remove(below[-1])
-
-
-class Prior(NamedTuple):
-    """What is known of an engine before its first step."""
-
-    steps: StepModel
-    passes: StepModel | None = None
-    """Of the policy copy; None: not known."""

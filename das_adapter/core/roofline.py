@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -118,3 +118,11 @@ class Roofline:
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
         return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
+
+
+class Prior(NamedTuple):
+    """What is known of an engine before its first step."""
+
+    steps: StepModel
+    passes: StepModel | None = None
+    """Of the policy copy; None: not known."""

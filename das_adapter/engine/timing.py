@@ -10,9 +10,9 @@ from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
 from das_adapter.core.hardware import recognise
-from das_adapter.core.latency import ASSUMED, ASSUMED_ON_GPU, Prior, StepModel
+from das_adapter.core.latency import ASSUMED, ASSUMED_ON_GPU, StepModel
 from das_adapter.core.requests import NOBODY
-from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Roofline
+from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Prior, Roofline
 from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}

@@ -9,9 +9,9 @@ import numpy.typing as npt
 from das_adapter.config import DasConfig
 from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S
 from das_adapter.core.controller import Controller
-from das_adapter.core.latency import Prior
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.roofline import Prior
 from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.sim.drafting import Drafting, Ticked, Walk
 from das_adapter.sim.requests import Ints, Requests

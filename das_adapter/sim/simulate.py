@@ -12,8 +12,8 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import device
-from das_adapter.core.latency import Prior, StepModel
-from das_adapter.core.roofline import Roofline
+from das_adapter.core.latency import StepModel
+from das_adapter.core.roofline import Prior, Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, SimConfig
 from das_adapter.sim.controlled import Controlled

@@ -16,7 +16,7 @@ from das_adapter.core.budget import (
     makespan_weights,
     plan_rollout,
 )
-from das_adapter.core.latency import StepModel
+from das_adapter.core.latency import LAUNCH, StepModel
 
 
 def accepted(drafted: np.ndarray, lengths: np.ndarray, alpha: float, k: float) -> np.ndarray:
@@ -95,8 +95,8 @@ MODELS = [
     StepModel(base=10.0, token=0.0, bend=0.5, knee=6),
     StepModel(base=10.0, token=0.6, bend=-0.5, knee=5, draft=0.2),  # dear at first, cheap beyond
     StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 4, 8)),  # in steps, up to the largest size
-    StepModel(base=10.0, token=0.0, sizes=(1, 2, 3)),  # free, as far as it was seen
-    StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 3, 4, 6, 8), drafted_sizes=(2, 5, 8)),  # in larger steps
+    StepModel(base=10.0, token=0.0, launch=0.5, sizes=(1, 2, 3)),  # free, up to the largest size
+    StepModel(base=10.0, token=0.3, draft=0.1, launch=0.2, sizes=(1, 2, 3, 4, 6, 8), drafted_sizes=(2, 5, 8)),
 ]
 
 
@@ -118,22 +118,17 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
         extra = model.step(total, requests, sum(keep) > 0) - model.step(requests, requests, False)
         return sum(sum(v[:m]) for v, m in zip(values, keep, strict=True)) - extra
 
-    sizes = model.captured(True)
-
-    def launches(keep: tuple[int, ...]) -> float:
-        return 0.005 * bool(sizes and requests <= sizes[-1] < requests + sum(keep))
-
-    best = max(gain(keep) - launches(keep) for keep in itertools.product(*(range(len(d) + 1) for d in drafts)))
+    best = max(gain(keep) for keep in itertools.product(*(range(len(d) + 1) for d in drafts)))
     flat = np.array([c for d in drafts for c in d], dtype=np.float32)
     found = allocate(flat, np.cumsum([0, *map(len, drafts)]), np.array(worth[:requests]), model)
     kept = tuple(found.history.tolist())
-    assert gain(kept) - launches(kept) == pytest.approx(best, abs=1e-4)
+    assert gain(kept) == pytest.approx(best, abs=1e-4)
     assert max(found.gain, 0.0) == pytest.approx(best, abs=1e-4)
 
 
 @pytest.mark.parametrize(("step", "most"), [(0.0027, 512), (0.025, 128 + 8 * 128)])
 def test_drafts_leave_the_cuda_graphs_only_where_they_are_worth_the_launches(step: float, most: int) -> None:
-    model = StepModel(base=step, token=0.0, sizes=(*range(8, 513, 8),))
+    model = StepModel(base=step, token=0.0, launch=LAUNCH, sizes=(*range(8, 513, 8),))
     chances = np.tile(np.float32(0.6) ** np.arange(1, 9), 128).astype(np.float32)
     found = allocate(chances, np.arange(129) * 8, np.full(128, step / 128), model)
     assert 128 + found.total == most

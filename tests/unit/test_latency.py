@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from das_adapter.core.hardware import DEVICES, recognise
-from das_adapter.core.latency import ASSUMED, StepModel, StepTimes, fit
+from das_adapter.core.latency import ASSUMED, LAUNCH, StepModel, StepTimes, fit
 from das_adapter.core.roofline import Roofline
 from das_adapter.sim.models import MODELS
 
@@ -201,10 +202,33 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
         == replace(model, sizes=()).step(24, 4, True)
     )
     assert other.costs(4)[-1] == (16, 24) and other.marginal(20) == 0.0 < other.marginal(24)
+    slow = replace(other, launch=0.5)
+    for tokens, drafted, launched in ((24, True, False), (25, True, True), (32, False, False), (33, False, True)):
+        more = slow.step(tokens, 4, drafted) - other.step(tokens, 4, drafted)
+        assert more == pytest.approx(0.5 * launched)
+        assert float(slow.seconds(tokens, 4, drafted)) == pytest.approx(slow.step(tokens, 4, drafted))
     near, far = model.at(100), model.at(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
     assert far.seconds([9, 33], 4, True) == pytest.approx(model.seconds([9, 33], 4, True, 4000))
     assert StepModel(**asdict(model)) == model
+
+
+def observed(tokens: Sequence[int], launch: float) -> StepTimes:
+    """Observe steps of eight requests, of 3 ms; those of more than 64 tokens take longer."""
+    times = StepTimes(sizes=(8, 16, 32, 64))
+    for n in 4 * list(tokens):
+        times.add(n, 8, n > 8, 0.003 + 1e-5 * n + launch * (n > 64))
+    times.fit()
+    return times
+
+
+def test_what_launching_kernels_one_by_one_costs_is_assumed_until_it_was_seen() -> None:
+    inside, both = observed((8, 16, 32, 64), 0.002).model, observed((8, 16, 32, 64, 70, 90), 0.002).model
+    assert inside.launch == LAUNCH and both.launch == pytest.approx(0.002, rel=0.05)
+    assert both.step(80, 8, True) - both.step(64, 8, True) == pytest.approx(0.002 + 16e-5, rel=0.05)
+    outside = observed((70, 90, 130), 0.002).model
+    assert outside.launch == 0.0  # nothing was seen without
+    assert outside.step(90, 8, True) == pytest.approx(0.0059, rel=0.02)
 
 
 def test_what_context_costs_is_recovered() -> None:
@@ -231,12 +255,12 @@ def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) ->
     rng = np.random.default_rng(seed)
     times = StepTimes(sizes=CAPTURED)
     for _ in range(3000):  # what a run sees: batches that become smaller, contexts that grow
-        b, d = int(rng.choice([1, 2, 3, 5, 12, 24, 48, 60])), int(rng.choice([0, 0, 2, 4, 7]))
+        b, d = int(rng.choice([1, 2, 3, 5, 12, 24, 48, 60, 120])), int(rng.choice([0, 0, 2, 4, 7]))
         s = float(rng.choice([256, 700, 2000, 6000]) * rng.uniform(0.9, 1.1))
         seconds = float(device_steps(*map(np.asarray, (b, d, s))))  # type: ignore[arg-type]
         times.add(b * (1 + d), b, d > 0, seconds * rng.lognormal(0, 0.03), b * s)
     model = times.fit()
-    grid = [(b, d, s) for b in (1, 4, 8, 16, 33, 64) for d in (0, 1, 3, 5) for s in (256, 1024, 2048, 4096)]
+    grid = [(b, d, s) for b in (1, 4, 8, 16, 33, 64, 110) for d in (0, 1, 3, 5) for s in (256, 1024, 2048, 4096)]
     b, d, s = np.array(grid, dtype=float).T  # held out
     truth, found = device_steps(b, d, s), model.seconds(b * (1 + d), b, d > 0, b * s)
     errors = np.abs(found / truth - 1)
