@@ -88,6 +88,12 @@ class Controller:
     def times(self) -> StepTimes:
         return self.account.time.engine
 
+    def gives_own(self, sizes: tuple[int, ...]) -> None:
+        """Give each request of a step its own number of draft tokens; `sizes`: see `StepModel.drafted_sizes`."""
+        self.common = None
+        if sizes:
+            self.times.draft_in(sizes)
+
     # Requests
 
     def open(self, problem: int, written: int, most: int) -> int:

@@ -256,15 +256,14 @@ def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
     assert DeviceWorkerState(runner, DasConfig(drafter="none")).speculation is None  # it asks for no vocabulary
 
 
-def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = False) -> list[int]:
-    """Return how many draft tokens of a likely and an unlikely draft of three are verified; `drops`: whether the step
-    verifies none."""
+def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = False, largest: int = 0) -> list[int]:
+    """Return how many draft tokens of a likely and an unlikely draft of three are verified, in a step with three other
+    tokens; `drops`: whether the step verifies none; `largest`: tokens that a graph holds."""
     states = SimpleNamespace(max_num_reqs=4, num_speculative_steps=3, device=torch.device("cpu"))
     of: Any = {"req_states": states, "query_start_loc": torch.full((5,), -9, dtype=torch.int32)}
     with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock()):
-        manager = Admission(
-            lambda _: drops, ranking.Ranking(4, 3, states.device), **of, num_bonus_tokens=1, max_total_logits=100
-        )
+        ours = (lambda _: drops), ranking.Ranking(4, 3, states.device), largest
+        manager = Admission(*ours, **of, num_bonus_tokens=1, max_total_logits=100)
     wanted = DraftTokens(3)
     wanted.total, wanted.req_ids = total, list(shares)
     wanted.most = np.array([most for most, _ in shares.values()], dtype=np.int64)
@@ -289,6 +288,16 @@ def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_requ
     assert admitted(3, {"unlikely": (3, 1.0), "likely": (1, 1.0)}) == [2, 1]
     assert admitted(9, {"unlikely": (2, 1.0), "likely": (0, 1.0)}) == [2, 0]
     assert admitted(0, {}) == [0, 0]
+
+
+def test_a_step_that_was_to_fit_into_a_graph_fits_into_it_whoever_joins() -> None:
+    both = {"unlikely": (3, 1.0), "likely": (3, 1.0)}
+    assert admitted(3, both, largest=6) == [0, 3]
+    assert admitted(3, both, largest=5) == [0, 2]  # five tokens were planned
+    assert admitted(3, both, largest=4) == [0, 3]  # it was worth the launches
+    assert admitted(2, {"likely": (3, 1.0)}, largest=7) == [1, 3]  # one has joined, and has as much
+    assert admitted(2, {"likely": (3, 1.0)}, largest=6) == [0, 3]
+    assert admitted(2, {"likely": (3, 1.0)}, largest=3) == [0, 0]
 
 
 class Admitted:

@@ -35,11 +35,13 @@ class Admission(AdaptiveVerificationManager):
     """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
     which came with the scheduler's output."""
 
-    def __init__(self, drops: Callable[[Iterable[str]], bool], ranking: Ranking, **stock: Any) -> None:
-        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps; `stock`:
-        arguments of vLLM's manager."""
+    def __init__(
+        self, drops: Callable[[Iterable[str]], bool], ranking: Ranking, largest: int = 0, **stock: Any
+    ) -> None:
+        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps;
+        `largest`: most tokens that a graph holds, 0: there are none; `stock`: arguments of vLLM's manager."""
         super().__init__(**stock)
-        self.drops = drops
+        self.drops, self._largest = drops, largest
         self._plan = DraftTokens(0)
         self.wanted: int = 0
         """What is drafted at the end of the present step."""
@@ -77,8 +79,11 @@ class Admission(AdaptiveVerificationManager):
             rows = max(0, self._max_total_logits - requests * self.num_bonus_tokens)
             total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
             budget = min(total, int(np.add.reduce(most)), rows)
+        rest = int(np.add.reduce(others))
+        if max(rest, len(plan.req_ids) + plan.total) <= self._largest:  # it was to fit into a graph
+            budget = min(budget, self._largest - rest)
         self._batch_budget = req_ids, shares, budget
-        return int(np.add.reduce(others)) + budget
+        return rest + budget
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         """Admit the drafts; see `AdaptiveVerificationManager`."""

@@ -12,7 +12,6 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.timing import captured_tokens
@@ -93,18 +92,19 @@ class DeviceWorkerState(WorkerState):
         self.runner.rejection_sampler.enable_adaptive_verification = True
         if self.source is not None:
             self.source.admits = True
+        sizes = self._drafted_sizes()
         if self.lengths is not None:
-            self._chooses_own(self.lengths.engine.controller)
+            self.lengths.engine.controller.gives_own(sizes)
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        return Admission(self.drops_drafts, self._ranking, **{name: stock[name] for name in names})
+        largest = max(sizes, default=0)
+        return Admission(self.drops_drafts, self._ranking, largest, **{name: stock[name] for name in names})
 
-    def _chooses_own(self, controller: Controller) -> None:
-        """Tell the controller that each request has its own number of draft tokens, and in which sizes of steps."""
-        controller.common, vllm_config = None, self.runner.vllm_config
-        mode, most = vllm_config.compilation_config.cudagraph_mode, self.runner.max_num_reqs
-        if sizes := captured_tokens(vllm_config) if mode.has_full_cudagraphs() else ():
-            longest = most * (1 + self.config.num_draft_tokens)
-            controller.times.draft_in(tuple(an_eighth_apart(n for n in sizes if n <= longest)[::-1]))
+    def _drafted_sizes(self) -> tuple[int, ...]:
+        """Return the tokens for which graphs of steps with drafts are captured, rising."""
+        vllm_config, longest = self.runner.vllm_config, self.runner.max_num_reqs * (1 + self.config.num_draft_tokens)
+        if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            return ()
+        return tuple(an_eighth_apart(n for n in captured_tokens(vllm_config) if n <= longest)[::-1])
 
     def drops_drafts(self, req_ids: Iterable[str]) -> bool:
         """Return whether a step of these requests verifies no drafts, see `drop_drafts_beside_chosen_tokens`."""
