@@ -311,6 +311,11 @@ class Admitted:
             of.bind(chances, *tensors, bonus=1)
         self._written = written
 
+    def check(self) -> None:
+        """As `Ranking.check`."""
+        self._mine.check()
+        assert not self.chances.any()
+
     def __call__(self, shares: np.ndarray, slots: torch.Tensor, budget: int) -> np.ndarray:
         """Admit both ways and compare; return how many draft tokens of each request are admitted."""
         requests = len(slots)
@@ -354,6 +359,18 @@ def test_the_draft_tokens_of_the_highest_survival_are_admitted(
                 survival, place = weighted[slots].cumprod(1).numpy(), np.arange(steps)
                 mine, theirs = (np.sort(survival[place < of[:, None]]) for of in (number, stock.numpy()))
                 np.testing.assert_allclose(mine, theirs, rtol=2**-8)
+
+
+def test_a_kernel_that_admits_other_draft_tokens_than_its_definition_is_found_at_the_start() -> None:
+    def wrong(*tensors: torch.Tensor, **constants: int) -> None:
+        v2_stand_ins.admit(*tensors, **constants)
+        tensors[4][0] += 1
+
+    for slots, steps in ((1, 1), (5, 3), (256, 16)):
+        admitted = Admitted(torch.zeros(slots, steps))
+        admitted.check()
+        with mock.patch.object(ranking, "admit", v2_stand_ins.Launch(wrong, None)), pytest.raises(RuntimeError):
+            admitted.check()
 
 
 def test_as_many_draft_tokens_as_the_step_has_are_admitted_whatever_their_chances() -> None:

@@ -16,11 +16,11 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine.alone import SharedHistory
-from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths
 from das_adapter.engine.v2.neural import Speculation
+from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import MissedText
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.protocol.engine_args import DraftTokens
@@ -136,8 +136,12 @@ def slow_policy() -> None:
 
 
 def one_length() -> None:
-    """Let nothing but one length for all requests of a step be possible."""
-    worker.obstacle = lambda *_: "not allowed on purpose"  # type: ignore[assignment]
+    """Fail where draft tokens are shared out by worth, so that all requests of a step have one length."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("it does not compile, on purpose")
+
+    Ranking.bind = fail  # type: ignore[method-assign]
 
 
 def slow_policy_of_one_length() -> None:

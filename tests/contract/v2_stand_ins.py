@@ -322,17 +322,12 @@ def admit(
     **_: int,
 ) -> None:
     """`admit` of `das_adapter.engine.v2.ranking`."""
-    most, others, worth = shares.numpy()
+    from das_adapter.engine.v2 import ranking
+
+    most, others, _ = shares.numpy()
     number = most
     if budget >= 0:
-        offered = np.arange(PADDED) < most[:, None]
-        chance = np.zeros((requests, PADDED), dtype=F)
-        chance[:, : chances.shape[1]] = chances.numpy()[slots.numpy()]
-        survival = np.cumprod(np.where(offered, chance, F(0)), axis=1) * worth.view(F)[:, None]
-        key = np.where(offered, np.clip(survival.view(np.int32), 0, F(1).view(np.int32)) >> 14, -1)
-        keys.numpy()[:requests] = key
-        best = np.argsort(-key, axis=None, kind="stable")[:budget]
-        number = np.bincount(best // PADDED, minlength=requests)
+        number = ranking.most_likely(shares.numpy(), chances.numpy()[slots.numpy()], budget)
     admitted.numpy()[:requests] = number
     for begins, counts in ((cu_num_logits, number + bonus), (query_start_loc, number + others)):
         begins[0] = 0

@@ -101,6 +101,8 @@ def test_admitting_drafts_compiles_for_a_gpu_before_the_first_request_alone(
         noted = forms(patch, ranking)
         of = ranking.Ranking(1024, steps, torch.device("cpu"))
         of.bind(torch.zeros(1024, steps), admitted, *begins, bonus=1)
+        with pytest.raises(RuntimeError, match="does not keep to its definition"):
+            of.check()  # it computes nothing here
         first = set(noted["admit"])
         for requests in (1, 2, 3, 16, 17, 1024):
             of.admit(np.zeros((3, requests), dtype=np.int32), torch.arange(1025)[-requests:], requests - 1)

@@ -39,7 +39,8 @@ class Admission(AdaptiveVerificationManager):
         self, drops: Callable[[Iterable[str]], bool], ranking: Ranking, largest: int = 0, **stock: Any
     ) -> None:
         """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps;
-        `largest`: most tokens that a graph holds, 0: there are none; `stock`: arguments of vLLM's manager."""
+        `largest`: most tokens that a graph holds, 0: there are none; `stock`: arguments of vLLM's manager. RuntimeError
+        or what the compiler raises: see `Ranking.check`."""
         super().__init__(**stock)
         self.drops, self._largest = drops, largest
         self._plan = DraftTokens(0)
@@ -54,6 +55,7 @@ class Admission(AdaptiveVerificationManager):
         written = self._batch_draft_capacity, self._cu_num_logits, self.query_start_loc
         self._ranking = ranking
         ranking.bind(self._confidence_probs, *written, bonus=self.num_bonus_tokens)
+        ranking.check()
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """Nothing: what steps cost, the controller knows."""

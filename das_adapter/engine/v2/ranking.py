@@ -36,10 +36,29 @@ class Ranking:
         query_start_loc: torch.Tensor,
         bonus: int,
     ) -> None:
-        """Take what the kernel reads and writes, see `admit`, and compile it."""
+        """Take what the kernel reads and writes, see `admit`."""
         self._tensors = self._keys, chances, admitted, cu_num_logits, query_start_loc
         self._constants["bonus"] = bonus
-        self.admit(np.zeros((3, 1), dtype=np.int32), admitted.new_zeros(1, dtype=torch.int64), -1)
+
+    def check(self) -> None:
+        """Compile the kernel, and hold it against its definition.
+
+        Raises:
+            RuntimeError: it computes something else, as a defect of its compiler would have it.
+        """
+        _, chances, *found = self._tensors
+        rng, (slots, steps) = np.random.default_rng(0), chances.shape
+        shares = np.ones((3, slots), dtype=np.int32)
+        shares[0], shares[2] = rng.integers(0, steps + 1, slots), np.ones(slots, dtype=np.float32).view(np.int32)
+        given = rng.choice([0.25, 0.5, 1.0], (slots, steps)).astype(np.float32)  # products of them are exact
+        budget = int(shares[0].sum()) // 2
+        chances.copy_(torch.from_numpy(given))
+        self.admit(shares, torch.arange(slots, device=chances.device), budget)
+        number = most_likely(shares, given, budget)
+        begins = (np.append(0, np.cumsum(number + others)) for others in (self._constants["bonus"], shares[1]))
+        if any(a[: len(b)].tolist() != b.tolist() for a, b in zip(found, (number, *begins), strict=True)):
+            raise RuntimeError("the kernel that admits draft tokens does not keep to its definition")
+        chances.zero_()
 
     def admit(self, shares: npt.NDArray[np.int32], slots: torch.Tensor, budget: int) -> None:
         """Admit draft tokens of the requests in these slots, int64 [requests]; does not wait for the device.
@@ -54,6 +73,18 @@ class Ranking:
         sent.numpy()[:] = shares
         sent = sent.to(self._keys.device, non_blocking=True)
         admit[(1,)](sent, slots, *self._tensors, budget=budget, requests=len(slots), **self._constants, num_warps=8)
+
+
+def most_likely(shares: npt.NDArray[np.int32], chances: npt.NDArray[np.float32], budget: int) -> npt.NDArray[np.int64]:
+    """Return how many draft tokens of each request are admitted, int64 [requests]: what `admit` computes, for chances
+    float32 [requests, steps]."""
+    most, _, worth = shares
+    (requests, steps), zero, one = chances.shape, np.float32(0), np.float32(1).view(np.int32)
+    offered = np.arange(steps) < most[:, None]
+    survival = np.cumprod(np.where(offered, chances, zero), axis=1) * worth.view(np.float32)[:, None]
+    keys = np.where(offered, np.clip(survival.view(np.int32), 0, one) >> 14, -1)
+    best = np.argsort(-keys, axis=None, kind="stable")[:budget]
+    return np.bincount(best // steps, minlength=requests)
 
 
 @triton.jit

@@ -85,19 +85,25 @@ class DeviceWorkerState(WorkerState):
         """Give each request its own number of draft tokens where that can be, and say which it is; the arguments are
         those of vLLM's `maybe_create_adaptive_verification_manager`."""
         stock_noise = None if self.config.keyed else "das.verify.noise=stock"
-        if why := stock_noise or obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support):
+        sizes = self._drafted_sizes()
+        names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
+        ours = self.drops_drafts, self._ranking, max(sizes, default=0)
+        why = stock_noise or obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support)
+        try:
+            made = None if why else Admission(*ours, **{name: stock[name] for name in names})
+        except Exception as error:  # the kernel does not compile, or computes something else: on all ranks
+            logger.exception("das: the draft tokens of a step can't be shared out by worth")
+            made, why = None, repr(error)
+        if made is None:
             logger.info("das: all requests of a step have equally many draft tokens: %s", why)
             return None
         logger.info("das: each request has its own number of draft tokens")
         self.runner.rejection_sampler.enable_adaptive_verification = True
         if self.source is not None:
             self.source.admits = True
-        sizes = self._drafted_sizes()
         if self.lengths is not None:
             self.lengths.engine.controller.gives_own(sizes)
-        names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        largest = max(sizes, default=0)
-        return Admission(self.drops_drafts, self._ranking, largest, **{name: stock[name] for name in names})
+        return made
 
     def _drafted_sizes(self) -> tuple[int, ...]:
         """Return the tokens for which graphs of steps with drafts are captured, rising."""
