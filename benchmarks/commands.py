@@ -43,7 +43,7 @@ COMMANDS = {
     "kernels.json": "benchmarks/kernels.py --out OUT",
     "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
-    "nemo_rl.json": "examples/nemo_rl/cpu_sync.py --problems 16 --steps 24 --epoch 4 --out FOLDER"
+    "nemo_rl.json": "examples/nemo_rl/arms.py --problems 16 --steps 24 --epoch 4 --out FOLDER"
     f" policy.model_name={POLICY}",
     "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",

@@ -1,6 +1,6 @@
 """One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on CPU; figures go to a JSONL file.
 
-`cpu_sync.py` and `cpu_async.py` start it, once per arm.
+`arms.py` starts it, once per arm.
 """
 
 from __future__ import annotations

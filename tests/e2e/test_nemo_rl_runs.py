@@ -19,7 +19,6 @@ pytest.importorskip("vllm")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nemo_rl"
 sys.path.insert(0, str(EXAMPLES))
 import arms  # noqa: E402
-import cpu_async  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -49,7 +48,7 @@ def _steady() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
     out = tmp_path_factory.mktemp("sync")
-    command = [sys.executable, str(EXAMPLES / "cpu_sync.py"), "--out", str(out), *SMALL]
+    command = [sys.executable, str(EXAMPLES / "arms.py"), "--out", str(out), *SMALL]
     subprocess.run([*command, f"{arms.DAS}.routing=least_loaded"], check=True)
     return {name: arms.steps(out / f"{name}.jsonl") for name in arms.ARMS}
 
@@ -104,7 +103,7 @@ def test_the_log_probabilities_are_the_trainers_own(sync: Any) -> None:
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> arms.Steps:
     out = tmp_path_factory.mktemp("async")
-    return arms.run("history", [*arms.ARMS["history"], *SMALL, *cpu_async.ASYNC], out)
+    return arms.run("history", [*arms.ARMS["history"], *SMALL, *arms.ASYNC], out)
 
 
 @pytest.mark.long

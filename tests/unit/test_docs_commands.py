@@ -37,7 +37,7 @@ COMMANDS = {
         "tests/e2e/test_verl.py::test_the_script_trains_and_leaves_a_log"
     ),
     r"\.venv/bin/python -m pytest tests/contract/test_losslessness.py": "make test",
-    r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
+    r"PYTHONPATH=\S+ python examples/nemo_rl/arms.py": (
         "tests/e2e/test_nemo_rl_runs.py::test_training_is_the_same_to_the_last_token_and_the_last_gradient"
     ),
     r"DAS_CONFIG=\S+ \S+ python examples/vllm/in_place_update.py": (
