@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "nemo_rl"))
 import arms
 from run_ahead_steps import drafted_ahead, same
 

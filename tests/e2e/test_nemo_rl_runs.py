@@ -16,9 +16,7 @@ import pytest
 
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nemo_rl"
-sys.path.insert(0, str(EXAMPLES))
-import arms  # noqa: E402
+import arms
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +46,7 @@ def _steady() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
     out = tmp_path_factory.mktemp("sync")
-    command = [sys.executable, str(EXAMPLES / "arms.py"), "--out", str(out), *SMALL]
+    command = [sys.executable, arms.__file__, "--out", str(out), *SMALL]
     subprocess.run([*command, f"{arms.DAS}.routing=least_loaded"], check=True)
     return {name: arms.steps(out / f"{name}.jsonl") for name in arms.ARMS}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 import stub_trainer
 
 pytestmark = pytest.mark.hosts

@@ -11,7 +11,6 @@ import pytest
 import requests
 
 pytest.importorskip("vllm")
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 import stub_trainer
 
 pytestmark = pytest.mark.hosts

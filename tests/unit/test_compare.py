@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import arms
 import pytest
 from click.testing import CliRunner
 
@@ -142,20 +142,13 @@ def test_tokens_that_differ_in_one_step_make_the_exit_code_1(write: Callable[...
 
 
 def test_the_example_of_nemo_rl_compares_its_arms(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    source = Path(__file__).resolve().parents[2] / "examples" / "nemo_rl" / "arms.py"
-    spec = importlib.util.spec_from_file_location("arms", source)
-    assert spec is not None and spec.loader is not None
-    arms = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(arms)
     for arm in arms.ARMS:
         lines(tmp_path / arm, nemo_rl_steps())
     assert [step["reward"] for step in arms.steps(tmp_path / "off.jsonl")] == [0.0, 0.25, 0.5, 0.75]
     arms.show(tmp_path, epoch=2)
     printed = capfd.readouterr().out
-    assert "Tokens: the same in 4 of 4 steps." in printed and [line[:3] for line in printed.splitlines()][1:3] == [
-        "1-2",
-        "3-4",
-    ]
+    assert "Tokens: the same in 4 of 4 steps." in printed
+    assert [line[:3] for line in printed.splitlines()][1:3] == ["1-2", "3-4"]
 
 
 def test_one_bit_counts_where_logs_are_exact(tmp_path: Path) -> None:

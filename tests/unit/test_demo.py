@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
+import demo
 import pytest
 
 from das_adapter.protocol.metrics import Counters, RolloutClock
 from das_adapter.protocol.metrics import figures as reported
-
-SOURCE = Path(__file__).resolve().parents[2] / "examples" / "verl" / "demo.py"
-spec = importlib.util.spec_from_file_location("demo", SOURCE)
-assert spec is not None and spec.loader is not None
-demo = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(demo)
 
 
 def figures(rollout_s: list[float], token_hash: str = "abcabcabc") -> dict[str, list]:

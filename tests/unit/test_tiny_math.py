@@ -1,37 +1,17 @@
 """The tiny arithmetic task, its data files and the policy shipped with it."""
 
 import hashlib
-import importlib.util
 import random
 import statistics
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pandas as pd
+import prepare_data
 import pytest
+import task
 
-TINY_MATH = Path(__file__).parents[2] / "examples" / "tiny_math"
-POLICY = TINY_MATH / "policy"
-
-
-def load(name: str) -> ModuleType:
-    """Import a file of the example by path, as veRL imports a reward function."""
-    spec = importlib.util.spec_from_file_location(name, TINY_MATH / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-task = load("task")
-
-
-@pytest.fixture
-def prepare_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The data script; it imports ``task`` from its own directory."""
-    monkeypatch.setitem(sys.modules, "task", task)
-    return load("prepare_data")
+POLICY = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"
 
 
 def score(problem: str, response: str) -> dict[str, float]:
@@ -92,14 +72,14 @@ def test_the_reward_needs_no_problem_text():
 # The data
 
 
-def test_every_full_chunk_of_16_covers_each_stratum_once(prepare_data: ModuleType):
+def test_every_full_chunk_of_16_covers_each_stratum_once():
     rows = prepare_data.make_rows("train", 48, seed=3)
     for i in range(0, 48, 16):
         steps = sorted(row["extra_info"]["difficulty"] for row in rows[i : i + 16])
         assert all(low <= n <= high for n, (low, high) in zip(steps, sorted(task.STRATA), strict=True))
 
 
-def test_rows_are_distinct_reproducible_and_depend_on_split_and_seed(prepare_data: ModuleType):
+def test_rows_are_distinct_reproducible_and_depend_on_split_and_seed():
     def problems(*args: object) -> list[str]:
         return [row["extra_info"]["problem"] for row in prepare_data.make_rows(*args)]
 
@@ -111,7 +91,7 @@ def test_rows_are_distinct_reproducible_and_depend_on_split_and_seed(prepare_dat
     assert not set(train) & set(problems("train", 48, 0, frozenset(train)))
 
 
-def test_lengths_of_right_solutions_are_heavy_tailed(prepare_data: ModuleType):
+def test_lengths_of_right_solutions_are_heavy_tailed():
     rows = prepare_data.make_rows("train", 48, seed=0)
     lengths = sorted(len(task.write_solution(row["extra_info"]["problem"])) for row in rows)
     assert 50 <= statistics.median(lengths) <= 100
@@ -119,9 +99,7 @@ def test_lengths_of_right_solutions_are_heavy_tailed(prepare_data: ModuleType):
     assert 500 <= lengths[-1] <= 768
 
 
-def test_the_script_writes_the_columns_that_verl_reads(
-    prepare_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_script_writes_the_columns_that_verl_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--out", str(tmp_path)])
     prepare_data.main()
     frames = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "test")}
