@@ -19,25 +19,29 @@ POLICY is made by `examples/tiny_math/widen_policy.py`.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import functools
 import os
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drafters_engine
 from provenance import provenance, save
 
-ENGINE = Path(__file__).with_name("drafters_engine.py")
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+from das_adapter.bench.engines import IN_PROCESS, TINY, process
+
+ENVIRONMENT = IN_PROCESS | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+Turn = Callable[[], Any]
+"""Lets an engine in a process of its own work for a turn; returns its result, or None if it is not through."""
 
 
 def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -66,44 +70,6 @@ def environment(arm: str) -> dict[str, str]:
     """Variables of an arm's process alone. `stock:uncompiled`: vLLM's sampler is not compiled, as das-adapter's is not;
     `stock:again`: as `stock`, for what two processes differ by."""
     return {"TORCHDYNAMO_DISABLE": "1"} if arm == "stock:uncompiled" else {}
-
-
-class Child:
-    """An engine in a process of its own, which works when asked and else waits."""
-
-    def __init__(self, job: dict[str, Any]):
-        self._name, self._log = job["arm"], tempfile.TemporaryFile("w+")
-        variables = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"]), **environment(job["arm"])}
-        self._process = subprocess.Popen(
-            [sys.executable, ENGINE],
-            stdin=subprocess.PIPE,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=variables,
-        )
-        self._tell(json.dumps(job))
-
-    def next(self) -> Any:
-        """Its next result."""
-        while (result := self.turn()) is None:
-            pass
-        return result
-
-    def turn(self) -> Any:
-        """Let it work for a turn; return its result, or None if it is not through."""
-        self._tell("go on")
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        self._log.seek(0)
-        sys.exit(f"{self._name} failed:\n{self._log.read()[-4000:]}")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
 
 
 def base(results: dict[str, Any]) -> str:
@@ -158,22 +124,30 @@ def main() -> None:
     jobs = {arm: common | {"policy": str(args.policy), "arm": arm, "das": block(arm, args)} for arm in args.arms}
     for arm, job in jobs.items():
         job["never"] = arm.endswith((":idle", ":looks"))
-    children = {arm: Child(job) for arm, job in jobs.items()}
-    results = {arm: children[arm].next() for arm in jobs}  # one engine starts after the other
-    take_turns(children, results, args)
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(args.threads))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as history, contextlib.ExitStack() as engines:
+        turns, results = dict[str, Turn](), dict[str, Any]()
+        for arm, job in jobs.items():  # one engine starts after the other
+            run = engines.enter_context(process(TINY, environment(arm)))
+            run(drafters_engine.start, {**job, "history": f"{history}/{arm}"})
+            turns[arm] = functools.partial(run, drafters_engine.turn)
+            while (found := turns[arm]()) is None:
+                pass
+            results[arm] = found
+        take_turns(turns, results, args)
     print(table(results))
 
 
-def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
+def take_turns(turns: dict[str, Turn], results: dict[str, Any], args: argparse.Namespace) -> None:
     """Rollouts of all arms in turns; what is measured is written after each epoch."""
     for arm in results:
         results[arm]["cells"] = {}
     for context, batch in args.cells:
         rows: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for epoch in list(range(args.epochs)) * args.repeats:
-            pending = list(children)
+            pending = list(turns)
             while pending:
-                found = {arm: children[arm].turn() for arm in pending}
+                found = {arm: turns[arm]() for arm in pending}
                 pending = [arm for arm in pending if found[arm] is None]
                 for arm in found.keys() - pending:
                     rows[arm, epoch].append(found[arm])

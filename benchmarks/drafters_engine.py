@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from itertools import count
@@ -21,19 +18,28 @@ FIRST = 64
 """Tokens at most of a response in the rollouts that do not count."""
 
 
-def main() -> None:
-    """Read a job, then work for a turn after each further line, and print a result, or null."""
-    job = json.loads(sys.stdin.readline())
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as job["history"]:
-        results = work_of(job)
-        waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
-        time.perf_counter = lambda: clock() - waited  # the turns of others take no time
-        while True:
-            begin = clock()
-            if not sys.stdin.readline():
-                return
-            waited += clock() - begin
-            print("RESULT " + json.dumps(next(results)), flush=True)
+WORK: list[Iterator[dict[str, Any] | None]] = []
+"""That of this process."""
+
+
+def start(job: dict[str, Any]) -> None:
+    """Begin with a job in this process."""
+    WORK.append(timed(job))
+
+
+def turn() -> dict[str, Any] | None:
+    """Work on it for a turn; return a result, or None if there is none yet."""
+    return next(WORK[0])
+
+
+def timed(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """As `work_of`, while the turns of others take no time."""
+    waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
+    time.perf_counter = lambda: clock() - waited
+    for found in work_of(job):
+        begin = clock()
+        yield found
+        waited += clock() - begin
 
 
 def engine(job: dict[str, Any]) -> Any:
@@ -248,8 +254,3 @@ def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
         "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "error": stats["error"],
     }
-
-
-if __name__ == "__main__":
-    main()
-    os._exit(0)  # vLLM's own teardown adds nothing
