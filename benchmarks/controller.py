@@ -28,10 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.bench.engines import TINY, engine, generate, sampling
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_V2_MODEL_RUNNER="0",
-    VLLM_CPU_KVCACHE_SPACE="2",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
@@ -65,11 +66,7 @@ class Bench:
     """One engine, its requests and their history."""
 
     def __init__(self, das: dict[str, Any], rates: list[float], at_once: int = 64, group: int = 4, seed: int = 0):
-        from vllm import LLM
-
-        from das_adapter.config import parse
         from das_adapter.core.index.store import HistoryStore
-        from das_adapter.protocol.engine_args import engine_args
 
         self.rates, self.seed, self.turn = rates, seed, 0
         self.at_once, self.group = at_once, group
@@ -78,16 +75,13 @@ class Bench:
         (directory / "config.json").write_text(json.dumps(SHAPE))
         self.store = HistoryStore(directory / "history")
         settings: dict[str, Any] = {
-            "enforce_eager": True,
             "max_model_len": 1024,
             "max_num_seqs": at_once,
-            "seed": 0,
-            "enable_prefix_caching": False,
             "load_format": "dummy",
             "dtype": "bfloat16",
-            "skip_tokenizer_init": True,
+            "kv_cache_memory_bytes": 2**31,
         }
-        self.llm = LLM(str(directory), **{**settings, **engine_args(parse(das))})
+        self.llm = engine(TINY, das, policy=str(directory), **settings)
         core: Any = self.llm.llm_engine.engine_core
         self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         self.drafter = getattr(self.runner, "drafter", None)
@@ -106,22 +100,9 @@ class Bench:
 
     def run(self, requests: list[dict[str, Any]]) -> tuple[float, list[list[int]]]:
         """Seconds of a rollout and its tokens."""
-        from vllm import SamplingParams
-
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                max_tokens=r["most"],
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS, "das_seed": r["seed"]},
-            )
-            for r in requests
-        ]
-        prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
-        begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+        problems = (r["problem"] + self.turn * PROBLEMS for r in requests)
+        params = sampling((r["most"] for r in requests), problems, (r["seed"] for r in requests))
+        return generate(self.llm, [{"prompt_token_ids": r["prompt"]} for r in requests], params)
 
     def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
         """What the run is taken to have written at weight versions 0 and 1."""
