@@ -158,6 +158,7 @@ class Bench:
         if times is not None:
             controller.account.time.engine = copy.deepcopy(times)
         drafter.settle()
+        drafter.catch_up()  # what was put off is about the controller before
         drafter.engine.close(list(drafter.engine.live))
         drafter.engine.controller, drafter.timer = controller, StepTimer()
         drafter.engine.counters.take()
