@@ -64,7 +64,6 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
         for i, (problem, text) in enumerate(zip(problems, texts, strict=True))
     }
     drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
-    assert drafter.engine.history is not None
     drafter.engine.history.index = index = OwnHistory()
     for problem, text in past:
         index.add(problem, text, 0)

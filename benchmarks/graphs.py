@@ -104,7 +104,6 @@ def main(requests: int, tokens: int, sizes: str, out: Path | None) -> None:
     from das_adapter.engine.v2.admission import capture_plain_steps
 
     das = parse({"drafter": "history", "max_draft_tokens": tokens})
-    assert das is not None
     speculative = v2_speculative_config(das)
     ways = {"stock": (None, False), "one_length": (speculative, False), "own_lengths": (speculative, True)}
     capture_plain_steps.apply()

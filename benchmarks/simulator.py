@@ -74,7 +74,6 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
             "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
-        assert das is not None
         source = Indexed(requests, Texts(rollouts), 1, das.history)
         bench.practise(*source.indices, source.remember)
         history = [

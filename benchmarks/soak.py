@@ -79,7 +79,6 @@ class Replica:
         from das_adapter.service.session import Session
 
         das = parse(block)
-        assert das is not None
         quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         os.environ.update(cpu_env() | quiet, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from safetensors.torch import load_file

@@ -98,7 +98,6 @@ class ByModel(Engine):
             self.now += seconds
             step.calls = [Call(len(live), count, True, began, self.now)]
             step.kinds = torch.from_numpy(kinds) if self._sure else None
-        assert drafts is not None
         known = chosen.chances if self._sure else None
         chances = np.full(kinds.shape, drafts.acceptance.rate) if known is None else known[kinds]
         return dict(zip(live, chances, strict=True))

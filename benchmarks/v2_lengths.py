@@ -70,7 +70,6 @@ class Engine:
 
     def __init__(self, own: bool, model: StepModel, **das: Any) -> None:
         config = parse({"drafter": "history", "max_draft_tokens": MOST} | das)
-        assert config is not None
         shape = SimpleNamespace(max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         vllm_config: Any = SimpleNamespace(model_config=shape, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0

@@ -441,7 +441,6 @@ def test_two_jobs_on_a_node_one_of_which_resumes_with_fewer_replicas(run: Run, s
         line = next(line for line in other.stdout or () if line.startswith("RESUMED")).split()
         problem = run.write(0)
         run.goes_on(problem)  # beside the other job
-        assert other.stdin is not None
         other.stdin.close()
     assert int(line[1]) == tokens
     assert int(line[2]) > 0

@@ -306,7 +306,6 @@ if __name__ == "__main__":
 def test_engines_end_with_the_program(ending: signal.Signals, threads: bool, tmp_path: Path) -> None:
     (tmp_path / "ended.py").write_text(f"THREADS = {threads}\n{ENDED}")
     program = subprocess.Popen([sys.executable, "ended.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
     engine = int(program.stdout.readline())
     program.send_signal(ending)
     assert program.wait(engines.END_S - 2.0) == (128 + ending if ending == signal.SIGTERM else -ending)

@@ -64,7 +64,6 @@ def run(ray_address: str) -> Run:
             checkpoint.begin(config, TOKENIZER)
             generation, engine = config.policy["generation"], Engine()
             das = settings.of_generation(generation)
-            assert das is not None
             SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP]).start()
             engine.collective_rpc(REFIT)
             yield engine

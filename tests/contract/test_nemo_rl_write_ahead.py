@@ -310,7 +310,6 @@ class Worker:
     def __init__(self) -> None:
         self.engine = Engine()
         das = settings.of_generation(config().policy["generation"])
-        assert das is not None
         self.hooks = AsyncEngineHooks(self.engine, das, source="1")
 
     async def ask(self, name: str, label: Label) -> Any:

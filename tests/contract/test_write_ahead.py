@@ -139,7 +139,6 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
     das = of_run(config)
-    assert das is not None
     servers = {name: ray.remote(Server).remote(seconds) for name, seconds in (("a", 0.05), ("b", 3.0))}
     router = ray.remote(balancer(das, config.actor_rollout_ref.rollout)).remote(servers)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)

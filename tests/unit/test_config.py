@@ -30,12 +30,6 @@ NEURAL_DRAFTERS = ("eagle3", "mtp", "draft_model", "dflash", "dspark")
 KEYS = [key for key, _ in reference.keys(DasConfig)]
 
 
-def parsed(given: Any) -> DasConfig:
-    config = parse(given)
-    assert config is not None
-    return config
-
-
 def block(keys: dict[str, Any]) -> dict[str, Any]:
     """A block of keys with dots."""
     result: dict[str, Any] = {}
@@ -54,7 +48,7 @@ def test_nothing_to_do_leaves_the_host_alone(given: Any) -> None:
 
 
 def test_the_empty_block_is_the_history_under_the_controller_with_keyed_noise() -> None:
-    config = parsed({})
+    config = parse({})
     assert config == DasConfig()
     assert (config.drafter, config.keyed, config.num_draft_tokens, config.log_dir) == ("history", True, 16, None)
     assert (config.speculate, config.budget, config.routing) == ("auto", "optimal", "longest_first")
@@ -66,8 +60,8 @@ def test_a_block_has_at_most_19_keys() -> None:
 
 def test_noise_follows_the_drafter_unless_it_is_named() -> None:
     assert not DasConfig(drafter="none").keyed
-    assert parsed({"drafter": "none", "verify": {"noise": "keyed"}}).keyed
-    assert not parsed({"drafter": "history", "verify": {"noise": "stock"}}).keyed
+    assert parse({"drafter": "none", "verify": {"noise": "keyed"}}).keyed
+    assert not parse({"drafter": "history", "verify": {"noise": "stock"}}).keyed
 
 
 def test_an_omegaconf_block_reads_like_a_dict() -> None:
@@ -77,11 +71,11 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
         "max_draft_tokens": 7,
         "self": {"weights": "int8"},
     }
-    config = parsed(OmegaConf.create(given))
+    config = parse(OmegaConf.create(given))
     assert config == parse(given)
     assert config.history.max_bytes == 512 * 2**20
     options = {"speculative_token_tree": [[0], [0, 1]], "nested": {"a": [1]}}
-    neural = parsed(OmegaConf.create({"drafter": "mtp", "draft": {"options": options}}))
+    neural = parse(OmegaConf.create({"drafter": "mtp", "draft": {"options": options}}))
     assert json.loads(json.dumps(neural.draft.options)) == options
     assert type(neural.draft.options["nested"]["a"]) is list
 
@@ -128,14 +122,14 @@ def test_one_key_limits_the_drafts_of_every_drafter(
     ],
 )
 def test_to_dict_reads_back_equal(given: dict[str, Any]) -> None:
-    config = parsed(given)
+    config = parse(given)
     assert parse(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_key_that_is_off_may_be_written_so_in_yaml() -> None:
     """YAML and Hydra's command line read `off` as a truth value."""
     for off in ("off", "'off'"):
-        assert parsed(yaml.safe_load(f"history: {{run_ahead: {off}}}")).history.run_ahead == "off"
+        assert parse(yaml.safe_load(f"history: {{run_ahead: {off}}}")).history.run_ahead == "off"
 
 
 def test_json_is_read_as_json(tmp_path: Path) -> None:
@@ -149,10 +143,10 @@ def test_json_is_read_as_json(tmp_path: Path) -> None:
 
 def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
-    config = parsed({"history": {"load": "~/h"}, "log_dir": "~/logs"})
+    config = parse({"history": {"load": "~/h"}, "log_dir": "~/logs"})
     assert (config.history.load, config.log_dir) == ("/home/someone/h", "/home/someone/logs")
     for given, model in {"~/eagle": "/home/someone/eagle", "hub/eagle": "hub/eagle"}.items():
-        assert parsed({"drafter": "eagle3", "draft": {"model": given}}).draft.model == model
+        assert parse({"drafter": "eagle3", "draft": {"model": given}}).draft.model == model
 
 
 def test_options_reach_vllm() -> None:
@@ -267,7 +261,7 @@ def test_options_of_a_drafter_in_every_step_are_refused_with_the_controller(key:
     for more in ({}, {"drafter": "history+eagle3"}, {"speculate": "always"}):
         with pytest.raises(ConfigError, match=f"^das.draft.options.{key}: found True, .*das.drafter='eagle3', das.bud"):
             parse({**options, **more})
-    assert not parsed({**options, "budget": "unlimited", "speculate": "always"}).controlled
+    assert not parse({**options, "budget": "unlimited", "speculate": "always"}).controlled
 
 
 VALUES: dict[str, Any] = {
@@ -365,12 +359,12 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
         ("log_dir", file, "a directory that can be written to"),
         ("log_dir", file / "logs", "a directory that can be written to"),
     ]:
-        config = parsed(block({key: str(value)}))
+        config = parse(block({key: str(value)}))
         with pytest.raises(ConfigError, match=rf"^das\.{key}: found '{value}'.*{re.escape(words)}"):
             check_files(config)
     keys = {"history.load": tmp_path, "log_dir": tmp_path / "new" / "logs"}
-    check_files(parsed(block({key: str(value) for key, value in keys.items()})))
-    check_files(parsed({"drafter": "none", "verify": {"noise": "keyed"}, "history": {"load": "nowhere"}}))
+    check_files(parse(block({key: str(value) for key, value in keys.items()})))
+    check_files(parse({"drafter": "none", "verify": {"noise": "keyed"}, "history": {"load": "nowhere"}}))
 
 
 def under_verl(das: Any = None, **rollout: Any) -> DictConfig:
@@ -429,7 +423,6 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(under_verl({"drafter": "none"})) is None
     assert verl.check(under_verl({}, engine_kwargs={"vllm": {"additional_config": {"a": 1}}})) == DasConfig()
     copy = verl.check(under_verl({"drafter": "self", "self": {"weights": "int8"}}))
-    assert copy is not None
     assert copy.self.weights == "int8"
 
 
@@ -532,7 +525,6 @@ def test_shipped_blocks_are_right_and_off_in_one_line(path: Path, found: dict[st
 def test_a_recipe_says_how_many_of_its_prompts_come_back() -> None:
     path = ROOT / "configs/nemo_rl/recipes/grpo-qwen3-1.7b-1n8g-megatron-das.yaml"
     said = re.search(r"about ([\d,]+) problems, each (\d+) times, .*?(\d+) % of the prompts", path.read_text(), re.S)
-    assert said is not None
     problems, times, share = (int(number.replace(",", "")) for number in said.groups())
     grpo = OmegaConf.load(path).grpo
     prompts = grpo.max_num_steps * grpo.num_prompts_per_step

@@ -42,7 +42,6 @@ def shown(*words: object) -> dict[str, Any]:
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_the_effective_block_is_the_same_block_with_every_key_that_has_an_effect(block: dict[str, Any]) -> None:
     das = parse(block)
-    assert das is not None
     whole = configs.effective(das)
     again = parse(whole)
     assert again is not None and configs.effective(again) == whole
@@ -199,7 +198,6 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
 
 def test_the_runner_is_the_engines_own_choice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     das = parse({})
-    assert das is not None
     parallel = {"data_parallel_size": 2}
     if compat.version("vllm") is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -48,7 +48,6 @@ class Engine:
     def __init__(self, **das: Any) -> None:
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         config = parse({"drafter": "history", **das})
-        assert config is not None
         vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths = DraftLengths(config, vllm_config)
         known = StepTimes(StepModel(base=PLAIN_S, token=0.0))  # as the data sheet of a GPU says

@@ -26,39 +26,33 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def needs_v1(block: dict[str, object]) -> str | None:
-    config = parse(block)
-    assert config is not None
-    return args.needs_v1(config)
+    return args.needs_v1(parse(block))
 
 
 def test_history_runs_on_v2_and_leaves_the_environment_alone(newest: pytest.MonkeyPatch) -> None:
     config = parse({"drafter": "history"})
-    assert config is not None and args.needs_v1(config) is None
+    assert args.needs_v1(config) is None
     found = args.v2_speculative_config(config)
-    assert found is not None
     assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", 16)
     assert [entry[2] for entry in found["num_speculative_tokens_per_batch_size"]] == [16, 8, 4, 2, 1, 0]
     off = parse({"drafter": "none", "verify": {"noise": "keyed"}})
-    assert off is not None and args.needs_v1(off) is None
+    assert args.needs_v1(off) is None
     assert args.v2_speculative_config(off) is None
 
 
 def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choose(newest: pytest.MonkeyPatch) -> None:
     block = {"drafter": "eagle3", "max_draft_tokens": 5, "draft": {"model": "m", "options": {"attention_backend": "x"}}}
     config = parse(block)
-    assert config is not None and args.needs_v1(config) is None
+    assert args.needs_v1(config) is None
     table = [(1, 1, 5), (2, 2, 4), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
     expected: dict[str, Any] = {"method": "eagle3", "model": "m", "num_speculative_tokens": 5, "attention_backend": "x"}
     expected |= {"draft_load_config": {"load_format": "auto"}}
     assert args.v2_speculative_config(config) == {**expected, "num_speculative_tokens_per_batch_size": table}
-    always = parse(block | {"budget": "unlimited", "speculate": "always"})
-    assert always is not None
-    assert args.v2_speculative_config(always) == expected
+    assert args.v2_speculative_config(parse(block | {"budget": "unlimited", "speculate": "always"})) == expected
     both = block | {"drafter": "history+eagle3", "max_draft_tokens": 16}
     config = parse(both)
-    assert config is not None and args.needs_v1(config) is None
+    assert args.needs_v1(config) is None
     found = args.v2_speculative_config(config)
-    assert found is not None
     lengths = [entry[2] for entry in found.pop("num_speculative_tokens_per_batch_size")]
     assert found == expected | {"num_speculative_tokens": 16}
     assert lengths == [16, 8, 4, 3, 2, 1, 0]
@@ -78,9 +72,8 @@ def test_drafters_keep_their_probabilities_under_vllms_own_noise(
     noise: str, options: dict[str, object], method: str | None
 ) -> None:
     config = parse({**EAGLE, "draft": {"model": "m", "options": options}, "verify": {"noise": noise}})
-    assert config is not None
-    assert (args.v1_speculative_config(config) or {}).get("draft_sample_method") == method
-    assert (args.v2_speculative_config(config) or {}).get("draft_sample_method") == method
+    assert args.v1_speculative_config(config).get("draft_sample_method") == method
+    assert args.v2_speculative_config(config).get("draft_sample_method") == method
 
 
 @pytest.mark.parametrize(
@@ -88,9 +81,8 @@ def test_drafters_keep_their_probabilities_under_vllms_own_noise(
     [("self", "stock", "probabilistic"), ("self", "keyed", None), ("history", "stock", None)],
 )
 def test_of_what_stands_in_for_look_up_the_copy_alone_draws(drafter: str, noise: str, method: str | None) -> None:
-    config = parse({"drafter": drafter, "verify": {"noise": noise}})
-    assert config is not None
-    assert (args.v2_speculative_config(config) or {}).get("draft_sample_method") == method
+    found = args.v2_speculative_config(parse({"drafter": drafter, "verify": {"noise": noise}}))
+    assert found.get("draft_sample_method") == method
 
 
 @pytest.mark.parametrize(
@@ -104,9 +96,8 @@ def test_the_policy_copy_runs_on_v2_in_the_place_of_vllms_look_up_drafter(
     newest: pytest.MonkeyPatch, block: dict[str, object], lengths: list[int]
 ) -> None:
     config = parse(block)
-    assert config is not None and args.needs_v1(config) is None
+    assert args.needs_v1(config) is None
     found = args.v2_speculative_config(config)
-    assert found is not None
     assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", lengths[0])
     assert [entry[2] for entry in found["num_speculative_tokens_per_batch_size"]] == lengths
 
@@ -133,18 +124,15 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     ("most", "lengths"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
 )
 def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, lengths: tuple[int, ...]) -> None:
-    config = parse({"max_draft_tokens": most})
-    assert config is not None
-    assert args.draft_lengths(config) == lengths
+    assert args.draft_lengths(parse({"max_draft_tokens": most})) == lengths
 
 
 def choose(block: dict[str, object], host: str = "host", triton: bool = True, **given: Any) -> Choice:
     """Choose the runner of an engine with these arguments."""
-    config, additional = parse(block), {args.SETTINGS_KEY: block, args.REFRESHER: host}
+    additional = {args.SETTINGS_KEY: block, args.REFRESHER: host}
     usual = {"data_parallel_size": 1, "async_scheduling": None, "load_format": "dummy", "max_model_len": 512}
     engine = SimpleNamespace(**{"additional_config": additional, "speculative_config": None, **usual, **given})
-    assert config is not None
-    return runner_for(engine, config, triton)
+    return runner_for(engine, parse(block), triton)
 
 
 EAGLE: dict[str, object] = {"drafter": "eagle3", "max_draft_tokens": 5, "draft": {"model": "m"}}
@@ -155,7 +143,6 @@ def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
     newest: pytest.MonkeyPatch, block: dict[str, object]
 ) -> None:
     config = parse(block)
-    assert config is not None
     assert choose(block) == Choice(None, {"speculative_config": args.v2_speculative_config(config)})
     expected = {"async_scheduling": False, "speculative_config": args.v1_speculative_config(config)}
     assert choose(block, data_parallel_size=2) == Choice(args.DATA_PARALLEL, expected)
@@ -182,7 +169,6 @@ def test_an_engine_without_a_host_loads_a_drafter_with_weights_on_v1_and_stays_a
 def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.MonkeyPatch) -> None:
     block: dict[str, object] = {"drafter": "history+dflash", "draft": {"model": "m"}}
     config = parse(block)
-    assert config is not None
     expected = args.v2_speculative_config(config)
     assert choose(block) == Choice(None, {"speculative_config": expected})
     assert expected is not None and expected["method"] == "dflash"
@@ -243,7 +229,6 @@ def test_a_speculative_config_is_refused_beside_a_drafter_without_a_host() -> No
     engine = SimpleNamespace(speculative_config={"method": "ngram"}, additional_config={})
     block = {"drafter": "none", "verify": {"noise": "keyed"}, "history": {"run_ahead": "auto"}}
     off, history = parse(block), parse({})
-    assert off is not None and history is not None
     prepare_standalone(engine, off)
     with pytest.raises(ConfigError, match=r"das\.drafter='history' and speculative_config both choose a drafter"):
         prepare_standalone(engine, history)
@@ -260,7 +245,6 @@ def test_what_v1_cannot_do_is_refused_where_the_engine_needs_it(newest: pytest.M
 
 def test_a_driver_without_vllm_leaves_it_to_the_engine_which_runner_it_needs(newest: pytest.MonkeyPatch) -> None:
     ahead, history = {"async_scheduling": True}, parse({})
-    assert history is not None
     args.refuse_arguments(history, "das", "kwargs", ahead)
     newest.setattr(compat, "version", lambda host: "0.28.0")
     with pytest.raises(ConfigError, match=r"found kwargs\.async_scheduling=True, which vLLM's V1 runner refuses"):

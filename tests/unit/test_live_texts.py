@@ -117,7 +117,6 @@ def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(model: in
         brought = decoded.carried if decoded.carried is not None else np.zeros(len(rows), dtype=np.int64)
         assert (decoded.carried is None) == (columns[3].sum() == 0) and (decoded.by_model is None) == (model < 0)
         by_model = columns[4] if decoded.by_model is None else decoded.by_model
-        assert decoded.context is not None
         told = [places, decoded.slots, decoded.got, brought, by_model, decoded.room, decoded.context]
         assert [column.tolist() for column in told] == columns.tolist()
         drafts = 0 if given is None else int(given[columns[0]].sum())

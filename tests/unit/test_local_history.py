@@ -53,7 +53,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def tokens(published: Published | None) -> int:
-    assert published is not None
     index = SuffixIndex.attach(published.directory)
     return index.tokens
 
@@ -176,7 +175,6 @@ time.sleep(60)
 def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(name: str) -> None:
     """As vLLM ends its workers."""
     with subprocess.Popen([sys.executable, "-c", ENGINE, name], stdout=subprocess.PIPE, text=True) as engine:
-        assert engine.stdout is not None
         directory = Path(engine.stdout.readline().strip())
         until(lambda: len(served_by(directory)) == 1)  # on a busy machine a second one was started, and ends
         (writer,) = served_by(directory)

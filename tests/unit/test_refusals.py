@@ -34,7 +34,6 @@ def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda",
 @pytest.mark.parametrize("drafter", ["self", "history+self"])
 def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
     config = parse({"drafter": drafter})
-    assert config is not None
     with pytest.raises(ConfigError, match=rf"das\.drafter='{re.escape(drafter)}' does not work with LoRA adapters"):
         refuse(config, engine({}, adapters=True))
     refuse(config, engine({}))
@@ -62,7 +61,6 @@ def test_what_a_drafter_cannot_do_is_named(
     block: dict[str, Any], model: dict[str, bool], parallel: dict[str, Any], named: str
 ) -> None:
     config = parse(block)
-    assert config is not None
     with pytest.raises(ConfigError, match=rf"das\.drafter={config.drafter!r}.*{named}".replace("+", r"\+")):
         refuse(config, engine(model, **parallel))
 
@@ -71,7 +69,6 @@ def test_keyed_noise_is_refused_beside_a_watermark() -> None:
     marked = engine({})
     marked.watermark_config = object()
     keyed, stock = (parse({"verify": {"noise": noise}}) for noise in ("keyed", "stock"))
-    assert keyed is not None and stock is not None
     with pytest.raises(ConfigError, match="does not work with watermark_config"):
         refuse(keyed, marked)
     refuse(stock, marked)
@@ -82,7 +79,6 @@ def test_installed_logits_processors_are_refused_where_vllm_leaves_them_out(monk
     installed = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("mine", "some.module:Mine", group)])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **wanted: installed.select(**wanted))
     drafts, off = parse({}), parse({"drafter": "none", "verify": {"noise": "keyed"}})
-    assert drafts is not None and off is not None
     v1, v2 = engine({}), engine({})
     v2.use_v2_model_runner = True
     with pytest.raises(ConfigError, match=r"found installed logits processors \(mine\).*allowed: das\.drafter='none'"):
@@ -92,15 +88,13 @@ def test_installed_logits_processors_are_refused_where_vllm_leaves_them_out(monk
 
 
 def test_what_it_can_do_is_allowed() -> None:
-    config = parse({"max_draft_tokens": 4})
-    assert config is not None
-    refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
+    model = {"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}
+    refuse(parse({"max_draft_tokens": 4}), engine(model, data_parallel_size=4))
 
 
 @pytest.mark.parametrize("trait", ["is_hybrid", "is_attention_free"])
 def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) -> None:
     drafts, always = parse({}), parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
-    assert drafts is not None and always is not None
     for v2 in (False, True):
         policy = engine({trait: True})
         policy.use_v2_model_runner = v2
@@ -121,7 +115,6 @@ def test_vllms_rust_front_end_is_refused(
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
     args = SimpleNamespace(additional_config={}, speculative_config=None, _api_process_rank=-1 if parent else 0)
     config = parse({"drafter": "history"})
-    assert config is not None
     if refused:
         with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND: found '1'"):
             prepare_standalone(args, config)

@@ -127,7 +127,6 @@ def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_n
     def engine(instance: str, **named: str) -> str:
         block = {"drafter": "history", "log_dir": str(tmp_path)}
         das = settings(SimpleNamespace(additional_config={"das": block, **named}, instance_id=instance))
-        assert das is not None and das.log_dir is not None
         return str(logged(Path(das.log_dir), steps=3).path.parent)
 
     one, other = engine("1"), engine("2")

@@ -268,9 +268,7 @@ def test_what_has_begun_and_what_is_older_goes_first() -> None:
 
 def test_the_block_says_who_leads() -> None:
     def made(**block: Any) -> StartOrder | None:
-        das = parse(block)
-        assert das is not None
-        return start_order(das, group=4)
+        return start_order(parse(block), group=4)
 
     on = made()
     assert on is not None and on.priority(1) < on.priority(1)

@@ -368,8 +368,6 @@ def test_a_batch_is_dispatched_before_the_next_ones_are_read(monkeypatch: pytest
 
 
 def test_an_engine_without_a_host_refuses_it() -> None:
-    block = {"history": {"run_ahead": "auto"}}
-    config = parse(block)
-    assert config is not None
+    config = parse({"history": {"run_ahead": "auto"}})
     with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host"):
         prepare_standalone(SimpleNamespace(additional_config={}, speculative_config=None), config)

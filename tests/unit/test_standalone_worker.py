@@ -43,7 +43,6 @@ class Writer(WorkerState):
     def learnt(self) -> list[int]:
         """What lengths the engine learns at a weight sync."""
         self.stand_alone(None, "no history")
-        assert self.standalone is not None
         self.standalone.weights_changed()
         self.begin_standalone(SimpleNamespace(finished_req_ids=sorted(self.texts), total_num_scheduled_tokens=1))
         return self.lengths
@@ -91,7 +90,6 @@ def test_a_weight_sync_is_no_part_of_the_step_that_follows() -> None:
 
     state = Synced(SimpleNamespace(), parse({"drafter": "ngram"}))
     state.stand_alone(None, "no history")
-    assert state.standalone is not None
     state.standalone.weights_changed()
     state.begin_step(SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1))
     assert 0.0 < state.at < state.began
