@@ -7,7 +7,6 @@ void bind_controller(nb::module_& m);
 void bind_keyed_noise(nb::module_& m);
 void bind_live_texts(nb::module_& m);
 void bind_quantised_linear(nb::module_& m);
-void bind_simulator(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
@@ -18,6 +17,5 @@ NB_MODULE(_native, m) {
   bind_keyed_noise(m);
   bind_live_texts(m);
   bind_quantised_linear(m);
-  bind_simulator(m);
   bind_suffix_index(m);
 }

@@ -32,7 +32,7 @@ class Ticked(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """How engines continue in native code until their drafter is asked again."""
+    """How engines go on until their drafter is asked again."""
 
     source: Given
     steps: Ints | int
@@ -48,11 +48,11 @@ class Drafting:
     """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied` and `copy_hits`."""
 
     def walk(self, rows: Ints) -> Walk | None:
-        """Say how the engines of these running requests may continue natively; None: each step must be asked for."""
+        """Say how the engines of these running requests may go on without it; None: each step must be asked for."""
         return None
 
     def walked(self, steps: Ints) -> None:
-        """Note how many steps each engine took natively, int64 [engines]."""
+        """Note how many steps each engine took by itself, int64 [engines]."""
 
     def begin(self, rows: Ints) -> None:
         """Take requests that were admitted."""

@@ -114,7 +114,7 @@ class Fleet:
     # Inside
 
     def _walk(self, active: Bools, leap: int) -> tuple[Bools, Ints]:
-        """Let engines continue natively until their drafter must be asked, a request ends, or the KV cache may be full;
+        """Let engines go on until their drafter must be asked, a request ends, or the KV cache may be full;
         return which engines these are, and the requests that ended."""
         r, engine = self.requests, self.requests.engine[self.running]
         reading = np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines) > 0
@@ -131,10 +131,9 @@ class Fleet:
         if not len(chosen):
             return active, rows[:0]
         rows, counts = rows[mine], requests[chosen]
-        taken = np.zeros(len(chosen), dtype=np.int64)
         tokens, context = np.zeros((2, len(chosen), int(steps[chosen].max())))
-        bounds, out = offsets_of(counts.astype(np.int64)), {"taken": taken, "tokens": tokens, "context": context}
-        walk.source.walk(rows, bounds, steps[chosen], walk.least[mine], walk.limit[mine], **out)
+        bounds, drafts = offsets_of(counts.astype(np.int64)), (walk.least[mine], walk.limit[mine])
+        taken = walk.source.walk(rows, bounds, steps[chosen], *drafts, tokens, context)
         there = np.arange(tokens.shape[1]) < taken[:, None]
         which = np.repeat(chosen, taken)
         each = self.steps.decode(requests[which], tokens[there], context[there])

@@ -5,12 +5,11 @@ Two sources: chances that are given, and the index itself, over recorded respons
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +18,10 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.core.native import native
-from das_adapter.sim.requests import Ints, Requests
-from das_adapter.sim.texts import Texts
+from das_adapter.sim.requests import Floats, Ints, Requests
+from das_adapter.sim.texts import Texts, offsets_of
 
 Rates = Sequence[Sequence[float]]
-COLUMNS = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
-"""Columns of `Requests` that native steps read and write."""
 
 
 class Offer(NamedTuple):
@@ -59,8 +55,8 @@ class Source:
 
 
 class Given(Source):
-    """Drafts whose tokens survive with given chances, so that engines can step natively (csrc/simulator.cpp). What a
-    request accepts follows from the seed, the request and its position alone, not from when it is drafted for."""
+    """Drafts whose tokens survive with given chances, so that engines can go on without being asked. What a request
+    accepts follows from the seed, the request and its position alone, not from when it is drafted for."""
 
     def __init__(
         self, requests: Requests, rates: Rates, longest: int = 32, seed: int = 0, agreement: float = 0.0
@@ -69,20 +65,78 @@ class Given(Source):
         an agreement of 0 none is of what was written ahead."""
         super().__init__(requests)
         steps = np.array([[*visit, *[visit[-1]] * longest][:longest] for visit in (*rates, [agreement])])
-        self._survival, self._seed = np.cumprod(steps, axis=1), seed
-
-    def walk(self, *batch: Any, **out: Any) -> None:
-        """Step engines natively; see `walk_given` in csrc/simulator.cpp."""
-        columns = {name: getattr(self._requests, name) for name in COLUMNS}
-        native().walk_given(*batch, **columns, **out, **self._arguments())
+        self._survival, self._seed = np.cumprod(steps, axis=1), np.uint64(seed << 32 & 2**64 - 1)
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        least = math.log(floor) if floor > 0 else -math.inf
-        return Offer(*native().offer_given(rows, limits, least, self._requests.written, **self._arguments()))
+        counts, hits, chances = self._drafts(rows, limits, np.full(len(rows), floor))
+        there = np.arange(chances.shape[1]) < counts[:, None]
+        return Offer(chances[there].astype(np.float32), offsets_of(counts), hits)
 
-    def _arguments(self) -> dict[str, Any]:
-        of = {name: getattr(self._requests, name) for name in ("visit", "ahead", "same")}
-        return {**of, "survival": self._survival, "seed": self._seed}
+    def walk(
+        self, rows: Ints, bounds: Ints, steps: Ints, least: Floats, limit: Ints, tokens: Floats, context: Floats
+    ) -> Ints:
+        """Step each of some engines so often, or until one of its requests ends; return how often, int64 [engines].
+
+        Args:
+            rows: their requests, engine after engine; `bounds`: where each engine's begin, and the end of the last.
+            steps: of each engine at most.
+            least, limit: of each request, as in `Walk`.
+            tokens, context: float64 [engines, most steps], which get those of each step.
+        """
+        r, at = self._requests, np.repeat(np.arange(len(steps)), np.diff(bounds))
+        limit, lowest = np.where(least < np.inf, limit, 0), np.exp(least)
+        length, last = r.length[rows], np.minimum(r.length[rows], r.most[rows]) - 1
+        if not (limit.any() or r.draft[rows].any()):
+            taken = np.minimum(steps, np.minimum.reduceat(length - r.written[rows], bounds[:-1]))
+            tokens[:] = np.diff(bounds)[:, None]
+            context[:] = np.add.reduceat(r.prompt[rows] + r.written[rows], bounds[:-1])[:, None]
+            context += tokens * np.arange(tokens.shape[1])
+            r.written[rows] += taken[at]
+            r.forwards[rows] += taken[at]
+            return taken
+        taken, ended = np.zeros(len(steps), dtype=np.int64), np.zeros(len(steps), dtype=bool)
+        for step in range(tokens.shape[1]):
+            drafted, written = r.draft[rows], r.written[rows]
+            tokens[:, step] = np.bincount(at, 1 + drafted, len(steps))
+            context[:, step] = np.bincount(at, r.prompt[rows] + written, len(steps))
+            got = np.minimum(1 + np.minimum(drafted, r.hits[rows]), length - written)
+            r.written[rows] = written = written + got
+            r.forwards[rows] += 1
+            r.drafted[rows] += drafted
+            r.accepted[rows] += got - 1
+            r.draft[rows], r.hits[rows], _ = self._drafts(rows, np.minimum(limit, last - written), lowest)
+            taken[at] = step + 1
+            ended[at[written >= length]] = True
+            mine = ~(ended | (taken == steps))[at]
+            if not mine.all():
+                rows, at, limit, lowest, length, last = (of[mine] for of in (rows, at, limit, lowest, length, last))
+                if not len(rows):
+                    break
+        return taken
+
+    def _drafts(self, rows: Ints, limits: Ints, lowest: Floats) -> tuple[Ints, Ints, Floats]:
+        """Draft for requests: at most so many tokens each, down to this chance of each, [n]; return how many tokens
+        each has and how many of them the policy would write, int64 [n], and the chances of longer drafts, [n, most]."""
+        r, (*visits, _) = self._requests, self._survival
+        written = r.written[rows]
+        key = _mixed(_mixed(rows.astype(np.uint64) + self._seed) + written.astype(np.uint64))
+        luck = ((key & np.uint64(2**32 - 1)).astype(np.float64) + 0.5) * 2.0**-32
+        early = written < r.ahead[rows]  # what diverged is a sibling's, as from a visit before
+        repeats = early & (written <= r.same[rows]) & (self._survival[-1, 0] > 0.0)
+        known = np.minimum(r.visit[rows] + early, len(visits) - 1)
+        chances = self._survival[np.where(repeats, len(visits), known)]
+        counts = np.minimum(limits, np.where(repeats, r.ahead[rows] - written, chances.shape[1]))
+        counts = np.clip((chances >= lowest[:, None]).sum(axis=1), 0, np.maximum(counts, 0))
+        hits = np.where(repeats, r.same[rows] - written, (chances > luck[:, None]).sum(axis=1))
+        return counts, np.minimum(hits, counts), chances
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return what SplitMix64 makes of numbers."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
 
 
 class Indexed(Source):

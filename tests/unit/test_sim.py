@@ -257,7 +257,7 @@ def test_with_a_lag_the_rollout_goes_on_while_the_trainer_trains() -> None:
     assert np.mean(busy_s) == pytest.approx(written_s, rel=0.1)
 
 
-def test_engines_that_go_on_natively_do_what_they_do_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_go_on_by_themselves_do_what_they_do_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def end() -> Fleet:
         one, work = small(engine__kv_tokens=1600).fleet("off")
         r = one.requests
@@ -269,13 +269,13 @@ def test_engines_that_go_on_natively_do_what_they_do_step_by_step(monkeypatch: p
         one.run()
         return one
 
-    natively = end()
+    walked = end()
     monkeypatch.setattr(Fixed, "walk", lambda *_: None)
     stepped = end()
     for column in ("written", "forwards", "drafted", "accepted", "preempted"):
-        assert np.array_equal(getattr(natively.requests, column), getattr(stepped.requests, column)), column
-    assert natively.requests.ended == pytest.approx(stepped.requests.ended)
-    assert natively.busy_s == pytest.approx(stepped.busy_s)
+        assert np.array_equal(getattr(walked.requests, column), getattr(stepped.requests, column)), column
+    assert walked.requests.ended == pytest.approx(stepped.requests.ended)
+    assert walked.busy_s == pytest.approx(stepped.busy_s)
 
 
 def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
