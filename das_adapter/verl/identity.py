@@ -114,10 +114,6 @@ async def _showing(written: Coroutine[Any, Any, Any], show: Callable[[], None]) 
     return await task
 
 
-def _is_tensors(prompts: Any) -> bool:
-    return not hasattr(prompts, "non_tensor_batch")
-
-
 def name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None = None) -> tuple[Any, Counter[str]]:
     """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before workers share it out: no two rows
     of a step have the same name, and a row has the same name in every run. An index alone is not enough: data sets
@@ -126,7 +122,7 @@ def name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None = None) -> tup
     The fully asynchronous pipeline counts no steps; its `uid` names epoch and sample, and serves in their place.
     `last`: the step of the batch before, and how often each name was given in it; return this batch's.
     """
-    tensors = _is_tensors(prompts)
+    tensors = not hasattr(prompts, "non_tensor_batch")
     columns, about = (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
     step = about["global_steps"] if "global_steps" in about.keys() else -1
     if step < 0 and "uid" in columns.keys():

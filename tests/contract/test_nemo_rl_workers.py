@@ -451,22 +451,29 @@ def test_what_a_row_stops_at_does_not_depend_on_the_plan(
     assert caplog.text.count("differ in their stop strings") == differ
 
 
+def workerless(labeller: Labeller, replicas: Replicas) -> Any:
+    """A generation that has no workers."""
+    from das_adapter.nemo_rl.generation import DasVllmGeneration
+
+    class Generation(DasVllmGeneration):
+        def __init__(self) -> None:
+            self.das, self._labeller, self._validating = block(), labeller, False
+            self._longest_first, self._expected_until = True, math.inf
+            self._replicas, self.fleet_selector = replicas, None
+            self.worker_group = SimpleNamespace(dp_size=4)
+
+        def __del__(self) -> None:
+            """It has no workers."""
+
+    return Generation()
+
+
 def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NeMo-RL's trajectory collector does: one thread for each training step to come."""
-    from das_adapter.nemo_rl.generation import DasVllmGeneration
 
     async def stock(self: Any, data: Any, greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
         await asyncio.sleep(0)
         yield 0, data
-
-    class Generation(DasVllmGeneration):
-        def __init__(self) -> None:
-            self.das, self._labeller, self._validating = block(), Labeller(0), False
-            self._longest_first, self._expected_until = True, math.inf
-            self._replicas, self.fleet_selector = replicas, None
-
-        def __del__(self) -> None:
-            """It has no workers."""
 
     async def write(first: int) -> list[Label]:
         async def one(prompt: int) -> Label:
@@ -479,7 +486,7 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
 
     monkeypatch.setattr(vllm_generation.VllmGeneration, "generate_async", stock)
     replicas = Replicas(range(4))
-    made, before = Generation(), sys.getswitchinterval()
+    made, before = workerless(Labeller(0), replicas), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
@@ -493,20 +500,8 @@ def test_batches_that_are_generated_in_threads_at_once_are_counted_together(monk
 def test_where_fleet_health_chooses_the_workers_routing_says_so_and_counts_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from das_adapter.nemo_rl.generation import DasVllmGeneration
-
     async def stock(self: Any, data: Any, greedy: bool = False) -> AsyncIterator[tuple[int, Any]]:
         yield self._next_dp_shard_idx(), [replicas.load(worker) for worker in range(4)]
-
-    class Generation(DasVllmGeneration):
-        def __init__(self) -> None:
-            self.das, self._labeller, self._validating = block(), Labeller(0), False
-            self._longest_first, self._expected_until = True, math.inf
-            self._replicas, self.fleet_selector = replicas, None
-            self.worker_group = SimpleNamespace(dp_size=4)
-
-        def __del__(self) -> None:
-            """It has no workers."""
 
     async def asked() -> list[tuple[int, Any]]:
         row = BatchedDataDict({"input_ids": torch.tensor([[1, 2]]), "input_lengths": torch.tensor([2])})
@@ -514,30 +509,22 @@ def test_where_fleet_health_chooses_the_workers_routing_says_so_and_counts_nothi
 
     monkeypatch.setattr(vllm_generation.VllmGeneration, "generate_async", stock)
     replicas = Replicas(range(4))
-    made, idle = Generation(), [(0.0, 0.0)] * 4
+    made, idle = workerless(Labeller(0), replicas), [(0.0, 0.0)] * 4
     made.attach_fleet_health(SimpleNamespace(shard_count=4), SimpleNamespace(next_shard=lambda: 3))
     assert asyncio.run(asked()) == [(3, idle)] * 3
     assert caplog.text.count("async_rl.generation_fleet_health") == 1
 
 
 def test_a_worker_whose_trajectories_wait_for_a_tool_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from das_adapter.nemo_rl.generation import DasVllmGeneration
-
-    class Generation(DasVllmGeneration):
-        def __init__(self) -> None:
-            self._labeller, self._replicas, self._validating = labeller, replicas, False
-
-        def __del__(self) -> None:
-            """It has no workers."""
-
     monkeypatch.setattr(routing, "QUIET_S", 1e9)
     labeller, replicas = Labeller(0), Replicas(range(2))
     problems = [labeller.label([prompt], validate=False).problem or 0 for prompt in (1, 2)]
     assert [replicas.pick(problem) for problem in problems] == [0, 1]
     replicas.done(0, problems[0])
-    assert Generation().lend(1) == [0]
+    made = workerless(labeller, replicas)
+    assert made.lend(1) == [0]
     labeller.label([1, 3], validate=False)
-    assert Generation().lend(1) == []
+    assert made.lend(1) == []
 
 
 def test_speculation_ends_a_response_where_a_plain_run_does() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,16 +29,20 @@ def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pyte
     assert [len(kinds) for kinds in noted.values() if kinds] == [1]
 
 
+def check_compiled(noted: Any, capability: int, module: Any) -> None:
+    (kernel,) = compiled(noted, capability, module)
+    assert kernel.asm["cubin"]
+    assert ".f64" not in kernel.asm["ptx"]  # twenty and more times slower on many GPUs
+    assert kernel.metadata.shared < 48 * 1024
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_sampling_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         noted, keys = forms(patch, keyed_sample), Keys(torch.arange(2), torch.arange(2))
         keyed_sample.triton_sample(torch.zeros(2, 152_064), keys)
-    (kernel,) = compiled(noted, capability, keyed_sample)
-    assert kernel.asm["cubin"]
-    assert ".f64" not in kernel.asm["ptx"]  # twenty and more times slower on many GPUs
-    assert kernel.metadata.shared < 48 * 1024
+    check_compiled(noted, capability, keyed_sample)
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, slots: int, steps: int) -> DeviceIndex:
@@ -85,10 +90,7 @@ def test_leaving_out_what_is_beyond_top_k_and_top_p_compiles_for_a_gpu(
     with pytest.MonkeyPatch.context() as patch:
         noted = forms(patch, limits)
         of.apply(torch.zeros(2, 152_064, dtype=dtype), torch.arange(2), torch.ones(4))
-    (kernel,) = compiled(noted, 90, limits)
-    assert kernel.asm["cubin"]
-    assert ".f64" not in kernel.asm["ptx"]
-    assert kernel.metadata.shared < 48 * 1024
+    check_compiled(noted, 90, limits)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 128])
@@ -107,10 +109,7 @@ def test_admitting_drafts_compiles_for_a_gpu_before_the_first_request_alone(
         for requests in (1, 2, 3, 16, 17, 1024):
             of.admit(np.zeros((3, requests), dtype=np.int32), torch.arange(1025)[-requests:], requests - 1)
     assert noted["admit"] == first
-    (kernel,) = compiled(noted, 90, ranking)
-    assert kernel.asm["cubin"]
-    assert ".f64" not in kernel.asm["ptx"]
-    assert kernel.metadata.shared < 48 * 1024
+    check_compiled(noted, 90, ranking)
 
 
 def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,6 @@ def trained(lengths: dict[int, list[int]]) -> LengthModel:
     return model
 
 
-def predicted(log: LengthLog) -> dict[int, float]:
-    return log.predictions()
-
-
 MIXED = {**{p: [100, 110, 90, 105] for p in range(8)}, **{p: [1500, 1400, 1600, 1550] for p in (20, 21)}}
 
 
@@ -82,7 +78,7 @@ def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number()
     for n in (1, 4, 16):
         log = LengthLog()
         log.add(of({**population, 99: [1000] * n}))
-        expected.append(predicted(log)[99])
+        expected.append(log.predictions()[99])
     assert expected == sorted(expected)
     assert expected[0] < 600
     assert expected[-1] > 850
@@ -99,13 +95,13 @@ def test_distribution_functions_rise_from_nothing_to_one() -> None:
 
 def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
     log, lengths = LengthLog(), {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
-    assert predicted(log) == {}
+    assert log.predictions() == {}
     for responses in np.array_split(of(lengths), 5):  # as they arrive
         log.add(responses)
     everyone = float(np.mean([n for own in lengths.values() for n in own]))
     for problem, own in lengths.items():
         low, high = sorted((float(np.mean(own)), everyone))
-        assert low < predicted(log)[problem] < high
+        assert low < log.predictions()[problem] < high
 
 
 def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +109,7 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.M
     log = LengthLog()
     for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
         log.add(rows((1, tokens, version), (2, 100, 3)))
-    lengths = predicted(log)
+    lengths = log.predictions()
     assert lengths[1] > 500 > lengths[2] > 50
     model = LengthModel(4096)
     model.observe(log.since(0))
@@ -145,6 +141,6 @@ def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.Mon
     log = LengthLog()
     for problem, version in ((1, 0), (2, 0), (1, 1), (1, 1), (3, 1)):
         log.add(rows((problem, 100, version)))
-    assert predicted(log).keys() == {1, 3}
+    assert log.predictions().keys() == {1, 3}
     log.add(rows(*((problem, 100, 2) for problem in (4, 5))))  # in the place of the two
-    assert predicted(log).keys() == {4, 5}
+    assert log.predictions().keys() == {4, 5}
