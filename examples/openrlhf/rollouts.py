@@ -29,7 +29,7 @@ PATHS = [str(HERE), str(HERE.parent / "vllm"), str(HERE.parent / "tiny_math")]
 sys.path += PATHS
 import task  # noqa: E402
 from cpu_weights import FILE  # noqa: E402
-from serving import ARMS, POLICY  # noqa: E402
+from serving import ARMS, POLICY, settings  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_LEN = 4, 8, 256
 
@@ -47,15 +47,8 @@ def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
             found: list[dict[str, Any]] = await self.llm.collective_rpc("das_rpc", args=("stats", {}))
             return found[0]
 
-    environment = {
-        "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
-        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
-        "PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        FILE: str(weights),
-    }
+    paths = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = settings(block) | {"PYTHONPATH": paths, FILE: str(weights)}
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": environment})
     try:  # the arguments of OpenRLHF's create_vllm_engines, but for dtype, cache, length and the worker extension
         actor = (
