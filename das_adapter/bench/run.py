@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
+from das_adapter.tools.provenance import provenance, save
 
 PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Each is a module of the package. In the order in which they run: what there is no time for is at the end."""
@@ -90,15 +91,11 @@ def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
 
 
 def _save(path: Path, head: Found, content: Found) -> None:
-    from das_adapter.tools.provenance import save
-
     save(path, head | content)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; None: that of the process."""
-    from das_adapter.tools.provenance import provenance
-
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     parser = argparse.ArgumentParser(
         "das-adapter bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
