@@ -103,6 +103,7 @@ def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> No
         run(bin_, python, "-c", doctor).strip().split(", ")
     )
     assert "das-adapter" in run(bin_, str(bin_ / "das-adapter"), "--help")
+    assert "das-adapter bench gate" in run(bin_, str(bin_ / "das-adapter"), "bench", "--help")
 
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])
