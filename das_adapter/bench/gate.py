@@ -66,20 +66,22 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
             yield found
 
 
+DEAR, UNSURE = 1.02, 0.01
+"""What an undrafted step may cost, of stock's, and the standard error up to which that can be said of it."""
 BARS = (
     Bar(
         "undrafted step of `history`, of stock's, at worst, less twice its error",
-        1.02,
+        DEAR,
         lambda f: _beyond_doubt(f, "history"),
     ),
     Bar(
         "undrafted step with keyed noise, of stock's, at worst, less twice its error",
-        1.02,
+        DEAR,
         lambda f: _beyond_doubt(f, "none, keyed"),
     ),
     Bar(
         "standard error of what `history` costs, at worst",
-        0.01,
+        UNSURE,
         lambda f: max(error for _, error in f["of_stock"]["history"].values()),
     ),
     Bar(
@@ -100,9 +102,11 @@ BARS = (
 )
 
 
-def _beyond_doubt(found: Found, arm: str) -> float:
-    """Return the worst of the steps' costs, less twice its error."""
-    return max(ratio - 2.0 * error for ratio, error in found["of_stock"][arm].values())
+def _beyond_doubt(found: Found, arm: str) -> float | None:
+    """Return the worst of the steps' costs, less twice its error; None: it is low only because the error is large."""
+    steps = found["of_stock"][arm].values()
+    worst = max(ratio - 2.0 * error for ratio, error in steps)
+    return worst if worst > DEAR or max(error for _, error in steps) <= UNSURE else None
 
 
 def _of_stock(rounds: list[dict[str, float]], arm: str) -> Measured:

@@ -9,7 +9,8 @@
 
 Policies have random weights in the shape of Qwen2.5; `lossless` writes some for its time, 4 GB for 1.5b, where TMPDIR
 says. gpu_PART_SHAPE.json has what a part could measure, with its provenance. A bar is `kept` where all of its part ran,
-`MISSED` where a figure is too high, `cut short` where those measured are good and others are missing, and `not run`.
+`MISSED` where a figure is too high, `cut short` where those measured are good and others are missing, and `not run`
+where none was measured, or too roughly to tell.
 The exit code is 0 if none was missed or cut short and no part failed. Parts and their minutes, estimated by what an
 H200 took, for all of their shapes:
 

@@ -314,11 +314,16 @@ def test_engines_end_with_the_program(ending: signal.Signals, threads: bool, tmp
 
 def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
     assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
-    for error, verdict in ((0.001, "MISSED"), (0.02, "kept")):
-        found = {"state": "done", "of_stock": {"history": {"1 x 16": [1.03, error]}}}
+    for ratio, error, verdict in (
+        (1.03, 0.001, "MISSED"),
+        (1.03, 0.008, "kept"),
+        (1.03, 0.02, "not run"),
+        (1.2, 0.02, "MISSED"),
+    ):
+        found = {"state": "done", "of_stock": {"history": {"1 x 16": [ratio, error], "8 x 16": [1.0, 0.001]}}}
         worst, _, sure = gate.BARS[:3]
         assert worst.verdict(found)["verdict"] == verdict
-        assert sure.verdict(found)["verdict"] == ("kept" if error < 0.01 else "MISSED")  # it says nothing then
+        assert sure.verdict(found)["verdict"] == ("kept" if error < 0.01 else "MISSED")
 
 
 def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(monkeypatch: pytest.MonkeyPatch) -> None:
