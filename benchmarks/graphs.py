@@ -3,7 +3,8 @@
 PYTHONPATH=.venv/newest python benchmarks/graphs.py --requests 256 --out FILE.json
 
 `stock`: vLLM without drafts; `one_length`: all requests of a step have equally many draft tokens; `own_lengths`: each
-request has its own number. `full` graphs are replayed by decode steps, `piecewise` ones by steps that read prompts.
+request has its own number. `full` graphs are replayed by decode steps, `piecewise` ones by steps that read prompts;
+those of `device_index` look up drafts, a few small kernels each.
 """
 
 from __future__ import annotations
@@ -72,7 +73,11 @@ def manager(requests: int, speculative: dict[str, Any] | None, own_lengths: bool
 
 def captured(engine: Any) -> dict[str, int]:
     """Return the number of graphs by kind."""
-    return {kind.name.lower(): len(graphs) for kind, graphs in engine._capture_descs.items()}
+    from das_adapter.engine.v2.speculator import looked_up_sizes
+
+    graphs = {kind.name.lower(): len(graphs) for kind, graphs in engine._capture_descs.items()}
+    looks = engine.vllm_config.speculative_config is not None
+    return graphs | {"device_index": len(looked_up_sizes(engine.vllm_config))} if looks else graphs
 
 
 def plain(engines: list[Any], requests: int) -> dict[str, int]:

@@ -14,7 +14,7 @@ __all__ = ["MEASURES", "provenance", "save", "written"]
 MEASURES = {
     "agreement.py": ["das_adapter/core/index", "csrc"],
     "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
-    "graphs.py": ["das_adapter/protocol", "das_adapter/engine/v2/admission.py"],
+    "graphs.py": [f"das_adapter/{part}" for part in ("protocol", "engine/v2/admission.py", "engine/v2/speculator.py")],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],
     "kernels.py": ["das_adapter/engine/v2"],

@@ -23,6 +23,12 @@ def keep_texts_on_device(states: Any) -> None:
         states.all_token_ids = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device)
 
 
+def looked_up_sizes(vllm_config: Any) -> list[int]:
+    """Return the numbers of requests for which looking up drafts is captured as a CUDA graph."""
+    most = vllm_config.scheduler_config.max_num_seqs
+    return [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= most]
+
+
 class Offer:
     """What was drafted for the requests of a step, on its way to the host: it is there when the output of the next step
     is."""
@@ -69,7 +75,7 @@ class HistorySpeculator(BaseSpeculator):
         self.admits = False
         """Whether each request has its own number of draft tokens, so that all ranks rank the chances."""
         self._engine: EngineController | None = None
-        self._capture_sizes = [s for s in vllm_config.compilation_config.cudagraph_capture_sizes or [] if s <= slots]
+        self._capture_sizes = looked_up_sizes(vllm_config)
 
     @property
     def silent(self) -> bool:
