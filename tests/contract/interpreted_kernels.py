@@ -17,6 +17,8 @@ import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a dev
 import v2_stand_ins
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
 from own_history import OwnHistory
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
@@ -25,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.engine.v2 import device_index, ranking, search
-from das_adapter.engine.v2.admission import Admission
+from das_adapter.engine.v2.admission import Admission, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
@@ -371,6 +373,53 @@ def test_a_kernel_that_admits_other_draft_tokens_than_its_definition_is_found_at
         admitted.check()
         with mock.patch.object(ranking, "admit", v2_stand_ins.Launch(wrong, None)), pytest.raises(RuntimeError):
             admitted.check()
+
+
+ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
+
+
+def attention(name: str, graphs: AttentionCGSupport, plans: bool = False) -> Any:
+    """An `AttentionGroup` of a backend that allows these full CUDA graphs; `plans`: by lengths that the host knows."""
+    backend = type(name, (), {"supports_device_cpu_query_lens_mismatch": staticmethod(lambda: not plans)})
+    builder = SimpleNamespace(get_cudagraph_support=lambda *_: graphs)
+    return SimpleNamespace(backend=backend, kv_cache_spec=None, get_metadata_builder=lambda _: builder)
+
+
+FREE = attention("Free", ALWAYS)
+
+
+@pytest.mark.parametrize(
+    ("engine", "groups", "other", "why"),
+    [
+        ({}, [FREE], None, None),
+        ({"lora_config": object()}, [FREE], None, "LoRA adapters"),
+        ({"model_config.enable_return_routed_experts": True}, [FREE], None, "experts' routing is returned"),
+        ({"aux_output_config.enable_return_routed_experts": True}, [FREE], None, "experts' routing is returned"),
+        ({"model_config.return_sampling_mask": True}, [FREE], None, "sampling masks are returned"),
+        ({"parallel_config.enable_batch_sharded_sampling": True}, [FREE], None, "batch-sharded sampling"),
+        ({"parallel_config.decode_context_parallel_size": 2}, [FREE], None, "context parallelism"),
+        ({"parallel_config.prefill_context_parallel_size": 2}, [FREE], None, "context parallelism"),
+        ({}, [FREE, attention("Planner", ALWAYS, plans=True)], None, "Planner plans by lengths that the host knows"),
+        ({}, [FREE, attention("Even", UNIFORM)], None, "Even has no full CUDA graphs for unequal lengths"),
+        ({}, [FREE], (UNIFORM, "Other"), "Other has no full CUDA graphs for unequal lengths"),
+        ({}, [FREE], (ALWAYS, "Other"), None),
+        ({"compilation_config.cudagraph_mode": CUDAGraphMode.PIECEWISE}, [attention("Even", UNIFORM)], None, None),
+    ],
+)
+def test_requests_have_own_draft_lengths_unless_something_is_in_the_way(
+    engine: dict[str, Any], groups: list[Any], other: Any, why: str | None
+) -> None:
+    config = SimpleNamespace(
+        lora_config=None,
+        aux_output_config=SimpleNamespace(),
+        model_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+    )
+    for name, value in engine.items():
+        *parents, last = name.split(".")
+        setattr(functools.reduce(getattr, parents, config), last, value)
+    assert obstacle(config, [[group] for group in groups], other) == why
 
 
 def test_as_many_draft_tokens_as_the_step_has_are_admitted_whatever_their_chances() -> None:
