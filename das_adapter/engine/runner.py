@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from das_adapter import compat
@@ -21,6 +22,23 @@ from das_adapter.protocol.engine_args import (
 )
 
 logger = logging.getLogger("vllm.das_adapter")
+
+ONE_LENGTH: dict[str, Callable[[Any], bool]] = {
+    "LoRA adapters": lambda config: config.lora_config is not None,
+    "experts' routing is returned": lambda config: any(
+        getattr(getattr(config, name, None), "enable_return_routed_experts", False)
+        for name in ("aux_output_config", "model_config")
+    ),
+    "sampling masks are returned": lambda config: getattr(config.model_config, "return_sampling_mask", False),
+    "batch-sharded sampling": lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
+    "context parallelism": lambda config: (
+        max(config.parallel_config.decode_context_parallel_size, config.parallel_config.prefill_context_parallel_size)
+        > 1
+    ),
+}
+"""What has all requests of a step draft equally many tokens on V2, and whether an engine (vLLM's config) has it."""
+HOST_PLANS, NO_GRAPHS = "plans by lengths that the host knows", "has no full CUDA graphs for unequal lengths"
+"""The same of attention."""
 
 _chosen = threading.Event()
 """Set while `set_v1` has chosen the runner of this process's environment."""

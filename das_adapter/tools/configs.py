@@ -79,21 +79,25 @@ def effective(das: DasConfig) -> dict[str, Any]:
     return whole
 
 
-def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, Any]) -> dict[str, str]:
+def placement(
+    das: DasConfig | None, host: str | None, arguments: Mapping[str, Any], triton: bool | None = None
+) -> dict[str, str]:
     """Say what would run where.
 
     Args:
         das: the block; None: it leaves the host as it is.
         host: `VERL`, `NEMO_RL`, or None: there is none.
         arguments: engine arguments that the host's config gives.
+        triton: whether vLLM finds a device that Triton compiles for; None: that is not known.
 
     Raises:
         ConfigError: one of them contradicts the block.
     """
     if das is None:
         return {"engines": f"{host or 'vLLM'} as it is: nothing of das-adapter runs"}
-    v1 = _runner(das, arguments)
-    found = {"model runner": v1 or "V2, where vLLM finds a device that Triton compiles for; else V1"}
+    v1 = _runner(das, arguments, triton is not False)
+    where = "" if triton else ", where vLLM finds a device that Triton compiles for; else V1"
+    found = {"model runner": v1 or f"V2{where}"}
     if das.in_every_step:
         found["drafts"] = f"{das.num_draft_tokens} tokens in every step, as vLLM has it"
     elif das.drafter != "none" and v1:
@@ -114,11 +118,11 @@ def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, A
     return found
 
 
-def _runner(das: DasConfig, arguments: Mapping[str, Any]) -> str | None:
+def _runner(das: DasConfig, arguments: Mapping[str, Any], triton: bool) -> str | None:
     """Say that engines run V1, and why; None: V2 where there is a device for it."""
     if compat.version("vllm") is None:
         return f"not known, for lack of vLLM here: V1 where it is older than {compat.V2_RUNNER.oldest}"
     given = {"speculative_config": None, "async_scheduling": arguments.get("async_scheduling")}
     parallel = arguments.get("data_parallel_size") or 1
-    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, **engine_args(das)), das).v1
+    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, **engine_args(das)), das, triton).v1
     return why and f"V1: {why}"

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
+from das_adapter.config import parse
 from das_adapter.core.native import native
+from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
+from das_adapter.tools.configs import placement
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
 import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
+from vllm.triton_utils import HAS_TRITON
+print(HAS_TRITON)
 """
 
 
@@ -118,3 +123,22 @@ def _engine_process() -> Iterator[Finding]:
     works = Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
     yield replace(works, state="broken", detail=reason) if run.returncode else works
     yield Finding("equal tokens", "ok", equality(run.stdout.partition("\n")[0], os.environ))
+    if not run.returncode:
+        yield from runners(run.stdout.split()[-1] == "True")
+
+
+def runners(triton: bool) -> Iterator[Finding]:
+    """Say which model runner engines get with the installed vLLM, and why, and what they draft; `triton`: whether vLLM
+    finds a device that Triton compiles for."""
+
+    def would_run(what: str, drafter: str = "history", **arguments: Any) -> str:
+        return placement(parse({"drafter": drafter}), None, arguments, triton)[what]
+
+    for drafter in ("history", "self", "mtp"):
+        yield Finding(f"model runner of {drafter}", "ok", would_run("model runner", drafter))
+    yield Finding("model runner of data-parallel engines", "ok", would_run("model runner", data_parallel_size=2))
+    yield Finding("drafts of history", "ok", would_run("drafts"))
+    if would_run("model runner") == "V2":
+        attention = (f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS))
+        found = "; ".join((*ONE_LENGTH, *attention, "das.verify.noise=stock"))
+        yield Finding("one draft length for all requests", "ok", found)

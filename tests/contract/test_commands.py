@@ -22,7 +22,9 @@ def test_doctor_finds_nothing_broken() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     assert done.returncode == 0, report["findings"]
-    assert {"das-adapter", "vllm", "verl"} <= {finding["name"] for finding in report["findings"]}
+    assert {"das-adapter", "vllm", "verl", "model runner of history"} <= {
+        finding["name"] for finding in report["findings"]
+    }
     changes = {change["patch"]: change for change in report["changes"]}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
     assert {"choose_lengths", "run_speculator", "label_requests"} <= changes.keys()

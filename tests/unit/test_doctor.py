@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 
 from das_adapter import compat
+from das_adapter.engine.runner import HOST_PLANS, ONE_LENGTH
+from das_adapter.protocol.engine_args import DATA_PARALLEL, RUNNER_VARIABLE
 from das_adapter.tools import doctor
 from das_adapter.tools.doctor import equality, examine
 
@@ -60,6 +62,24 @@ def test_it_says_where_verl_loads_no_plug_in(plugins: str | None, state: str, mo
     (found,) = (finding for finding in examine() if finding.name == "plug-in in veRL")
     assert found.state == state
     assert state == "ok" or f"{name}: found {plugins!r}" in found.detail
+
+
+def test_it_says_which_model_runner_engines_get_and_where_requests_share_a_draft_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda _: "0.31.0")
+    monkeypatch.setattr(compat, "missing", lambda _: [])
+    for variable in (RUNNER_VARIABLE, "VLLM_DP_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    found = {finding.name: finding.detail for finding in doctor.runners(triton=True)}
+    assert found["model runner of history"] == "V2"
+    assert found["model runner of self"] == found["model runner of mtp"] == "V1: vLLM 0.31.0 is older than 0.32.0"
+    assert found["model runner of data-parallel engines"] == f"V1: {DATA_PARALLEL}"
+    assert {*ONE_LENGTH, f"attention that {HOST_PLANS}"} < {*found["one draft length for all requests"].split("; ")}
+    without = {finding.name: finding.detail for finding in doctor.runners(triton=False)}
+    assert without["model runner of history"] == "V1: vLLM finds no device that Triton compiles for"
+    assert "each request its own number;" in without["drafts of history"]
+    assert "one draft length for all requests" not in without
 
 
 def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
+from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.speculator import to_host
 from das_adapter.patching import patch
@@ -111,21 +112,11 @@ class Admission(AdaptiveVerificationManager):
 def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None) -> str | None:
     """Say why all requests of a step must have equally many draft tokens; None: they need not. `attn_groups`: vLLM's
     `AttentionGroup`s; `additional`: the CUDA graphs that the model's other attention allows, and whose it is."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    aux = getattr(vllm_config, "aux_output_config", None)
-    found = {
-        "LoRA adapters": vllm_config.lora_config is not None,
-        "experts' routing is returned": getattr(aux, "enable_return_routed_experts", False)
-        or getattr(model, "enable_return_routed_experts", False),
-        "sampling masks are returned": getattr(model, "return_sampling_mask", False),
-        "batch-sharded sampling": getattr(parallel, "enable_batch_sharded_sampling", False),
-        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-    }
-    if why := next((name for name, there in found.items() if there), None):
+    if why := next((name for name, has in ONE_LENGTH.items() if has(vllm_config)), None):
         return why
     groups = list(chain.from_iterable(attn_groups))
     if backend := get_query_lens_mismatch_unsupported_backend([groups]):
-        return f"{backend} plans by lengths that the host knows"
+        return f"{backend} {HOST_PLANS}"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return None
     builders = ((g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups)
@@ -133,7 +124,7 @@ def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional:
     if additional is not None:
         supports.append((additional[1], additional[0]))
     uniform = (name for name, support in supports if support != AttentionCGSupport.ALWAYS)
-    return next((f"{name} has no full CUDA graphs for unequal lengths" for name in uniform), None)
+    return next((f"{name} {NO_GRAPHS}" for name in uniform), None)
 
 
 def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
