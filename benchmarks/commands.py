@@ -64,7 +64,7 @@ COMMANDS = {
     "v2_confidence.json": "benchmarks/v2_confidence.py --drafters runs/drafters --out OUT",
     "v2_drafts.json": "benchmarks/v2_drafts.py --traces TRACES --groups 32 --longest 1536 --out OUT",
     "v2_graphs.json": "PYTHONPATH=.venv/newest benchmarks/graphs.py --out OUT",
-    "v2_lengths.json": "benchmarks/v2_lengths.py --out OUT",
+    "v2_lengths.json": "PYTHONPATH=.venv/newest benchmarks/v2_lengths.py --out OUT",
 }
 """By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
 which it is written under its name or as `summary.json`. TRACES, a directory of recorded rollouts, is an environment

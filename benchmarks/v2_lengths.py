@@ -1,29 +1,36 @@
 """Each request's own number of draft tokens against one length for all, on the V2 runner, in simulated H100 steps.
 
-python benchmarks/v2_lengths.py --out FILE.json
+PYTHONPATH=.venv/newest python benchmarks/v2_lengths.py --out FILE.json
 
 The host's part is the engine's own (`engine/v2/lengths.py`): it hears of drafts when the runner would tell it, and
 chooses for steps whose drafts do not exist yet. The device's part and the time are simulated: it verifies the first
 tokens of each draft, or, with own numbers, those of greatest chance times worth; a step takes what the roofline says of
-the policy's shape. Responses are long-tailed. A quarter of the requests have no history; that of the others is their
-text with mistakes, in stretches of 16 tokens at one rate of 2 to 40 %, and finds nothing for 2 tokens after a mistake.
+the policy's shape, for the tokens of the CUDA graph that it replays: vLLM captures them for 256 requests. Responses are
+long-tailed. A quarter of the requests have no history; that of the others is their text with mistakes, in stretches of
+16 tokens at one rate of 2 to 40 %, and finds nothing for 2 tokens after a mistake.
+
+`oracle` is who has own lengths, and knows the true chances of this very step's drafts: it takes as many tokens as give
+the most text in a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import graphs
 import numpy as np
 import torch
 from provenance import provenance, save
+from vllm.config import CUDAGraphMode
 
-from das_adapter.config import parse
+from das_adapter.config import DasConfig, parse
 from das_adapter.core.hardware import DEVICES
-from das_adapter.core.latency import StepModel
+from das_adapter.core.latency import LAUNCH, StepModel
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.lengths import DraftLengths, Step
@@ -34,6 +41,8 @@ from das_adapter.sim.models import sizes
 MOST, STRETCH, BLIND, PROMPT = 16, 16, 2, 100
 LONGEST, MEDIAN, SPREAD = 3000, 400, 0.8
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+REQUESTS = 256
+"""Of an engine at once, at most."""
 ROLLOUTS = 4
 """Of which the first is not counted: the engine learns in it what steps cost."""
 
@@ -70,12 +79,16 @@ class Engine:
 
     def __init__(self, own: bool, model: StepModel, **das: Any) -> None:
         config = parse({"drafter": "history", "max_draft_tokens": MOST} | das)
-        shape = SimpleNamespace(max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
-        vllm_config: Any = SimpleNamespace(model_config=shape, compilation_config=SimpleNamespace(cudagraph_mode=None))
+        vllm_config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=not model.sizes, quantization=None
+            ),
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=model.sizes),
+        )
         self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
         self._aborted: set[str] = set()
         if own:
-            self.lengths.engine.controller.common = None
+            self.lengths.engine.controller.gives_own(model.drafted_sizes or ())
 
     def rollout(self, number: int, texts: Sequence[Text], at_once: int | None = None) -> float:
         """Write all texts; return the seconds. `at_once`: so many at a time, until none waits any more."""
@@ -140,6 +153,41 @@ def _offer(drafts: list[np.ndarray]) -> Any:
     return SimpleNamespace(lengths=lengths, chances=chances, by_model=torch.zeros(len(drafts), dtype=torch.int64))
 
 
+def captured(model: StepModel) -> list[StepModel]:
+    """Return a model with the sizes of the CUDA graphs that vLLM captures: off, with one length, with own lengths."""
+    from das_adapter.engine.v2.admission import capture_plain_steps
+    from das_adapter.protocol.engine_args import v2_speculative_config
+
+    capture_plain_steps.apply()
+    speculative = v2_speculative_config(DasConfig(max_draft_tokens=MOST))
+    ways = (None, False), (speculative, False), (speculative, True)
+    engines = [graphs.manager(REQUESTS, *way) for way in ways]
+    captures = [tuple(sorted(engine.compilation_config.cudagraph_capture_sizes)) for engine in engines]
+    off, one, own = (replace(model, sizes=each, launch=LAUNCH) for each in captures)
+    drafted = {d.num_tokens for d in engines[-1]._capture_descs[CUDAGraphMode.FULL] if d.max_query_len}
+    return [off, one, replace(own, drafted_sizes=tuple(sorted(drafted)))]
+
+
+def oracle(texts: list[Text], model: StepModel) -> float:
+    """Return the seconds of a rollout in which each step's draft tokens are chosen by their own chances."""
+    live, taken = texts, 0.0
+    while live:
+        reached = np.zeros((len(live), MOST))
+        for row, text in enumerate(live):
+            chances = text.draft()
+            reached[row, : len(chances)] = np.cumprod(chances)
+        best = np.sort(reached[reached > 0.0])[::-1]
+        drafted = np.arange(len(best) + 1)
+        times = model.seconds(len(live) + drafted, len(live), drafted > 0)
+        most = int(((len(live) + np.append(0.0, best).cumsum()) / times).argmax())
+        rows = np.argsort(-reached, axis=None, kind="stable")[:most] // MOST
+        for text, drafts in zip(live, np.bincount(rows, minlength=len(live)).tolist(), strict=True):
+            text.write(drafts)
+        taken += float(times[most])
+        live = [text for text in live if text.at < text.length]
+    return taken
+
+
 def plain(texts: list[Text], model: StepModel) -> float:
     """Return what vLLM takes without drafts."""
     left = np.sort([text.length for text in texts])
@@ -161,20 +209,26 @@ def batches(requests: int) -> list[list[Text]]:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path))
-@click.option("--requests", multiple=True, type=int, default=(8, 64, 256))
+@click.option("--requests", multiple=True, type=int, default=(8, 30, 56, 64, 100, 256))
 @click.option("--policy", multiple=True, default=("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"))
 @click.option("--budget", multiple=True, default=("optimal", "das"))
 def main(out: Path | None, requests: tuple[int, ...], policy: tuple[str, ...], budget: tuple[str, ...]) -> None:
-    """Write a row for each policy, budget and batch."""
-    rows = []
+    """Write a row for each budget, policy and batch."""
+    rows: dict[str, list[Any]] = {kind: [] for kind in budget}
     for name in policy:
-        model = Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
-        for kind in budget:
-            for count in requests:
-                one, own = (seconds(count, model, own, budget=kind) for own in (False, True))
-                off = sum(plain(texts, model) for texts in batches(count)[1:])
-                rows.append({"policy": name, "budget": kind, "requests": count, "one": one / off, "own": own / off})
-                print(rows[-1], flush=True)
+        without, one, own = captured(Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN))
+        for count in requests:
+            off = sum(plain(texts, without) for texts in batches(count)[1:])
+            best = sum(oracle(texts, own) for texts in batches(count)[1:])
+            for kind in budget:
+                took = {
+                    "one": seconds(count, one, False, budget=kind),
+                    "own": seconds(count, own, True, budget=kind),
+                    "oracle": best,
+                }
+                of_off = {way: each / off for way, each in took.items()}
+                rows[kind].append({"policy": name, "requests": count, **of_off})
+                print(kind, rows[kind][-1], flush=True)
     if out is not None:
         save(out, {"provenance": provenance(), "time_of_off": rows})
 

@@ -167,6 +167,19 @@ def _varied() -> dict[str, Iterable[Any]]:
     }
 
 
+def _lengths() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of draft lengths: a row per batch."""
+    columns: dict[str, list[Any]] = {}
+    for budget, rows in result("v2_lengths.json")["time_of_off"].items():
+        columns["requests"] = sorted({row["requests"] for row in rows})
+        for row in rows:
+            took = columns.setdefault(f"{row['policy'].rpartition('-')[2]}, `{budget}`", [])
+            took.append(f"{row['one']:.3f} / {row['own']:.3f}")
+    for row in rows:
+        columns.setdefault(f"{row['policy'].rpartition('-')[2]}, oracle", []).append(f"{row['oracle']:.3f}")
+    return columns
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
     made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -183,6 +196,7 @@ TABLES = {
     "ahead": _ahead,
     "demo": _demo,
     "drafters": _drafters,
+    "lengths": _lengths,
     "results": _results,
     "routing": _routing,
     "varied": _varied,
