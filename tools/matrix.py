@@ -22,18 +22,29 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
 V2_TESTS = ("tests/contract/test_v2_losslessness.py", "tests/contract/test_v2_kernels.py")
-V2_NIGHTLY = [
-    f"tests/contract/test_v2_neural.py::test_{name}"
-    for name in (
+CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
+V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
+"""Of vLLM's V1 model runner, where other engines run V2."""
+V2_NIGHTLY = {
+    "history": (
         "many_requests_with_siblings_preemptions_and_weight_syncs[history]",
         "two_ranks_run_the_drafter_together[history-False]",
-    )
-]
-"""Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`."""
-NEEDS_V1 = """
+    ),
+    "eagle3": ("what_a_drafter_has_missed_it_reads_later[eagle3]", "two_ranks_run_the_drafter_together[eagle3-False]"),
+    "mtp": ("vllms_own_sampling_verifies_by_a_models_probabilities[mtp]",),
+    "dflash": ("what_a_drafter_has_missed_it_reads_later[dflash]",),
+    "dspark": ("a_drafter_that_the_trainer_sent_drafts_as_its_checkpoint_would[dspark]",),
+    "draft_model": ("what_a_drafter_has_missed_it_reads_later[draft_model]",),
+    "history+eagle3": ("many_requests_with_siblings_preemptions_and_weight_syncs[history+eagle3]",),
+    "history+dflash": (),
+}
+"""Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`. Of each drafter that runs there, beside
+`CONTROLLED` for all but the history."""
+ON_V2 = """
+import sys
 from das_adapter.config import DasConfig
 from das_adapter.protocol.engine_args import needs_v1
-print(needs_v1(DasConfig()))
+print(*(name for name in sys.argv[1:] if needs_v1(DasConfig(drafter=name)) is None))
 """
 CHECK = "from das_adapter import compat; print('; '.join(map(str, compat.missing('vllm'))) or 'all')"
 
@@ -95,12 +106,23 @@ def tested(name: str, directory: Path, torch: Path | None) -> str:
         loaded = python(env, "-c", "import torch, vllm._C; print(torch.__version__)")
         if loaded.returncode == 0:
             python(env, "-m", "das_adapter.cli", "cpu-setup")
+            chosen = python(env, "-c", ON_V2, *V2_NIGHTLY)
+            chosen.check_returncode()
+            drafters = chosen.stdout.split()
             found = f"torch {loaded.stdout.strip()}: {passed(env, '-k', 'not newest', *TESTS)}"
-            if python(env, "-c", NEEDS_V1).stdout.strip() == "None":
+            if drafters:
+                found += f"; neural drafters: {passed(env, '-k', 'not newest', '-m', '', V1_BESIDE_V2)}"
                 on_v2 = {**os.environ, "DAS_TEST_NEWEST": str(directory.absolute())}
-                found += f"; V2: {passed(on_v2, *V2_TESTS)}, nightly: {passed(on_v2, '-m', 'long', *V2_NIGHTLY)}"
+                found += f"; V2: {passed(on_v2, *V2_TESTS)}, nightly: {passed(on_v2, '-m', '', *nightly(drafters))}"
             return found
     return "another torch"
+
+
+def nightly(drafters: list[str]) -> list[str]:
+    """Return the nightly tests of drafters on V2."""
+    names = [f"test_{name}" for drafter in drafters for name in V2_NIGHTLY[drafter]]
+    names += [f"{CONTROLLED}[{drafter}]" for drafter in drafters if drafter != "history"]
+    return [f"tests/contract/test_v2_neural.py::{name}" for name in names]
 
 
 def passed(env: dict[str, str], *tests: str) -> str:

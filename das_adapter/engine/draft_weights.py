@@ -279,7 +279,7 @@ def keep_buffers_over_sleep(stock: Any, keep: Callable[[], None]) -> Any:
     return sleep
 
 
-@patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.32")
+@patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.29")
 def keep_addresses(stock: Any, drafter: Any) -> Any:
     """Without it the CUDA graphs of a DFlash or DSpark drafter read the policy's text, after a weight sync, by what was
     made of the drafter's first weights, in memory that is free by then: its drafts are no good, while every token stays

@@ -66,7 +66,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     if why is not None and config.parallel:
         raise ConfigError(
             f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner alone, from vLLM "
-            f"{compat.V2_NEURAL.oldest} on, but the engine runs V1: {why}"
+            f"{compat.V2_NEURAL_BEFORE.oldest} on, but the engine runs V1: {why}"
         )
     if why is not None and getattr(getattr(args, "aux_output_config", None), "enable_return_routed_experts", False):
         raise ConfigError(
@@ -171,6 +171,6 @@ def _no_draft_lengths(args: Any) -> str | None:
     """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
     if max(args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
         return DATA_PARALLEL
-    if args.async_scheduling is False and compat.missing(compat.V2_NEURAL):
+    if args.async_scheduling is False and compat.missing(compat.V2_ASKS):
         return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
     return None

@@ -55,6 +55,9 @@ def needs_v1(config: DasConfig) -> str | None:
     installed, needed = compat.version("vllm"), by_model if config.by_model else compat.V2_RUNNER
     if installed is None:
         return None  # as in NeMo-RL's driver: its engines have one, and ask again
+    if needed is compat.V2_NEURAL and config.method != "draft_model":
+        before = compat.numbers(installed) < compat.numbers(needed.oldest)
+        needed = compat.V2_NEURAL_BEFORE if before else needed
     if compat.numbers(installed) < compat.numbers(needed.oldest):
         return f"vLLM {installed} is older than {needed.oldest}"
     if lacking := compat.missing(needed):

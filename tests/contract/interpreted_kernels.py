@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from own_history import OwnHistory
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
@@ -27,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.engine.v2 import device_index, ranking, search
-from das_adapter.engine.v2.admission import Admission, obstacle
+from das_adapter.engine.v2.admission import Admission, capture_plain_steps, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
@@ -229,28 +231,75 @@ def test_a_drafted_token_is_of_a_kind_by_its_odds(each: int) -> None:
     assert (sure.kinds[untouched] == 99).all()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_vllms_own_estimate_of_acceptance_is_made_where_the_controller_makes_none(own: bool) -> None:
-    """With `draft.options: {enable_adaptive_verification: true}`, which is for drafts in every step."""
+TOLD = "num_speculative_tokens" in inspect.signature(EagleSpeculator.propose).parameters
+"""Whether EAGLE is asked for some number of tokens: from vLLM 0.32 on."""
+
+
+def eagle(confidence: DraftConfidence | None) -> Any:
+    """Return an EAGLE speculator that drafts as the policy does."""
     speculator: Any = object.__new__(EagleSpeculator)
     speculator.num_speculative_steps, speculator.draft_logits, speculator.draft_watermarker = STEPS, None, None
     speculator.temperature, speculator.seeds = torch.ones(SLOTS), torch.zeros(SLOTS, dtype=torch.int64)
     speculator.use_fp64_gumbel, speculator.supports_mm_inputs, speculator.max_num_tokens = False, False, 64
-    logits, estimated = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), []
-    speculator.compute_draft_logits = lambda *_: logits.clone()
-    speculator._maybe_predict_acceptance = lambda *args: estimated.append(args)
+    if not TOLD:
+        speculator.use_fused_multi_step_decode = False  # as vLLM has it before its attention is known
     limits: Any = SimpleNamespace(apply=lambda *_: None)
-    confidence = DraftConfidence(torch.full((SLOTS, STEPS), -1.0)) if own else None
     texts = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
     Speculation(speculator, DasConfig(drafter="eagle3"), texts, None, None, limits, confidence)
+    return speculator
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_vllms_own_estimate_of_acceptance_is_made_where_the_controller_makes_none(own: bool) -> None:
+    """With `draft.options: {enable_adaptive_verification: true}`, which is for drafts in every step."""
+    confidence = DraftConfidence(torch.full((SLOTS, STEPS), -1.0)) if own else None
+    speculator = eagle(confidence)
+    logits, estimated = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)), []
+    speculator.model = SimpleNamespace(compute_logits=lambda _: logits.clone())
+    speculator._maybe_predict_acceptance = lambda *args: estimated.append(args)
     slots, places = torch.arange(3), torch.zeros(3, dtype=torch.int64)
     inputs = None, places, slots, speculator.temperature, speculator.seeds, torch.tensor(1), None
-    assert speculator.sample_draft(*inputs).shape == (3,)
+    lacked = SimpleNamespace(log1p=v2_stand_ins.log1p)  # by Triton's interpreter, for the noise of vLLM 0.29 and 0.30
+    with mock.patch.object(gumbel, "tldevice", lacked, create=True):
+        assert speculator.sample_draft(*inputs).shape == (3,)
     assert len(estimated) == (not own)
     if confidence is not None:
         assert (confidence.chances[:3, 1] >= 0).all()
     else:
         assert torch.equal(estimated[0][0], logits)
+
+
+def test_no_cuda_graph_holds_more_passes_than_are_wanted() -> None:
+    """From vLLM 0.32 on there is a graph for each number of them."""
+    speculator = eagle(None)
+    if not TOLD:
+        speculator.attn_groups = [[SimpleNamespace(supports_draft_decode_metadata_update=True)]]
+        speculator._configure_fused_multi_step_decode()
+    assert TOLD or not speculator.use_fused_multi_step_decode
+
+
+@pytest.mark.parametrize(("longest", "found"), [(1, {1}), (3, {3}), (4, {1, 2, 3, 4})])
+def test_a_drafters_graphs_are_of_its_own_passes(longest: int, found: set[int]) -> None:
+    """EAGLE's are of one token a request, DSpark's of as many as its drafts have, the policy's of each length."""
+    capture_plain_steps.apply()
+    manager: Any = object.__new__(CudaGraphManager)
+    chosen = [(1, 1, 3), (2, 2, 2), (3, 3, 1), (4, 4, 0)]
+    speculative = SimpleNamespace(num_speculative_tokens_per_batch_size=chosen)
+    speculative.uses_dynamic_speculative_decoding = lambda: bool(speculative.num_speculative_tokens_per_batch_size)
+    manager.vllm_config = SimpleNamespace(
+        speculative_config=speculative,
+        num_speculative_tokens=3,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    manager.compilation_config = SimpleNamespace(
+        cudagraph_capture_sizes=[1, 2, 4, 8, 16], max_cudagraph_capture_size=16
+    )
+    manager.cudagraph_mode, manager.max_num_reqs = CUDAGraphMode.FULL_DECODE_ONLY, 4
+    manager.decode_query_len, manager.varlen_decode, manager.ubatch_runner = longest, False, None
+    manager.lora_capture_cases, manager._capture_descs, manager._candidates = [0], {}, {}
+    manager._init_candidates()
+    assert {desc.uniform_token_count for desc in manager._capture_descs[CUDAGraphMode.FULL]} == found
+    assert speculative.num_speculative_tokens_per_batch_size is chosen
 
 
 def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:

@@ -69,6 +69,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
     compared = result[-1]["compared"]
     assert compared["unequal"] > 20 < compared["behind drafts"]  # steps
     assert compared["of one length"] == 0
+    assert method.removeprefix("history+") in PARALLEL or compared["as wanted"] == compared["calls"]  # passes
     assert compared["unlike"] > 20
     assert (compared["behind"] > 0) == method.startswith("history")
     assert compared["learned"] > 1  # kinds of tokens

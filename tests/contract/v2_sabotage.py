@@ -89,19 +89,29 @@ def noted(act: Callable[[], None]) -> None:
 
 def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
-    work; a model's passes behind draft tokens, and those of them that may replay a CUDA graph of one length; and those
-    of its drafts whose tokens do not all have one chance."""
+    work; a model's calls behind draft tokens, and those of them that may replay a CUDA graph of one length; those in
+    which it drew as many tokens a request as were wanted; and those of its drafts whose tokens do not all have one
+    chance."""
     output, propose, by_model = DraftLengths.output, HistorySpeculator.propose, Speculation.propose
-    record = Admission.record_confidences
+    record, draw, draws = Admission.record_confidences, Speculation.draw, itertools.count()
 
     def drafted(self: Any, run: Any, *args: Any) -> Any:
         def ran(inputs: Any, **more: Any) -> Any:
-            behind = inputs.batch.num_draft_tokens > 0
-            for name, counts in (("behind drafts", behind), ("of one length", inputs.batch.decode_graph_eligible)):
-                COMPARED[name] = COMPARED.get(name, 0) + (behind and counts)
-            return run(inputs, **more)
+            batch = inputs.batch
+            behind, alike = batch.num_draft_tokens > 0, getattr(batch, "decode_graph_eligible", not batch.has_prefill)
+            before = next(draws)
+            drafts = run(inputs, **more)
+            exact = next(draws) - before == 1 + max(1, more["num_speculative_tokens"])
+            for name, counts in (("behind drafts", behind), ("of one length", behind and alike), ("as wanted", exact)):
+                COMPARED[name] = COMPARED.get(name, 0) + counts
+            COMPARED["calls"] = COMPARED.get("calls", 0) + 1
+            return drafts
 
         return by_model(self, ran, *args)
+
+    def drew(self: Any, *args: Any) -> Any:
+        next(draws)
+        return draw(self, *args)
 
     def recorded(self: Any, chances: torch.Tensor, batch: Any) -> None:
         """What the tokens are ranked by: of a draft from the history those behind it have no chance."""
@@ -120,6 +130,7 @@ def count_unequal() -> None:
         return output(self, step, sampled, now)
 
     HistorySpeculator.propose, Speculation.propose = proposed, drafted  # type: ignore[method-assign]
+    Speculation.draw = drew  # type: ignore[method-assign]
     Admission.record_confidences = recorded  # type: ignore[method-assign]
     DraftLengths.output = counted  # type: ignore[method-assign]
 

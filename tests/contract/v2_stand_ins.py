@@ -291,7 +291,7 @@ def sum_others(
     np.put_along_axis(rows, token, NEVER, 1)
     beside = np.full((len(rows), parts.shape[1] * BLOCK), F(0))
     beside[:, : rows.shape[1]] = np.exp(np.minimum((rows - own) / heat, F(40)))
-    parts[known] = torch.from_numpy(beside.reshape(len(rows), -1, BLOCK).sum(2))
+    parts[known] = torch.from_numpy(beside.reshape(len(rows), parts.shape[1], BLOCK).sum(2))
 
 
 def write_kind(

@@ -111,11 +111,15 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
     newest.setattr(compat, "missing", lambda host: [])
-    newest.setattr(compat, "version", lambda host: "0.29.0")
-    assert needs_v1({}) is None
     newest.setattr(compat, "version", lambda host: "0.31.2")
-    for block in ({"drafter": "eagle3", "draft": {"model": "m"}}, {"drafter": "self"}, {"drafter": "history+self"}):
+    for block in ({"drafter": "self"}, {"drafter": "history+self"}):
         assert needs_v1(block) == "vLLM 0.31.2 is older than 0.32.0"
+    draft_model: dict[str, object] = {"drafter": "history+draft_model", "draft": {"model": "m"}}
+    assert needs_v1(draft_model) is None
+    newest.setattr(compat, "version", lambda host: "0.30.0")
+    assert needs_v1(draft_model) == "vLLM 0.30.0 is older than 0.31.0"
+    newest.setattr(compat, "version", lambda host: "0.29.0")
+    assert needs_v1({}) is needs_v1({"drafter": "history+eagle3", "draft": {"model": "m"}}) is None
     newest.setattr(compat, "version", lambda host: "0.28.0")
     assert needs_v1({}) == "vLLM 0.28.0 is older than 0.29.0"
 
@@ -151,7 +155,7 @@ def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
-    newest.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_NEURAL else [])
+    newest.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_ASKS else [])
     off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
     assert choose(off, async_scheduling=False).v1 is None
     assert "scheduling is synchronous" in str(choose({"drafter": "history"}, async_scheduling=False).v1)
@@ -173,11 +177,11 @@ def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.M
     assert choose(block) == Choice(None, {"speculative_config": expected})
     assert expected is not None and expected["method"] == "dflash"
     assert expected["draft_load_config"] == {"load_format": "auto"}
-    says = "das.drafter: found 'history\\+dflash', allowed on vLLM's V2 model runner alone, from vLLM 0.32.0 on, but"
+    says = "das.drafter: found 'history\\+dflash', allowed on vLLM's V2 model runner alone, from vLLM 0.29.0 on, but"
     with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM finds no device"):
         choose(block, triton=False)
-    newest.setattr(compat, "version", lambda host: "0.31.2")
-    with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM 0.31.2 is older than 0.32.0"):
+    newest.setattr(compat, "version", lambda host: "0.28.0")
+    with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM 0.28.0 is older than 0.29.0"):
         choose(block, speculative_config=args.v1_speculative_config(config))  # as a host has it
 
 

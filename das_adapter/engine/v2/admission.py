@@ -8,6 +8,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
@@ -153,6 +154,21 @@ def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
         found[:] = [*filter(None, fit), *(d for d in found if d.cg_mode is not CUDAGraphMode.FULL)]
 
 
+@contextlib.contextmanager
+def of_one_length(manager: Any) -> Iterator[None]:
+    """Hide the draft lengths from a manager of CUDA graphs whose passes are a drafter's: before vLLM 0.32 it lists
+    graphs of these lengths less the longest one."""
+    config = manager.vllm_config.speculative_config
+    if config is None or manager.decode_query_len > manager.vllm_config.num_speculative_tokens:
+        yield
+        return
+    lengths, config.num_speculative_tokens_per_batch_size = config.num_speculative_tokens_per_batch_size, None
+    try:
+        yield
+    finally:
+        config.num_speculative_tokens_per_batch_size = lengths
+
+
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
@@ -174,11 +190,13 @@ def allow_no_graphs(stock: Any) -> Any:
 def capture_plain_steps(stock: Any) -> Any:
     """Without it, where each request has its own number of draft tokens, steps without drafts replay graphs that were
     captured for the longest drafts (V2 runner): their attention takes longer, and FlashAttention 3 computes it with the
-    tiles of these drafts from a plan for one token, which is wrong with heads of 64. Remove this patch when vLLM's
-    adaptive verification captures steps without drafts."""
+    tiles of these drafts from a plan for one token, which is wrong with heads of 64. And before vLLM 0.32 an engine
+    with EAGLE, MTP or DSpark does not start: it lists graphs for 0 tokens and fewer. Remove this patch when vLLM's
+    adaptive verification captures steps without drafts, and 0.32 is the oldest vLLM with a V2 runner."""
 
     def init(self: Any) -> None:
-        stock(self)
+        with of_one_length(self):
+            stock(self)
         if unequal := [d for d in self._capture_descs.get(CUDAGraphMode.FULL, ()) if d.max_query_len]:
             with_plain_graphs(self, unequal)
 

@@ -8,7 +8,6 @@ copy misses nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import warm_up
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.limits import Limits
-from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
+from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps, of_unequal_lengths, reads_text_alone
 from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
@@ -73,14 +72,23 @@ class Speculation:
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
+        self.wanted: int = self._most
+        """What is drafted at the end of the present step."""
+        # Whether it makes all its passes whatever it is asked for: a draft model, and before vLLM 0.32 EAGLE and MTP
+        # too. Remove these when 0.32 is the oldest vLLM with a V2 runner.
+        before_0_32 = hasattr(speculator, "use_fused_multi_step_decode")
+        self._makes_all = before_0_32 or reads_text_alone(speculator)
         self._calls: deque[Call] = deque()
         self._missed = MissedText(speculator, texts) if may_miss_steps(speculator) else None
         self._kinds: torch.Tensor | None = None
         run_speculator.apply(self, owner=speculator)
+        if before_0_32 and config.controlled:
+            pass_by_pass.apply(owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
             speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
-        if config.keyed or (tells_probabilities(speculator) and speculator.draft_watermarker is None):
+        watermarked = getattr(speculator, "draft_watermarker", None) is not None  # vLLM 0.29 has no attribute
+        if config.keyed or (tells_probabilities(speculator) and not watermarked):
             draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
                 draw_in_turn.apply(self, owner=speculator)
@@ -136,11 +144,11 @@ class Speculation:
             if batch.max_query_len is not None:
                 # Requests have their own lengths: FlashAttention 3's plan has as many rows as the policy's graph for
                 # these, and a graph of the drafter, which is for one length, has fewer.
-                inputs = inputs._replace(batch=dataclasses.replace(batch, decode_graph_eligible=False))
+                inputs = inputs._replace(batch=of_unequal_lengths(batch))
             read = inputs if self._missed is None else self._missed.read_up(inputs)
             behind = {} if read is inputs else {"is_profile": True}  # without graphs, which are of other shapes
             begin = self._now()
-            if self.speculator.num_extra_query_per_req:  # a draft model makes all its passes whatever it is asked for
+            if self._makes_all:
                 self.speculator.num_speculative_steps = passes
             self._limits.take()
             run(read, num_speculative_tokens=wanted, **behind)
@@ -173,7 +181,8 @@ class Speculation:
         from vllm.v1.worker.gpu.sample import gumbel
 
         speculator, told = self.speculator, self.speculator.draft_logits
-        if self._confidence is None:  # vLLM's own estimate, where the user has chosen its adaptive verification
+        # vLLM's own estimate, where the user has chosen its adaptive verification; vLLM 0.29 makes none.
+        if self._confidence is None and hasattr(speculator, "_maybe_predict_acceptance"):
             speculator._maybe_predict_acceptance(logits, slots, step)
         logits = logits if told is None else logits.to(told.dtype)
         self._limits.apply(logits, slots, speculator.temperature)
@@ -214,11 +223,7 @@ def tells_probabilities(speculator: Any) -> bool:
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 
 
-@patch(
-    f"{_SPECULATOR}:BaseSpeculator.propose",
-    since="0.32",
-    needs="input_batch, num_sampled, num_speculative_tokens, dummy_run",
-)
+@patch(f"{_SPECULATOR}:BaseSpeculator.propose", since="0.29", needs="input_batch, num_sampled, dummy_run")
 def run_speculator(stock: Any, speculation: Speculation) -> Any:
     """Without it a drafter runs in steps that want no drafts, nobody knows what its passes cost, and its failure ends
     the engine (V2 runner). Remove this patch when vLLM lets a step ask for no drafts and survives a drafter's
@@ -229,15 +234,28 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
             return stock(*args, dummy_run=True, **kwargs)
         read = len(Inputs._fields)
 
-        def run(inputs: Inputs, **more: Any) -> Any:
+        def run(inputs: Inputs, num_speculative_tokens: int, **more: Any) -> Any:
+            if "num_speculative_tokens" in kwargs:  # always, once 0.32 is the oldest vLLM with a V2 runner
+                more["num_speculative_tokens"] = num_speculative_tokens
             return stock(*inputs, *args[read:], **(kwargs | more))
 
-        return speculation.propose(run, Inputs(*args[:read]), kwargs["num_speculative_tokens"], args[read])
+        return speculation.propose(run, Inputs(*args[:read]), speculation.wanted, args[read])
 
     return propose
 
 
-@patch(f"{_SPECULATOR}:BaseSpeculator.capture", since="0.32")
+@patch(
+    "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator._configure_fused_multi_step_decode",
+    since="0.29",
+    optional=True,
+)
+def pass_by_pass(stock: Any) -> Any:
+    """Without it, before vLLM 0.32, one CUDA graph holds all passes of EAGLE and MTP: they are made however few tokens
+    are wanted (V2 runner). Remove this patch when 0.32 is the oldest vLLM with a V2 runner."""
+    return lambda: None
+
+
+@patch(f"{_SPECULATOR}:BaseSpeculator.capture", since="0.29")
 def capture_beside(stock: Any, captured: Callable[[], None]) -> Any:
     """Without it the look-up of drafts beside the model's is not captured as a CUDA graph (V2 runner). Remove this
     patch when vLLM captures the speculators of plug-ins."""
@@ -246,26 +264,32 @@ def capture_beside(stock: Any, captured: Callable[[], None]) -> Any:
 
 @patch(
     f"{_SPECULATOR}:DraftModelSpeculator.sample_draft",
-    since="0.32",
+    since="0.29",
     needs="hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step",
 )
 def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
     """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn, or
     draw outside a request's top-k and top-p (V2 runner). Remove this patch when vLLM's V2 drafters draw within these,
     with the policy's noise."""
+    speculator = speculation.speculator
+
+    def of_the_only_layer(hidden: Any, _: int) -> Any:
+        return speculator.model.compute_logits(hidden)
+
+    # Before vLLM 0.32 no pass has an output layer of its own: remove this when it is the oldest with a V2 runner.
+    logits_of = getattr(speculator, "compute_draft_logits", of_the_only_layer)
 
     def sample_draft(
         hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, step: Any, *_: Any, **more: Any
     ) -> Any:
-        logits = speculation.speculator.compute_draft_logits(hidden, more.get("spec_step_idx", 0))
-        return speculation.draw(logits, slots, positions, step)
+        return speculation.draw(logits_of(hidden, more.get("spec_step_idx", 0)), slots, positions, step)
 
     return sample_draft
 
 
 @patch(
     "vllm.v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator._sample_logits",
-    since="0.32",
+    since="0.29",
     needs="logits, idx_map, sample_pos, step",
 )
 def draw_in_turn(stock: Any, speculation: Speculation) -> Any:

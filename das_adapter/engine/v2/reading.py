@@ -18,6 +18,8 @@ KEPT_TOKENS = 2048
 """Tokens that a drafter may miss before it reads them."""
 _PARALLEL = ("DFlashSpeculator", "DSparkSpeculator")
 """Speculators that draft all tokens in one pass, and say themselves what its attention reads."""
+_STANDALONE = ("StandaloneARSpeculator", "PlainDraftModelSpeculator")
+"""Those of draft models; the second is vLLM 0.31's: remove it when 0.32 is the oldest vLLM with a V2 runner."""
 
 
 class Inputs(NamedTuple):
@@ -40,7 +42,7 @@ class MissedText:
         """`speculator`: vLLM's; `texts`: int32 [slots, length], the text of the request in each slot."""
         self._speculator, self._texts = speculator, texts
         self._most = min(KEPT_TOKENS, speculator.max_num_tokens)
-        self._reads_hidden = not speculator.num_extra_query_per_req  # a draft model reads the text alone
+        self._reads_hidden = not reads_text_alone(speculator)
         self._missed: dict[str, int] = {}
         self._kept: list[tuple[list[str], torch.Tensor]] = []
 
@@ -79,12 +81,11 @@ class MissedText:
         positions = batch.positions[begins[:-1]][row] + ahead
         before = self._texts[batch.idx_mapping.long()[row], positions]
         most = np.asarray(batch.num_scheduled_tokens[:requests], dtype=np.int64) + missed
-        longer = dataclasses.replace(
+        longer = of_unequal_lengths(
             batch,
             num_tokens=total,
             num_tokens_after_padding=total,
             num_scheduled_tokens=most.astype(np.int32),
-            decode_graph_eligible=False,
             input_ids=torch.where(ahead < 0, before, batch.input_ids[step]),
             positions=positions,
             query_start_loc=torch.nn.functional.pad(ends, (1, 0)).int(),
@@ -136,15 +137,27 @@ class MissedText:
             batch.idx_mapping, batch.query_start_loc, batch.positions, tokens
         )
         plain = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=requests)
-        attention = speculator._build_attn_metadata(
+        shape: dict[str, Any] = {"batch_desc": plain}
+        if hasattr(speculator, "_build_attn_metadata"):
+            build = speculator._build_attn_metadata
+        else:  # vLLM 0.29: remove this when 0.30 is the oldest vLLM with a V2 runner
+            build, shape = speculator._build_draft_attn_metadata, {"num_reqs_padded": requests}
+            shape["num_tokens_padded"] = tokens
+        attention = build(
             num_reqs=requests,
-            batch_desc=plain,
             query_start_loc_np=batch.query_start_loc_np,
             seq_lens_cpu_upper_bound=bound,
             step=0,
-            slot_mappings=slots,
+            **shape,
         )
         return attention, build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+
+
+def of_unequal_lengths(batch: Any, **changed: Any) -> Any:
+    """Return a batch with some fields changed, for which a drafter replays no CUDA graph of one length."""
+    # Before vLLM 0.31 a drafter asks whether a prompt is read. Remove this when 0.31 is the oldest with a V2 runner.
+    told = {"decode_graph_eligible": False} if hasattr(batch, "decode_graph_eligible") else {"has_prefill": True}
+    return dataclasses.replace(batch, **told, **changed)
 
 
 def told_lengths(batch: Any, missed: np.ndarray) -> np.ndarray:
@@ -164,7 +177,12 @@ def told_lengths(batch: Any, missed: np.ndarray) -> np.ndarray:
 
 def may_miss_steps(speculator: Any) -> bool:
     """Whether a speculator can do without running in every step."""
-    return type(speculator).__name__ in ("EagleSpeculator", "MTPSpeculator", "StandaloneARSpeculator", *_PARALLEL)
+    return type(speculator).__name__ in ("EagleSpeculator", "MTPSpeculator", *_STANDALONE, *_PARALLEL)
+
+
+def reads_text_alone(speculator: Any) -> bool:
+    """Whether a speculator is a draft model: all others read the policy's hidden states beside the text."""
+    return getattr(speculator, "num_extra_query_per_req", 0) > 0  # vLLM 0.29 and 0.30 have no draft model on V2
 
 
 def _hidden(inputs: Inputs) -> torch.Tensor:

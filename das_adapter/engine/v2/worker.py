@@ -52,7 +52,10 @@ class DeviceWorkerState(WorkerState):
         self._limits, self._confidence = None, None
         if config.by_model:
             self._limits = Limits(runner)
-            told = runner.speculator.draft_token_confidence_probs
+            drafter = runner.speculator
+            if not hasattr(drafter, "draft_token_confidence_probs"):  # vLLM 0.29: remove this when 0.30 is the oldest
+                drafter.draft_token_confidence_probs = torch.zeros_like(drafter.draft_tokens, dtype=torch.float32)
+            told = drafter.draft_token_confidence_probs
             self._confidence = DraftConfidence(told) if config.keyed and config.controlled else None
         if config.uses_history:
             if self.lengths is not None:
@@ -268,8 +271,8 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
             return stock(scheduler_output, *args, **kwargs)
-        for part in (state.source, state.runner.adaptive_verification):
-            if isinstance(part, (HistorySpeculator, Admission)):
+        for part in (state.source, state.speculation, state.runner.adaptive_verification):
+            if isinstance(part, (HistorySpeculator, Speculation, Admission)):
                 part.wanted = scheduler_output.num_spec_tokens_to_schedule
         state.begin_standalone(scheduler_output)
         if state.lengths is None:
