@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,15 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     if vllm_config.model_config.enforce_eager or mode is None or mode is CUDAGraphMode.NONE:
         return ()
     return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
+
+
+def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
+    """Return the largest of some sizes, and of the smaller ones each that is an eighth away from the last, falling."""
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        if not kept or 9 * size <= 8 * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior | None:

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_ba
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH
+from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.speculator import to_host
 from das_adapter.patching import patch
@@ -126,15 +127,6 @@ def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional:
         supports.append((additional[1], additional[0]))
     uniform = (name for name, support in supports if support != AttentionCGSupport.ALWAYS)
     return next((f"{name} {NO_GRAPHS}" for name in uniform), None)
-
-
-def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
-    """Return the largest of some sizes, and of the smaller ones each that is an eighth away from the last, falling."""
-    kept: list[int] = []
-    for size in sorted(sizes, reverse=True):
-        if not kept or 9 * size <= 8 * kept[-1]:
-            kept.append(size)
-    return kept
 
 
 def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:

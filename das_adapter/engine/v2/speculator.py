@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import least_chance
 from das_adapter.engine.controller import EngineController
+from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.device_index import DeviceIndex
 
 
@@ -26,7 +27,8 @@ def keep_texts_on_device(states: Any) -> None:
 def looked_up_sizes(vllm_config: Any) -> list[int]:
     """Return the numbers of requests for which looking up drafts is captured as a CUDA graph."""
     most = vllm_config.scheduler_config.max_num_seqs
-    return [size for size in vllm_config.compilation_config.cudagraph_capture_sizes or () if size <= most]
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return an_eighth_apart(size for size in sizes if size <= most)
 
 
 class Offer:

@@ -14,8 +14,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest, warm_up
-from das_adapter.engine.timing import captured_tokens
-from das_adapter.engine.v2.admission import ADMITS, Admission, an_eighth_apart, obstacle
+from das_adapter.engine.timing import an_eighth_apart, captured_tokens
+from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
