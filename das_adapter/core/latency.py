@@ -246,7 +246,9 @@ class StepTimes:
         n, b, s = (np.array([getattr(c, name) for c in cells]) for name in ("tokens", "requests", "context"))
         alike = bool(cells) and n.max() < 1.1 * n.min()
         if cells and (few or (alike and not self._assumed)):
-            self.model = self._prior.scaled(float(np.median(seconds / self._prior.seconds(n, b, drafted, s))))
+            seen = bool(np.any(self._prior.launched(n, drafted)))  # then it is in these times
+            prior = replace(self._prior, launch=0.0) if seen else self._prior
+            self.model = prior.scaled(float(np.median(seconds / prior.seconds(n, b, drafted, s))))
         elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
             if alike and self._kinds > 1:

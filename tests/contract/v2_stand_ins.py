@@ -327,7 +327,9 @@ def admit(
     most, others, _ = shares.numpy()
     number = most
     if budget >= 0:
-        number = ranking.most_likely(shares.numpy(), chances.numpy()[slots.numpy()], budget)
+        key = keys.numpy()[:requests]
+        key[:], key[:, : chances.shape[1]] = -1, ranking.keys_of(shares.numpy(), chances.numpy()[slots.numpy()])
+        number = ranking.most_likely(key, budget)
     admitted.numpy()[:requests] = number
     for begins, counts in ((cu_num_logits, number + bonus), (query_start_loc, number + others)):
         begins[0] = 0

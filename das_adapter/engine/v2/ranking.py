@@ -54,7 +54,7 @@ class Ranking:
         budget = int(shares[0].sum()) // 2
         chances.copy_(torch.from_numpy(given))
         self.admit(shares, torch.arange(slots, device=chances.device), budget)
-        number = most_likely(shares, given, budget)
+        number = most_likely(keys_of(shares, given), budget)
         begins = (np.append(0, np.cumsum(number + others)) for others in (self._constants["bonus"], shares[1]))
         if any(a[: len(b)].tolist() != b.tolist() for a, b in zip(found, (number, *begins), strict=True)):
             raise RuntimeError("the kernel that admits draft tokens does not keep to its definition")
@@ -75,16 +75,19 @@ class Ranking:
         admit[(1,)](sent, slots, *self._tensors, budget=budget, requests=len(slots), **self._constants, num_warps=8)
 
 
-def most_likely(shares: npt.NDArray[np.int32], chances: npt.NDArray[np.float32], budget: int) -> npt.NDArray[np.int64]:
-    """Return how many draft tokens of each request are admitted, int64 [requests]: what `admit` computes, for chances
-    float32 [requests, steps]."""
+def keys_of(shares: npt.NDArray[np.int32], chances: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+    """Return the upper bits of the survival of each draft token, int32 [requests, steps], for chances float32
+    [requests, steps]; -1: its request may not have it."""
     most, _, worth = shares
-    (requests, steps), zero, one = chances.shape, np.float32(0), np.float32(1).view(np.int32)
-    offered = np.arange(steps) < most[:, None]
-    survival = np.cumprod(np.where(offered, chances, zero), axis=1) * worth.view(np.float32)[:, None]
-    keys = np.where(offered, np.clip(survival.view(np.int32), 0, one) >> 14, -1)
+    offered, one = np.arange(chances.shape[1]) < most[:, None], np.float32(1).view(np.int32)
+    survival = np.cumprod(np.where(offered, chances, np.float32(0)), axis=1) * worth.view(np.float32)[:, None]
+    return np.where(offered, np.clip(survival.view(np.int32), 0, one) >> 14, np.int32(-1))
+
+
+def most_likely(keys: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int64]:
+    """Return how many draft tokens of each request are admitted, int64 [requests]: what `admit` computes."""
     best = np.argsort(-keys, axis=None, kind="stable")[:budget]
-    return np.bincount(best // steps, minlength=requests)
+    return np.bincount(best // keys.shape[1], minlength=len(keys))
 
 
 @triton.jit
