@@ -19,8 +19,9 @@ from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol.messages import Trajectory, responses
 
 
-def perturb(policy: Any, size: float) -> None:
-    """Send the policy's checkpoint as a host does, every matrix changed by `size` of its standard deviation."""
+def perturb(worker: Any, size: float) -> None:
+    """Send the policy's checkpoint to a worker as a host does, every matrix changed by `size` of its standard
+    deviation."""
     generator = torch.Generator().manual_seed(0)
     weights = load_file(POLICY / "model.safetensors")
 
@@ -28,7 +29,7 @@ def perturb(policy: Any, size: float) -> None:
         noise = torch.randn(weight.shape, generator=generator) if weight.ndim == 2 else 0
         return weight.float() + size * weight.float().std() * noise
 
-    policy.load_weights([(name, changed(weight)) for name, weight in weights.items()])
+    worker.model_runner.model.load_weights([(name, changed(weight)) for name, weight in weights.items()])
 
 
 def lose(runner: Any) -> None:
@@ -96,11 +97,10 @@ def send_by_verl(runner: Any, weights: list[Any]) -> None:
 
 def sleep(llm: Any, level: int) -> None:
     """Sleep and wake up as hosts do, which send the weights in between; see `memory_pools.py`."""
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     llm.sleep(level)
     llm.wake_up(tags=["weights"])
     if level == 2:
-        perturb(runner.model, 0.0)
+        llm.collective_rpc(perturb, args=(0.0,))
     llm.wake_up(tags=["kv_cache"])
 
 

@@ -227,7 +227,7 @@ class Engine:
         if part.refit is not None:
             self.llm.collective_rpc("update_weights_via_ipc_zmq", args=(part.refit,))
         if part.perturb is not None:
-            between.perturb(self.runner.model, part.perturb)
+            self.llm.collective_rpc(between.perturb, args=(part.perturb,))
         if part.refit is not None or part.perturb is not None:
             self.llm.reset_prefix_cache()
         if part.send_adapter is not None:
@@ -258,13 +258,15 @@ class Engine:
         import cpu_platform
 
         noted = getattr(sys.modules.get("noting"), "NOTED", {})
+        compared = self.llm.collective_rpc(v2_cpu.compared) if V2 else [{}]
         found = {
             "preemptions": self.preempted[0],
             "runner": type(self.runner).__module__,
             "lookahead": self.core.scheduler.num_lookahead_tokens,
             "memory": memory(),
             "pooled": self.pools.authors() if self.pools else [],
-            "compared": dict(v2_cpu.compared()) if V2 else {},
+            "compared": compared[0],
+            "compared_by_rank": compared,
             "noted": dict(noted),
             "configs": configs(self.llm.llm_engine.vllm_config),
             "samplers": [type(getattr(self.runner, n, None)).__module__ for n in ("sampler", "rejection_sampler")],
@@ -298,7 +300,7 @@ class Trained:
     def update_weights_via_ipc_zmq(self, size: float) -> bool:
         from between_rounds import perturb
 
-        perturb(self.model_runner.model, size)
+        perturb(self, size)
         return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,8 @@ def count_unequal() -> None:
     """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
     work; a model's calls behind draft tokens, and those of them that may replay a CUDA graph of one length; those in
     which it drew as many tokens a request as were wanted; and those of its drafts whose tokens do not all have one
-    chance."""
-    output, propose, by_model = DraftLengths.output, HistorySpeculator.propose, Speculation.propose
+    chance. Sum up which draft tokens of which steps are verified."""
+    admit, propose, by_model = Admission.reallocate_drafts, HistorySpeculator.propose, Speculation.propose
     record, draw, draws = Admission.record_confidences, Speculation.draw, itertools.count()
 
     def drafted(self: Any, run: Any, *args: Any) -> Any:
@@ -124,15 +125,17 @@ def count_unequal() -> None:
         COMPARED["proposed"] = COMPARED.get("proposed", 0) + 1
         return propose(self, *args, **kwargs)
 
-    def counted(self: Any, step: Any, sampled: Any, now: float) -> int:
-        if step.admitted is not None:
-            COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(step.admitted.tolist())) > 1)
-        return output(self, step, sampled, now)
+    def admitted(self: Any, *args: Any) -> Any:
+        laid_out = admit(self, *args)
+        numbers = self.admitted.tolist()
+        COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(numbers)) > 1)
+        COMPARED["plans"] = zlib.crc32(repr(numbers).encode(), COMPARED.get("plans", 0))
+        return laid_out
 
     HistorySpeculator.propose, Speculation.propose = proposed, drafted  # type: ignore[method-assign]
     Speculation.draw = drew  # type: ignore[method-assign]
     Admission.record_confidences = recorded  # type: ignore[method-assign]
-    DraftLengths.output = counted  # type: ignore[method-assign]
+    Admission.reallocate_drafts = admitted  # type: ignore[method-assign]
 
 
 def slow_policy() -> None:
