@@ -4,7 +4,7 @@ are stock vLLM's."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,16 @@ from requested import (
 from test_distribution import NOTED, assert_exact
 from test_neural import assert_same_distribution, policy, trained_drafter
 from test_neural import block as neural_block
-from test_v2_losslessness import ROUNDS
+from test_v2_losslessness import CHANGED
 
 METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 PARALLEL = ["dflash", "dspark"]
 """Methods of vLLM that draft all tokens in one pass: on the V2 runner alone."""
 COPY = ["self", "history+self"]
+NEURAL = [*METHODS, "mtp", *PARALLEL]
+EVERY = ["history", *COPY, *NEURAL, *(f"history+{method}" for method in NEURAL)]
+"""Every drafter that there is on the V2 runner."""
 
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
@@ -58,8 +61,8 @@ def accepted(found: dict[str, Any]) -> float:
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead. Behind steps with draft tokens
     a drafter replays no CUDA graph of one length: the policy's attention was planned for another."""
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
-    job = {"engine": policy(method, drafters), "rounds": ROUNDS, "sabotage": "any draft length"}
+    reference = v2_engine(das=None, rounds=stock(CHANGED))  # the policy for `mtp` writes the same text
+    job = {"engine": policy(method, drafters), "rounds": CHANGED, "sabotage": "any draft length"}
     result = v2_engine(das=block(method, drafters), **job)
     drafted_on_v2(result, reference)
     for found in result:
@@ -80,8 +83,8 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
 def test_what_a_drafter_has_missed_it_reads_later(v2_engine: Any, drafters: Path, method: str) -> None:
     """As many of its tokens are accepted as when it reads along with the policy."""
     das = block(method, drafters)
-    result = v2_engine(das=das, rounds=ROUNDS, sabotage="any draft length")
-    along = v2_engine(das=das, rounds=ROUNDS, sabotage="any draft length, reading along")
+    result = v2_engine(das=das, rounds=CHANGED, sabotage="any draft length")
+    along = v2_engine(das=das, rounds=CHANGED, sabotage="any draft length, reading along")
     for late, now in zip(result, along, strict=True):
         assert now["stats"]["drafter_passes"] > 1.2 * late["stats"]["drafter_passes"] > 10
         for name in ("draft_tokens", "accepted_tokens"):
@@ -94,10 +97,10 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     v2_engine: Any, engine: Any, drafters: Path, method: str
 ) -> None:
     """And the V1 runner, whose noise is the same, takes as many steps."""
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    result = v2_engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
+    reference = v2_engine(das=None, rounds=stock(CHANGED))
+    result = v2_engine(das=block(method, drafters, **ALWAYS), rounds=CHANGED)
     assert tokens(result) == tokens(reference)
-    on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS[:2], env=HOST)
+    on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=CHANGED[:2], env=HOST)
     assert tokens(on_v1) == tokens(reference[:2])
     for a, b in zip(result, on_v1, strict=False):
         assert a["stats"]["steps"] == pytest.approx(b["stats"]["steps"], rel=0.05)
@@ -109,12 +112,13 @@ MANY = [
             r.labelled(das_seed=10_000 * version + i, das_problem=i // 6)
             for i, r in enumerate(requests([{"temperature": 1.0, "max_tokens": 40}], 48))
         ],
+        perturb=0.05 * version,
         refresh=version,
         brief=True,
     )
     for version in range(1, 6)
 ]
-"""240 requests in groups of six, 48 behind each weight sync."""
+"""240 requests in groups of six, 48 before each weight sync, which changes the policy's weights."""
 FEW_BLOCKS = {"block_size": 32, "num_gpu_blocks_override": 24}
 """The cache holds too few of these requests, so that some are preempted and go on later."""
 
@@ -126,15 +130,38 @@ def written(v2_engine: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *COPY])
+@pytest.mark.parametrize("method", EVERY)
 def test_many_requests_with_siblings_preemptions_and_weight_syncs(
     v2_engine: Any, drafters: Path, written: list[dict[str, Any]], method: str
 ) -> None:
     small = {"history": {"device_bytes": "2MiB"}} if "history" in method else {}
-    result = v2_engine(das=block(method, drafters, **ALWAYS, **small), engine=FEW_BLOCKS, rounds=MANY)
-    assert tokens(result) == tokens(written)
-    assert result[-1]["preemptions"] > 0 < written[-1]["preemptions"]
-    assert result[-1]["stats"]["accepted_tokens"] > 300
+    few = {**FEW_BLOCKS, **policy(method, drafters)}
+    result = v2_engine(das=block(method, drafters, **small), engine=few, rounds=MANY, sabotage="any draft length")
+    drafted_on_v2(result, written)
+    for arm in (result, written):
+        assert all(before < after for before, after in pairwise([0, *(r["preemptions"] for r in arm)]))
+    assert result[-1]["compared"]["unequal"] > 100  # steps
+    assert min(r["stats"]["accepted_tokens"] for r in result) > (10 if method in PARALLEL else 100)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", [*METHODS, "mtp"])
+def test_many_requests_of_a_drafter_that_drafts_in_every_step(
+    v2_engine: Any, drafters: Path, written: list[dict[str, Any]], method: str
+) -> None:
+    few = {**FEW_BLOCKS, **policy(method, drafters)}
+    result = v2_engine(das=block(method, drafters, **ALWAYS), engine=few, rounds=MANY)
+    drafted_on_v2(result, written)
+    assert result[-1]["preemptions"] > 0
+    assert min(r["stats"]["accepted_tokens"] for r in result) > 300
+
+
+@pytest.mark.long
+def test_each_weight_sync_changes_what_many_requests_get(v2_engine: Any, written: list[dict[str, Any]]) -> None:
+    """Beside what is written where each comes one round late."""
+    late = [replace(part, perturb=before.perturb) for before, part in pairwise(MANY)]
+    result = v2_engine(das=None, engine=FEW_BLOCKS, rounds=stock(late))
+    assert all(a != b for a, b in zip(tokens(result), tokens(written[1:]), strict=True))
 
 
 @pytest.mark.long
@@ -162,10 +189,10 @@ def test_each_request_has_the_better_draft_of_the_history_and_a_model(
 ) -> None:
     """Where drafts are cheap, a round takes at most the steps that the better one of both sources alone takes."""
     small = {"history": {"device_bytes": "2MiB"}}
-    model = v2_engine(das=block(method, drafters), rounds=ROUNDS, sabotage="slow policy")
-    history = v2_engine(das=block("history", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
-    both = v2_engine(das=block(f"history+{method}", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    model = v2_engine(das=block(method, drafters), rounds=CHANGED, sabotage="slow policy")
+    history = v2_engine(das=block("history", drafters, **small), rounds=CHANGED, sabotage="slow policy")
+    both = v2_engine(das=block(f"history+{method}", drafters, **small), rounds=CHANGED, sabotage="slow policy")
+    reference = v2_engine(das=None, rounds=stock(CHANGED))
     assert tokens(both) == tokens(model) == tokens(history) == tokens(reference)
     forwards = [[r["stats"]["request_forwards"] for r in arm] for arm in (model, history, both)]
     assert sum(forwards[2]) < 1.02 * min(sum(forwards[0]), sum(forwards[1]))
@@ -176,11 +203,11 @@ def test_each_request_has_the_better_draft_of_the_history_and_a_model(
 
 @pytest.mark.long
 def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> None:
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    useful = v2_engine(das=block("eagle3", drafters), rounds=ROUNDS, sabotage="slow policy")
+    reference = v2_engine(das=None, rounds=stock(CHANGED))
+    useful = v2_engine(das=block("eagle3", drafters), rounds=CHANGED, sabotage="slow policy")
     useless = v2_engine(
         das=block("draft_model", drafters, draft={"weights": "trainer"}),
-        rounds=ROUNDS,
+        rounds=CHANGED,
         sabotage="drafter without weights",
     )
     for result in (useful, useless):
@@ -285,7 +312,7 @@ def test_sleep_takes_the_memory_pools_and_leaves_the_history(
     awake, asleep = (
         v2_engine(
             das=block(method, drafters),
-            rounds=[replace(ROUNDS[0], sleep=slept), *ROUNDS[1:]],
+            rounds=[replace(CHANGED[0], sleep=slept), *CHANGED[1:]],
             sabotage="any draft length",
         )
         for slept in (None, level)
@@ -301,7 +328,7 @@ def test_sleep_takes_the_memory_pools_and_leaves_the_history(
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["history", "eagle3", *COPY])
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path, method: str) -> None:
-    result = lossless_v2(v2_engine, block(method, drafters, **ALWAYS), ROUNDS, sabotage="failing drafter")
+    result = lossless_v2(v2_engine, block(method, drafters, **ALWAYS), CHANGED, sabotage="failing drafter")
     failing = result[method == "history" :]  # which fails once there is one
     assert all("broken on purpose" in r["stats"]["error"] for r in failing)
     failed = f"the {method} drafter failed; no drafts until the next weight sync"
@@ -317,21 +344,26 @@ def test_no_rank_waits_for_one_whose_history_failed(v2_engine: Any, drafters: Pa
     assert "broken on purpose" in result[1]["ranks"][0]["error"] and result[1]["ranks"][1]["error"] is None
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "alone"),
-    [*product(["history", "eagle3", BOTH[1], "history+dspark"], [False]), *product(COPY, [False, True])],
+    [(BOTH[1], False), *nightly(*product([m for m in EVERY if m != BOTH[1]], [False]), *product(COPY, [True]))],
     ids=str,
 )
 def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str, alone: bool) -> None:
     """The first one drafts from the history; the other reads the same tokens, or the policy's logits would be wrong.
-    `alone`: no host looks after the engine."""
-    rounds = synced(two_rounds(requests(shortened(PLAIN, 20 if method not in COPY else 40), 6)))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    how = {"engine": TWO_RANKS, "sabotage": "any draft length", "standalone": alone}
+    Both give each request the same number of draft tokens. `alone`: no host looks after the engine."""
+    rounds = [replace(part, requests=part.requests[:24]) for part in MANY[:2]]
+    reference = v2_engine(das=None, engine=FEW_BLOCKS, rounds=stock(rounds))
+    both = {**FEW_BLOCKS, **TWO_RANKS, **policy(method, drafters)}
+    how = {"engine": both, "sabotage": "any draft length", "standalone": alone}
     result = v2_engine(das=block(method, drafters), rounds=stock(rounds) if alone else rounds, **how)
+    one, other = result[-1]["compared_by_rank"]
+    assert one["plans"] == other["plans"]
+    assert one["unequal"] == other["unequal"] > 20  # steps
     assert tokens(result) == tokens(reference)
-    assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
+    assert [[rank["error"] for rank in r["ranks"]] for r in result] == [[None, None]] * 2
+    assert min(r["stats"]["accepted_tokens"] for r in result) > (5 if method in PARALLEL else 50)
+    assert result[0]["preemptions"] > 0
     assert all(r["asynchronous"] for r in result)
     assert "history_tokens" not in result[1]["ranks"][1]
     assert method != "self" or all(accepted(r) > 0.7 for r in result)  # more of the drafts lie beyond short texts' ends
