@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,7 +306,10 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_engines_end_with_the_program(ending: signal.Signals, threads: bool, tmp_path: Path) -> None:
     (tmp_path / "ended.py").write_text(f"THREADS = {threads}\n{ENDED}")
-    program = subprocess.Popen([sys.executable, "ended.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    # A shell's background job ignores SIGINT, and so would what it starts.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True, "preexec_fn": heeds}
+    program = subprocess.Popen([sys.executable, "ended.py"], **command)
     engine = int(program.stdout.readline())
     program.send_signal(ending)
     assert program.wait(engines.END_S - 2.0) == (128 + ending if ending == signal.SIGTERM else -ending)
