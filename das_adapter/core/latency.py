@@ -245,15 +245,15 @@ class StepTimes:
         drafted = np.array([key[2] for _, key in found], dtype=bool)
         n, b, s = (np.array([getattr(c, name) for c in cells]) for name in ("tokens", "requests", "context"))
         alike = bool(cells) and n.max() < 1.1 * n.min()
+        seen = bool(np.any(self._prior.launched(n, drafted)))  # then these times say what it costs
+        prior = replace(self._prior, launch=0.0) if seen else self._prior
         if cells and (few or (alike and not self._assumed)):
-            seen = bool(np.any(self._prior.launched(n, drafted)))  # then it is in these times
-            prior = replace(self._prior, launch=0.0) if seen else self._prior
             self.model = prior.scaled(float(np.median(seconds / prior.seconds(n, b, drafted, s))))
         elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
             if alike and self._kinds > 1:
                 n = np.full_like(n, n.max())
-            self.model = fit(n, b, drafted, seconds, s, weights, self._prior)
+            self.model = fit(n, b, drafted, seconds, s, weights, prior)
             if self._kinds > 1 and not self.model.bend:
                 self._bend_beyond(*max((c.tokens, c.requests, c.context) for c in cells))
         return self.model
@@ -286,8 +286,8 @@ def fit(
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
     Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, the weight of each observation, and the model
-    that has the sizes, and `launch` where no such step was observed. The time of the model never falls with the number
-    of tokens, requests, drafts, or with the context.
+    whose sizes are kept, and whose `launch` is where it is not fitted. The time of the model never falls with the
+    number of tokens, requests, drafts, or with the context.
     """
     n, b = prior.padded(tokens, drafted), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
@@ -317,7 +317,7 @@ def fit(
 
     tried = [judged(knee, extra) for knee in (0.0, *knees) for extra in ((), extras)]
     _, knee, found = min(tried, key=itemgetter(0))
-    found = {"base": 0.0, "token": 0.0, "launch": 0.0 if out.any() else prior.launch, **found}
+    found = {"base": 0.0, "token": 0.0, "launch": prior.launch, **found}
     return StepModel(
         knee=knee if found.get("bend") else 0.0, sizes=prior.sizes, drafted_sizes=prior.drafted_sizes, **found
     )

@@ -39,6 +39,8 @@ ONE_LENGTH: dict[str, Callable[[Any], bool]] = {
 """What has all requests of a step draft equally many tokens on V2, and whether an engine (vLLM's config) has it."""
 HOST_PLANS, NO_GRAPHS = "plans by lengths that the host knows", "has no full CUDA graphs for unequal lengths"
 """The same of attention."""
+STOCK_NOISE = "das.verify.noise=stock"
+"""The same of the block."""
 
 _chosen = threading.Event()
 """Set while `set_v1` has chosen the runner of this process's environment."""

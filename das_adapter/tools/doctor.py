@@ -14,7 +14,7 @@ from typing import Any, Literal
 from das_adapter import __version__, compat, patching
 from das_adapter.config import parse
 from das_adapter.core.native import native
-from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH
+from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, STOCK_NOISE
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
 from das_adapter.tools.configs import placement
 
@@ -140,5 +140,5 @@ def runners(triton: bool) -> Iterator[Finding]:
     yield Finding("drafts of history", "ok", would_run("drafts"))
     if would_run("model runner") == "V2":
         attention = (f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS))
-        found = "; ".join((*ONE_LENGTH, *attention, "das.verify.noise=stock"))
+        found = "; ".join((*ONE_LENGTH, *attention, STOCK_NOISE))
         yield Finding("one draft length for all requests", "ok", found)

@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest, warm_up
+from das_adapter.engine.runner import STOCK_NOISE
 from das_adapter.engine.timing import an_eighth_apart, captured_tokens
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
@@ -87,7 +88,7 @@ class DeviceWorkerState(WorkerState):
     def admission(self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any) -> Admission | None:
         """Give each request its own number of draft tokens where that can be, and say which it is; the arguments are
         those of vLLM's `maybe_create_adaptive_verification_manager`."""
-        stock_noise = None if self.config.keyed else "das.verify.noise=stock"
+        stock_noise = None if self.config.keyed else STOCK_NOISE
         sizes = self._drafted_sizes()
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
         ours = self.drops_drafts, self._ranking, max(sizes, default=0)
