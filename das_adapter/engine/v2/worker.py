@@ -200,13 +200,13 @@ class DeviceWorkerState(WorkerState):
     def watch(self, output: Any) -> Any:
         """Have the draft length of the next steps chosen when a step's output is on the host; return the output."""
         step, self._step = self._step, None
+        manager, admitted = self.runner.adaptive_verification, None
+        if isinstance(manager, Admission):  # it takes part in the warm-up of vLLM 0.29 too
+            admitted, manager.admitted = manager.admitted, None
         if step is None or output is None or self.lengths is None:
             return output
         step.offer = self.source and self.source.offer
         step.kinds = self.speculation and self.speculation.kinds()
-        manager, admitted = self.runner.adaptive_verification, None
-        if isinstance(manager, Admission):
-            admitted, manager.admitted = manager.admitted, None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
