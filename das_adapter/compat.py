@@ -120,19 +120,16 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)
 """)
-_V2_DRAWS_BEFORE = _symbols("""
+_V2_DRAWS = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_tokens
+        DraftModelSpeculator.draft_watermarker DraftModelSpeculator.draft_token_confidence_probs
+        DraftModelSpeculator._build_attn_metadata BaseSpeculator.num_extra_query_per_req
+        DraftModelSpeculator._maybe_predict_acceptance(logits, idx_mapping, draft_step)
     vllm.v1.worker.gpu.input_batch: InputBatch.has_prefill InputBatch.max_query_len InputBatch.num_draft_tokens_per_req
+        InputBatch.decode_graph_eligible
     vllm.v1.worker.gpu.sample.states: SamplingStates.top_k SamplingStates.top_p SamplingStates.min_p
     vllm.v1.worker.gpu.sample.sampler: Sampler.sampling_states
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits_cache, logits_cache_col)
-""")
-_V2_DRAWS = _V2_DRAWS_BEFORE + _symbols("""
-    vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_watermarker
-        DraftModelSpeculator.draft_token_confidence_probs DraftModelSpeculator._build_attn_metadata
-        DraftModelSpeculator._maybe_predict_acceptance(logits, idx_mapping, draft_step)
-        BaseSpeculator.num_extra_query_per_req
-    vllm.v1.worker.gpu.input_batch: InputBatch.decode_graph_eligible
 """)
 _V2_PASSES = _symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model(target_model)
@@ -184,12 +181,9 @@ _RAY = _symbols("ray._private.state: jobs")
 V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 V2_NEURAL = Host(_WHEELS, "0.31.0", relied_on=_V2 + _V2_DRAWS)
-"""What is relied on where neural drafters run there; without it these engines run V1."""
-V2_NEURAL_BEFORE = Host(_WHEELS, "0.29.0", relied_on=_V2 + _V2_DRAWS_BEFORE)
-"""The same of vLLM before 0.31, for all but `draft_model`, which vLLM has not there. Remove it, and what else says
-before 0.31, when 0.31 is the oldest vLLM with a V2 runner."""
+"""The same where neural drafters run there, from this version on; earlier ones have it under other names."""
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
-"""What is relied on where the policy copy drafts there; without it these engines run V1."""
+"""As `V2_NEURAL`, where the policy copy drafts."""
 V2_ASKS = Host(
     _WHEELS,
     "0.32.0",

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
-V2_TESTS = ("tests/contract/test_v2_losslessness.py", "tests/contract/test_v2_kernels.py")
+V2_TESTS = tuple(f"tests/contract/test_v2_{name}.py" for name in ("losslessness", "kernels", "copy"))
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
 """Of vLLM's V1 model runner, where other engines run V2."""
@@ -30,6 +30,11 @@ V2_NIGHTLY = {
         "many_requests_with_siblings_preemptions_and_weight_syncs[history]",
         "two_ranks_run_the_drafter_together[history-False]",
     ),
+    "self": (
+        "many_requests_with_siblings_preemptions_and_weight_syncs[self]",
+        "two_ranks_run_the_drafter_together[self-False]",
+    ),
+    "history+self": ("many_requests_with_siblings_preemptions_and_weight_syncs[history+self]",),
     "eagle3": ("what_a_drafter_has_missed_it_reads_later[eagle3]", "two_ranks_run_the_drafter_together[eagle3-False]"),
     "mtp": ("vllms_own_sampling_verifies_by_a_models_probabilities[mtp]",),
     "dflash": ("what_a_drafter_has_missed_it_reads_later[dflash]",),
@@ -39,7 +44,7 @@ V2_NIGHTLY = {
     "history+dflash": (),
 }
 """Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`. Of each drafter that runs there, beside
-`CONTROLLED` for all but the history."""
+`CONTROLLED` for all that have weights of their own."""
 ON_V2 = """
 import sys
 from das_adapter.config import DasConfig
@@ -121,7 +126,8 @@ def tested(name: str, directory: Path, torch: Path | None) -> str:
 def nightly(drafters: list[str]) -> list[str]:
     """Return the nightly tests of drafters on V2."""
     names = [f"test_{name}" for drafter in drafters for name in V2_NIGHTLY[drafter]]
-    names += [f"{CONTROLLED}[{drafter}]" for drafter in drafters if drafter != "history"]
+    own = (drafter for drafter in drafters if drafter not in ("history", "self", "history+self"))
+    names += [f"{CONTROLLED}[{drafter}]" for drafter in own]
     return [f"tests/contract/test_v2_neural.py::{name}" for name in names]
 
 

@@ -150,13 +150,13 @@ def _unmasked(made: Any) -> bool:
 
 @patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.29")
 def allow_look_up(stock: Any) -> Any:
-    """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history drafts. Remove this
-    patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
+    """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history or the policy copy
+    drafts. Remove this patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
 
     def unsupported(self: Any) -> Any:
         found = stock(self)
         config = settings(self)
-        looked_up = config is not None and config.uses_history
+        looked_up = config is not None and (config.uses_history or config.copies_policy)
         return [name for name in found if not (looked_up and "ngram_gpu" in name)]
 
     return unsupported

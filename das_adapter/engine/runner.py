@@ -68,7 +68,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     if why is not None and config.parallel:
         raise ConfigError(
             f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner alone, from vLLM "
-            f"{compat.V2_NEURAL_BEFORE.oldest} on, but the engine runs V1: {why}"
+            f"{compat.V2_RUNNER.oldest} on, but the engine runs V1: {why}"
         )
     if why is not None and getattr(getattr(args, "aux_output_config", None), "enable_return_routed_experts", False):
         raise ConfigError(

@@ -51,15 +51,15 @@ def needs_v1(config: DasConfig) -> str | None:
         return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
-    by_model = compat.V2_NEURAL if config.neural else compat.V2_COPY
-    installed, needed = compat.version("vllm"), by_model if config.by_model else compat.V2_RUNNER
+    installed = compat.version("vllm")
     if installed is None:
         return None  # as in NeMo-RL's driver: its engines have one, and ask again
-    if needed is compat.V2_NEURAL and config.method != "draft_model":
-        before = compat.numbers(installed) < compat.numbers(needed.oldest)
-        needed = compat.V2_NEURAL_BEFORE if before else needed
+    oldest = compat.V2_NEURAL.oldest if config.method == "draft_model" else compat.V2_RUNNER.oldest
+    if compat.numbers(installed) < compat.numbers(oldest):
+        return f"vLLM {installed} is older than {oldest}"
+    needed = compat.V2_NEURAL if config.neural else compat.V2_COPY if config.copies_policy else compat.V2_RUNNER
     if compat.numbers(installed) < compat.numbers(needed.oldest):
-        return f"vLLM {installed} is older than {needed.oldest}"
+        needed = compat.V2_RUNNER
     if lacking := compat.missing(needed):
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None

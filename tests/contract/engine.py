@@ -58,7 +58,7 @@ def main() -> None:
         v2_cpu.lift_limits()
     from das_adapter import compat
 
-    for relied_on in ("vllm", compat.V2_RUNNER, compat.V2_NEURAL, compat.V2_NEURAL_BEFORE):
+    for relied_on in ("vllm", compat.V2_RUNNER, compat.V2_NEURAL):
         compat.missing(relied_on)  # remembered, so that no fork looks again
     # vLLM collects what it had frozen when an engine ends: in a fork, all that the forks have in common.
     gc.unfreeze = lambda: None  # type: ignore[assignment]

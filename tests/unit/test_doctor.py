@@ -67,13 +67,14 @@ def test_it_says_where_verl_loads_no_plug_in(plugins: str | None, state: str, mo
 def test_it_says_which_model_runner_engines_get_and_where_requests_share_a_draft_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "version", lambda _: "0.31.0")
+    monkeypatch.setattr(compat, "version", lambda _: "0.30.0")
     monkeypatch.setattr(compat, "missing", lambda _: [])
     for variable in (RUNNER_VARIABLE, "VLLM_DP_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     found = {finding.name: finding.detail for finding in doctor.runners(triton=True)}
     assert found["model runner of history"] == found["model runner of mtp"] == "V2"
-    assert found["model runner of self"] == "V1: vLLM 0.31.0 is older than 0.32.0"
+    assert found["model runner of self"] == "V2"
+    assert found["model runner of draft_model"] == "V1: vLLM 0.30.0 is older than 0.31.0"
     assert found["model runner of data-parallel engines"] == f"V1: {DATA_PARALLEL}"
     assert {*ONE_LENGTH, f"attention that {HOST_PLANS}"} < {*found["one draft length for all requests"].split("; ")}
     without = {finding.name: finding.detail for finding in doctor.runners(triton=False)}

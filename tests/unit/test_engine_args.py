@@ -110,16 +110,16 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert needs_v1({}) is None
     newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
-    newest.setattr(compat, "missing", lambda host: [])
-    newest.setattr(compat, "version", lambda host: "0.31.2")
-    for block in ({"drafter": "self"}, {"drafter": "history+self"}):
-        assert needs_v1(block) == "vLLM 0.31.2 is older than 0.32.0"
+    newest.setattr(compat, "missing", lambda host: [] if host is compat.V2_RUNNER else [compat.Symbol("vllm.x", "new")])
+    assert needs_v1({"drafter": "self"}) == "vLLM 0.32.0 lacks vllm.x.new"
     draft_model: dict[str, object] = {"drafter": "history+draft_model", "draft": {"model": "m"}}
-    assert needs_v1(draft_model) is None
+    newest.setattr(compat, "version", lambda host: "0.31.2")
+    assert needs_v1(draft_model) == "vLLM 0.31.2 lacks vllm.x.new"
     newest.setattr(compat, "version", lambda host: "0.30.0")
     assert needs_v1(draft_model) == "vLLM 0.30.0 is older than 0.31.0"
     newest.setattr(compat, "version", lambda host: "0.29.0")
-    assert needs_v1({}) is needs_v1({"drafter": "history+eagle3", "draft": {"model": "m"}}) is None
+    for block in ({}, {"drafter": "self"}, {"drafter": "history+eagle3", "draft": {"model": "m"}}):
+        assert needs_v1(block) is None
     newest.setattr(compat, "version", lambda host: "0.28.0")
     assert needs_v1({}) == "vLLM 0.28.0 is older than 0.29.0"
 

@@ -9,15 +9,18 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-    TargetDependentARSpeculator,
-    prepare_decode_inputs,
-)
 
 from das_adapter.engine.policy_copy import PolicyCopy
 
+try:
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator as OnePass
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_decode_inputs
+except ImportError:  # so vLLM up to 0.31 calls it: remove this, and what else says so, when 0.32 is the oldest with V2
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator as OnePass
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import prepare_decode_inputs
 
-class CopySpeculator(TargetDependentARSpeculator):
+
+class CopySpeculator(OnePass):
     """Drafts with the policy copy, in the passes of one token a request that vLLM's EAGLE makes, and their CUDA graphs.
 
     EAGLE reads every step of the policy in a pass of its own. The copy does not: what the policy has read stands in the
@@ -57,6 +60,8 @@ class CopySpeculator(TargetDependentARSpeculator):
     def _configure_decode_metadata_update(self) -> None:
         """Keep to one pass in a graph: those of a whole draft would be captured for every length."""
 
+    _configure_fused_multi_step_decode = _configure_decode_metadata_update  # so vLLM up to 0.31 calls it
+
     def capture(self) -> None:
         """Capture a pass for the batch sizes that vLLM has graphs of."""
         self.idx_mapping.zero_()
@@ -87,45 +92,53 @@ class CopySpeculator(TargetDependentARSpeculator):
         *_: Any,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        num_speculative_tokens: int = 1,
+        num_speculative_tokens: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
         """Draft so many tokens for every request of the batch, int64 [requests, most]. See `BaseSpeculator.propose`."""
         requests, buffers = input_batch.num_reqs, self.input_buffers
-        reads_prompt = num_sampled[:requests] == 0  # it has no text to go on from
-        slots = input_batch.idx_mapping.masked_fill(reads_prompt, -1)
-        self._copy_request_inputs(requests, slots, temperature, seeds, dummy_run)
+        # vLLM up to 0.31 says it in an attribute.
+        passes = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        idle = (num_sampled[:requests] == 0) | dummy_run  # it reads its prompt: it has no text to go on from
+        self._copy_request_inputs(requests, input_batch.idx_mapping.masked_fill(idle, -1), temperature, seeds)
         read = input_batch.seq_lens[:requests] - num_rejected - 1  # position of the token that the policy read last
         buffers.positions[:requests] = read
         self.sample_src_positions[:requests] = read
         sampled, room = last_sampled[input_batch.idx_mapping], (self.max_model_len, self.max_num_reqs)
         prepare_decode_inputs(sampled, input_batch.seq_lens, num_rejected, buffers, self.sample_src_positions, *room)
         longest = input_batch.seq_lens_cpu_upper_bound[:requests]
-        self.draft_max_seq_len = min(int(longest.max()) + num_speculative_tokens, self.max_model_len)
-        for step in range(num_speculative_tokens):
+        self.draft_max_seq_len = min(int(longest.max()) + passes, self.max_model_len)
+        for step in range(passes):
             self.current_draft_step.fill_(step)
             if skip_attn_for_dummy_run:  # memory is measured before there is a cache
-                self._generate_draft(requests, requests, None, None, None, CUDAGraphMode.NONE, 1)
+                self._eagerly(requests, requests, None, None, CUDAGraphMode.NONE)
             else:
-                self._pass(requests, step, longest)
+                self._pass(input_batch.idx_mapping, idle, step, longest)
         return self.draft_tokens[:requests]
 
-    def _pass(self, requests: int, step: int, longest: torch.Tensor) -> None:
-        """Draft the token `step` of each request; `longest`: of their texts before the first one, int32 [requests]."""
+    def _pass(self, rows: torch.Tensor, idle: torch.Tensor, step: int, longest: torch.Tensor) -> None:
+        """Draft the token `step` of each request; `rows`: of the block tables, int32 [requests]; `idle`: for which
+        nothing is written, bool [requests]; `longest`: of their texts before the first token, int32 [requests]."""
+        requests, buffers = len(rows), self.input_buffers
         graph = self.decode_cudagraph_manager.dispatch(requests, requests, 1, 0)
-        buffers, tokens = self.input_buffers, graph.num_tokens
-        slots = self.block_tables.compute_slot_mappings(
-            self.idx_mapping[:requests],
-            buffers.query_start_loc[: requests + 1],
-            buffers.positions[:requests],
-            tokens,
-        )
-        attention = self._build_uniform_attn_metadata(graph, requests, 1, longest, step + 1)
+        ranges, positions = buffers.query_start_loc[: requests + 1], buffers.positions[:requests]
+        slots = self.block_tables.compute_slot_mappings(rows, ranges, positions, graph.num_tokens)
+        slots[:, :requests].masked_fill_(idle, -1)
+        if hasattr(self, "_build_draft_attn_metadata"):  # vLLM 0.29: remove this when 0.30 is the oldest with V2
+            rows_of_graph = graph.num_reqs or requests
+            attention = self._build_draft_attn_metadata(requests, rows_of_graph, graph.num_tokens, longest, step + 1)
+        else:
+            attention = self._build_uniform_attn_metadata(graph, requests, 1, longest, step + 1)
         if graph.cg_mode == CUDAGraphMode.FULL:
             self.decode_cudagraph_manager.run_fullgraph(graph)
             return
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        self._generate_draft(requests, tokens, attention, by_layer, None, graph.cg_mode, self.num_speculative_steps)
+        self._eagerly(requests, graph.num_tokens, attention, by_layer, graph.cg_mode)
+
+    def _eagerly(self, requests: int, tokens: int, attention: Any, slots: Any, mode: CUDAGraphMode) -> None:
+        """Make a pass of which there is no full CUDA graph."""
+        most = () if hasattr(self, "use_fused_multi_step_decode") else (self.num_speculative_steps,)  # up to 0.31
+        self._generate_draft(requests, tokens, attention, slots, None, mode, *most)
 
     def _run_model(
         self, num_tokens: int, attn_metadata: Any, slot_mappings: Any, *_: Any, **__: Any
