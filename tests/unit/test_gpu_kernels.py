@@ -78,6 +78,8 @@ def test_drafting_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(found) == 6
     assert all(kernel.asm["cubin"] and kernel.metadata.shared < 48 * 1024 for kernel in found)
     assert not any("acq_rel" in kernel.asm["ptx"] for kernel in found)
+    (learn,) = (kernel.asm["ptx"] for kernel in found if kernel.metadata.name == "learn")
+    assert "bar.sync" in learn  # between reading the offers and clearing them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

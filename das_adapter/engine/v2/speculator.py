@@ -88,6 +88,8 @@ class HistorySpeculator(BaseSpeculator):
         """Draft for the requests of vLLM's `RequestState`, before memory is measured; `engine`: None: another rank
         drafts."""
         self._states, self._engine = states, engine
+        if self._group.world_size > 1:
+            self._group.broadcast(self._drafts[:1], src=0)  # the first one allocates buffers, which count as memory
         if engine is not None and engine.history is not None:
             self.index = DeviceIndex(
                 states.all_token_ids.gpu,

@@ -76,6 +76,7 @@ def learn(
     one = tl.full([ROWS, PADDED], 1, tl.int32)
     tl.atomic_add(outcomes + 2 * kind, one, mask=tried, sem="relaxed")
     tl.atomic_add(outcomes + 2 * kind + 1, one, mask=accepted, sem="relaxed")
+    tl.debug_barrier()  # other threads have read them
     tl.store(offer, tl.zeros([ROWS], tl.int32), mask=known & (length > before))
 
 
