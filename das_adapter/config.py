@@ -138,9 +138,9 @@ class DasConfig(_Block):
     beside the history no more than those 5, 7 or 3; how many of them pay is measured."""
     speculate: Annotated[Speculate, BeforeValidator(_read_speculate)] = "auto"
     """When a batch is drafted for. `auto`: when the latency model, fitted to the engine's own steps (before the first
-    ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: whatever was measured, and
-    but for `optimal` even at a predicted loss; a number: from so many running requests in the engine down, until there
-    are a quarter more."""
+    ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: regardless of what was
+    measured, and with a `budget` other than `optimal` even at a predicted loss; a number: while at most so many
+    requests run in the engine, or, once it drafts, a quarter more."""
     budget: Budget = "optimal"
     """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`:
     DAS's optimum for the whole rollout, none for requests that end early anyway; `uniform`: the maximum for all;
