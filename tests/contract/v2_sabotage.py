@@ -250,7 +250,7 @@ def replayed_passes() -> None:
 
     from das_adapter.engine.v2.copy_drafts import CopySpeculator
 
-    build, addresses, built = CopySpeculator._build_uniform_attn_metadata, dict[int, list[int]](), dict[str, Any]()
+    build, addresses, built = CopySpeculator._attention, dict[int, list[int]](), dict[str, Any]()
 
     class Graphs:
         graphs = (1, 4, 16)
@@ -269,16 +269,14 @@ def replayed_passes() -> None:
             at = [tensor.data_ptr() for tensor in read]
             assert addresses.setdefault(size, at) == at
             by_layer = build_slot_mappings_by_layer(slots, of.kv_cache_config)
-            of._generate_draft(
-                size, size, built["attention"], by_layer, None, CUDAGraphMode.NONE, of.num_speculative_steps
-            )
+            of._eagerly(size, size, built["attention"], by_layer, CUDAGraphMode.NONE)
             COMPARED["replayed"] = COMPARED.get("replayed", 0) + 1
 
     def noted(self: Any, *args: Any) -> Any:
         built["attention"] = build(self, *args)
         return built["attention"]
 
-    CopySpeculator._build_uniform_attn_metadata = noted
+    CopySpeculator._attention = noted  # type: ignore[method-assign]
     CopySpeculator.init_cudagraph_manager = lambda self, _: setattr(self, "decode_cudagraph_manager", Graphs(self))
 
 

@@ -124,16 +124,20 @@ class CopySpeculator(OnePass):
         ranges, positions = buffers.query_start_loc[: requests + 1], buffers.positions[:requests]
         slots = self.block_tables.compute_slot_mappings(rows, ranges, positions, graph.num_tokens)
         slots[:, :requests].masked_fill_(idle, -1)
-        if hasattr(self, "_build_draft_attn_metadata"):  # vLLM 0.29: remove this when 0.30 is the oldest with V2
-            rows_of_graph = graph.num_reqs or requests
-            attention = self._build_draft_attn_metadata(requests, rows_of_graph, graph.num_tokens, longest, step + 1)
-        else:
-            attention = self._build_uniform_attn_metadata(graph, requests, 1, longest, step + 1)
+        attention = self._attention(graph, requests, longest, step + 1)
         if graph.cg_mode == CUDAGraphMode.FULL:
             self.decode_cudagraph_manager.run_fullgraph(graph)
             return
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         self._eagerly(requests, graph.num_tokens, attention, by_layer, graph.cg_mode)
+
+    def _attention(self, graph: Any, requests: int, longest: torch.Tensor, step: int) -> Any:
+        """Describe a pass to vLLM's attention."""
+        if not hasattr(self, "_build_draft_attn_metadata"):
+            return self._build_uniform_attn_metadata(graph, requests, 1, longest, step)
+        # vLLM 0.29: remove this when 0.30 is the oldest with a V2 runner.
+        padded = graph.num_reqs or requests, graph.num_tokens
+        return self._build_draft_attn_metadata(requests, *padded, longest, step)
 
     def _eagerly(self, requests: int, tokens: int, attention: Any, slots: Any, mode: CUDAGraphMode) -> None:
         """Make a pass of which there is no full CUDA graph."""
