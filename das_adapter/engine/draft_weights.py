@@ -171,8 +171,12 @@ class DraftWeights:
         for name, weight in weights:
             self._arrived += 1
             for shared in SHARED:
-                if shared in name:
-                    self._part_from_policy(shared)
+                if shared in name and self._part_from_policy(shared) and not self._reading:
+                    logger.warning(
+                        "das: the trainer sends the drafter's %s, which was the policy's until now: CUDA graphs that "
+                        "were captured go on reading the policy's, and draft worse; put one into the checkpoint",
+                        shared,
+                    )
             if "lm_head" in name:
                 self._follows = []
             yield name, weight

@@ -156,7 +156,7 @@ def engines(env: dict[str, str], logs: Path) -> Iterator[Engine]:
                 print(written(replace(job, log=str(log))), file=process.stdin, flush=True)
                 line = next((x for x in process.stdout if x.startswith(("RESULT ", "FAILED "))), "FAILED to start")
                 if line.startswith("FAILED"):
-                    raise RuntimeError(f"engine {line}:\n{log.read_text()[-6000:] if log.exists() else ''}")
+                    raise RuntimeError(f"engine {line}:\n{log.read_text()[-30000:] if log.exists() else ''}")
                 done[key] = json.loads(line.removeprefix("RESULT "))
                 done[key][0]["log"] = log.read_text()
             return done[key]

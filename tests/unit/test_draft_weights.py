@@ -271,7 +271,9 @@ def test_batches_of_a_stream_may_lack_the_layers_for_mtp(unchecked: bool, monkey
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_read_it(tied: bool) -> None:
+def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_read_it(
+    tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """A head without one shares the policy's, which may be the policy's embedding, and vLLM captures graphs after it
     has loaded both. Until one comes, the drafter's has the values of the policy's."""
     embedding, layer = part(1), part(1)
@@ -289,6 +291,12 @@ def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_r
         assert weights.refresh() is None
         assert drafter.lm_head.weight.data_ptr() == place
         assert (drafter.lm_head.weight.mean(), policy.lm_head.weight.mean()) == (expected, policys)
+    assert not caplog.records
+    for _ in range(2):
+        drafter.load_weights({"mtp.weight": torch.ones(2, 2), "embed_tokens.weight": torch.ones(2, 2)}.items())
+    (warning,) = caplog.messages
+    assert "the drafter's embed_tokens" in warning
+    assert drafter.embed_tokens is not embedding
 
 
 class Proposer(SimpleNamespace):
