@@ -181,7 +181,8 @@ _RAY = _symbols("ray._private.state: jobs")
 V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 V2_NEURAL = Host(_WHEELS, "0.31.0", relied_on=_V2 + _V2_DRAWS)
-"""The same where neural drafters run there, from this version on; earlier ones have it under other names."""
+"""The same where neural drafters run there, from this version on; before, all but `draft_model` do with
+what earlier versions have instead."""
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 """As `V2_NEURAL`, where the policy copy drafts."""
 V2_ASKS = Host(

@@ -97,8 +97,9 @@ class CopySpeculator(OnePass):
     ) -> torch.Tensor:
         """Draft so many tokens for every request of the batch, int64 [requests, most]. See `BaseSpeculator.propose`."""
         requests, buffers = input_batch.num_reqs, self.input_buffers
-        # vLLM up to 0.31 says it in an attribute.
-        passes = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        passes = num_speculative_tokens
+        if passes is None:  # one shows what memory it takes; vLLM up to 0.31 says it in an attribute
+            passes = 1 if dummy_run else self.num_speculative_steps
         idle = (num_sampled[:requests] == 0) | dummy_run  # it reads its prompt: it has no text to go on from
         self._copy_request_inputs(requests, input_batch.idx_mapping.masked_fill(idle, -1), temperature, seeds)
         read = input_batch.seq_lens[:requests] - num_rejected - 1  # position of the token that the policy read last
