@@ -67,6 +67,8 @@ def bind_worker(stock: Any) -> Any:
 
             state = HostWorkerState(self.worker.model_runner, config)
         state.bind()
+        if v2 and config.controlled:
+            admission.idle_with_one_token.apply(self.worker.model_runner, owner=self.worker)
         if state.draft_weights:
             from das_adapter.engine.draft_weights import keep_buffers_over_sleep
 

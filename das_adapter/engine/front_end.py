@@ -162,6 +162,20 @@ def allow_look_up(stock: Any) -> Any:
     return unsupported
 
 
+@patch("vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel", since="0.29")
+def keep_draft_lengths(stock: Any) -> Any:
+    """Without it all steps of data-parallel engines have equally many draft tokens (V2 runner), for the sake of
+    drafters whose passes wait for those of other ranks; das-adapter refuses these. Remove this patch when vLLM lets a
+    worker choose the draft length."""
+
+    def disable(self: Any) -> None:
+        config = settings(self)
+        if config is None or not config.controlled:
+            stock(self)
+
+    return disable
+
+
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
 def judge_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted

@@ -8,6 +8,7 @@ from das_adapter.engine.front_end import (
     allow_look_up,
     choose_runner,
     judge_row_processors,
+    keep_draft_lengths,
     label_requests,
     log_figures,
     log_figures_offline,
@@ -15,7 +16,7 @@ from das_adapter.engine.front_end import (
 from das_adapter.engine.scheduler import follow_steps, reserve_draft_slots, see_adapters, see_weight_calls
 
 AT_START = (
-    *(choose_runner, allow_look_up, judge_row_processors, label_requests),  # front end
+    *(choose_runner, allow_look_up, keep_draft_lengths, judge_row_processors, label_requests),  # front end
     *(reserve_draft_slots, follow_steps, see_weight_calls, see_adapters),  # engine core
     *(reach_workers, bind_worker),  # workers
 )

@@ -14,7 +14,6 @@ from das_adapter.config import DasConfig
 from das_adapter.engine.settings import hosted, runs_v2
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import (
-    DATA_PARALLEL,
     RUNNER_VARIABLE,
     needs_v1,
     v1_speculative_config,
@@ -38,6 +37,7 @@ ONE_LENGTH: dict[str, Callable[[Any], bool]] = {
 }
 """What has all requests of a step draft equally many tokens on V2, and whether an engine (vLLM's config) has it."""
 HOST_PLANS, NO_GRAPHS = "plans by lengths that the host knows", "has no full CUDA graphs for unequal lengths"
+SMALL_HEADS = "has heads of 64 or less, with experts over data-parallel ranks"
 """The same of attention."""
 STOCK_NOISE = "das.verify.noise=stock"
 """The same of the block."""
@@ -63,8 +63,9 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
         ConfigError: an engine argument does not work with the runner that the block needs.
     """
     why = lacking or needs_v1(config) or (None if triton else "vLLM finds no device that Triton compiles for")
-    if why is None and config.drafter != "none":
-        why = _no_draft_lengths(args)
+    drafts = config.drafter != "none"
+    if why is None and drafts and args.async_scheduling is False and compat.missing(compat.V2_ASKS):
+        why = "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
     if why is not None and config.parallel:
         raise ConfigError(
             f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner alone, from vLLM "
@@ -167,12 +168,3 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
             "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"
         )
-
-
-def _no_draft_lengths(args: Any) -> str | None:
-    """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
-    if max(args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
-        return DATA_PARALLEL
-    if args.async_scheduling is False and compat.missing(compat.V2_ASKS):
-        return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
-    return None

@@ -35,11 +35,6 @@ _MOST_LIKELY = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argma
 """Options of vLLM's drafters with which they draft their most likely tokens, in some version."""
 _DRAWN = {"draft_sample_method": "probabilistic"}
 """With it vLLM's drafters draw their tokens, and its rejection sampler knows with which probabilities."""
-DATA_PARALLEL = (
-    "on V2, vLLM drafts equally many tokens in every step with data_parallel_size > 1: its ranks of experts step "
-    "together, and those that draft more would wait for the others"
-)
-"""Why an engine with several data-parallel ranks runs V1."""
 _NOBODY, _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
 
 

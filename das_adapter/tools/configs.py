@@ -123,6 +123,5 @@ def _runner(das: DasConfig, arguments: Mapping[str, Any], triton: bool) -> str |
     if compat.version("vllm") is None:
         return f"not known, for lack of vLLM here: V1 where it is older than {compat.V2_RUNNER.oldest}"
     given = {"speculative_config": None, "async_scheduling": arguments.get("async_scheduling")}
-    parallel = arguments.get("data_parallel_size") or 1
-    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, **engine_args(das)), das, triton).v1
+    why = runner_for(SimpleNamespace(**given, **engine_args(das)), das, triton).v1
     return why and f"V1: {why}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from das_adapter import __version__, compat, patching
 from das_adapter.config import parse
 from das_adapter.core.native import native
-from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, STOCK_NOISE
+from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS, STOCK_NOISE
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
 from das_adapter.tools.configs import placement
 
@@ -136,9 +136,8 @@ def runners(triton: bool) -> Iterator[Finding]:
 
     for drafter in ("history", "self", "mtp"):
         yield Finding(f"model runner of {drafter}", "ok", would_run("model runner", drafter))
-    yield Finding("model runner of data-parallel engines", "ok", would_run("model runner", data_parallel_size=2))
     yield Finding("drafts of history", "ok", would_run("drafts"))
     if would_run("model runner") == "V2":
-        attention = (f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS))
+        attention = (f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS, SMALL_HEADS))
         found = "; ".join((*ONE_LENGTH, *attention, STOCK_NOISE))
         yield Finding("one draft length for all requests", "ok", found)

@@ -106,3 +106,28 @@ def graphs(runner: Any, most: int) -> tuple[list[str], list[str]]:
         return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
 
     return replayed(1), replayed(5)
+
+
+def exchange_between_experts() -> None:
+    """Let data-parallel ranks that hold parts of the experts exchange tokens on a CPU, over gloo."""
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def gathered(self: Any, part: Any, sizes: list[int]) -> Any:
+        parts = [part if r == self.rank_in_group else part.new_empty(n, *part.shape[1:]) for r, n in enumerate(sizes)]
+        for rank, whole in zip(self.ranks, parts, strict=True):
+            dist.broadcast(whole, src=rank, group=self.device_group)
+        return torch.cat(parts)
+
+    def all_gatherv(self: Any, parts: Any, dim: int = 0, sizes: Any = None) -> Any:
+        own = parts if isinstance(parts, list) else [parts]
+        found = [gathered(self, part.contiguous(), sizes or [len(part)] * self.world_size) for part in own]
+        return found if isinstance(parts, list) else found[0]
+
+    def reduce_scatterv(self: Any, whole: Any, dim: int = -1, sizes: Any = None) -> Any:
+        dist.all_reduce(whole, group=self.device_group)
+        each = sizes or [len(whole) // self.world_size] * self.world_size
+        return whole.split(each)[self.rank_in_group].contiguous()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv

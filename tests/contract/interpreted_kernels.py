@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.engine.v2 import device_index, ranking, search
-from das_adapter.engine.v2.admission import Admission, capture_plain_steps, obstacle
+from das_adapter.engine.v2.admission import Admission, capture_plain_steps, idle_with_one_token, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.limits import Limits
@@ -427,14 +427,17 @@ def test_a_kernel_that_admits_other_draft_tokens_than_its_definition_is_found_at
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 
 
-def attention(name: str, graphs: AttentionCGSupport, plans: bool = False) -> Any:
+def attention(name: str, graphs: AttentionCGSupport, plans: bool = False, head: int = 128) -> Any:
     """An `AttentionGroup` of a backend that allows these full CUDA graphs; `plans`: by lengths that the host knows."""
     backend = type(name, (), {"supports_device_cpu_query_lens_mismatch": staticmethod(lambda: not plans)})
     builder = SimpleNamespace(get_cudagraph_support=lambda *_: graphs)
-    return SimpleNamespace(backend=backend, kv_cache_spec=None, get_metadata_builder=lambda _: builder)
+    return SimpleNamespace(
+        backend=backend, kv_cache_spec=SimpleNamespace(head_size=head), get_metadata_builder=lambda _: builder
+    )
 
 
-FREE = attention("Free", ALWAYS)
+FREE, SMALL = attention("Free", ALWAYS), attention("Small", ALWAYS, head=64)
+RANKS = {"parallel_config.data_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -453,6 +456,9 @@ FREE = attention("Free", ALWAYS)
         ({}, [FREE], (UNIFORM, "Other"), "Other has no full CUDA graphs for unequal lengths"),
         ({}, [FREE], (ALWAYS, "Other"), None),
         ({"compilation_config.cudagraph_mode": CUDAGraphMode.PIECEWISE}, [attention("Even", UNIFORM)], None, None),
+        (RANKS, [FREE], None, None),
+        ({}, [SMALL], None, None),
+        (RANKS, [FREE, SMALL], None, "Small has heads of 64 or less, with experts over data-parallel ranks"),
     ],
 )
 def test_requests_have_own_draft_lengths_unless_something_is_in_the_way(
@@ -462,13 +468,21 @@ def test_requests_have_own_draft_lengths_unless_something_is_in_the_way(
         lora_config=None,
         aux_output_config=SimpleNamespace(),
         model_config=SimpleNamespace(),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_size=1
+        ),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
     )
     for name, value in engine.items():
         *parents, last = name.split(".")
         setattr(functools.reduce(getattr, parents, config), last, value)
     assert obstacle(config, [[group] for group in groups], other) == why
+
+
+def test_a_rank_without_requests_steps_with_one_token() -> None:
+    runner, seen = SimpleNamespace(decode_query_len=17), list[int]()
+    idle_with_one_token.replacement(lambda: seen.append(runner.decode_query_len), runner)()
+    assert (seen, runner.decode_query_len) == ([1], 17)
 
 
 def test_as_many_draft_tokens_as_the_step_has_are_admitted_whatever_their_chances() -> None:

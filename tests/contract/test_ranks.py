@@ -11,9 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Request
-from requested import HISTORY, MIXED, OFF, PLAIN, SELF, TWO_RANKS, drafter, nightly, prompts, requests, two_rounds
+import v2_cpu
+from jobs import POLICY, Request
+from requested import (
+    ALWAYS,
+    HISTORY,
+    MIXED,
+    OFF,
+    PLAIN,
+    SELF,
+    TWO_RANKS,
+    drafter,
+    nightly,
+    prompts,
+    requests,
+    two_rounds,
+)
 
+HERE = Path(__file__).parent
 COPY = {"self": {"weights": os.environ.get("DAS_TEST_COPY", "int8")}}
 """A format that there is on the device, and for half of the policy's layers."""
 RANKS = {"engine": TWO_RANKS, "env": {"TORCH_COMPILE_DISABLE": "1"}}
@@ -67,14 +82,43 @@ def test_a_rank_that_fails_while_the_others_wait_ends_the_engine(engine: Any, vl
     assert "timed out" not in str(ended.value)  # as vLLM's driver would say after minutes
 
 
+def data_parallel(env: dict[str, str], policy: str, *block: dict[str, Any]) -> dict[str, Any]:
+    """Return what two data-parallel ranks found, see data_parallel.py."""
+    script = [sys.executable, str(HERE / "data_parallel.py"), policy, *map(json.dumps, block)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=600, check=False, env={**os.environ, **env})
+    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+    assert line is not None, done.stderr[-6000:]
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
 @pytest.mark.long
 def test_figures_are_those_of_all_data_parallel_engines() -> None:
     """vLLM's own call returns what the first engine's ranks answer."""
-    script = Path(__file__).parent / "data_parallel.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
-    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-    assert line is not None, done.stderr[-3000:]
-    found = json.loads(line.removeprefix("RESULT "))
-    assert found["first"] == 1 and len(found["tokens"]) == 2
-    assert all(len(ranks) == 1 and ranks[0] > 0 for ranks in found["tokens"])
-    assert sum(ranks[0] for ranks in found["tokens"]) == found["written"] == 120
+    found = data_parallel({}, str(POLICY), {"drafter": "history"})
+    assert found["first"] == 1
+    (one,), (other,) = found["counts"]
+    assert min(one["tokens"], other["tokens"]) > 0
+    assert one["tokens"] + other["tokens"] == sum(map(len, found["texts"])) == 570
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [("dense", ALWAYS), ("experts", ALWAYS), ("experts", {"history": {"device_bytes": "2MiB"}})],
+    ids=("dense", "experts", "experts-controlled"),
+)
+def test_data_parallel_ranks_write_stock_vllms_tokens_on_v2(
+    newest_env: dict[str, str], policies: Any, kind: str, block: dict[str, Any]
+) -> None:
+    """Ranks that hold parts of the experts step together, and each has draft lengths of its own."""
+    path = os.pathsep.join([str(HERE / "v2_everywhere"), str(HERE), newest_env["PYTHONPATH"]])
+    env = {**newest_env, **v2_cpu.ENV, "PYTHONPATH": path}
+    policy = str(POLICY) if kind == "dense" else policies(kind)
+    reference, found = data_parallel(env, policy), data_parallel(env, policy, {"drafter": "history", **block})
+    assert found["texts"] == reference["texts"]
+    assert all(result["v2"] and result["asynchronous"] for result in (reference, found))
+    (one,), (other,) = found["counts"]
+    assert one["error"] is None and other["error"] is None
+    if block == ALWAYS:
+        assert min(rank["accepted_tokens"] for rank in (one, other)) > 20
+        assert one["draft_tokens"] != other["draft_tokens"]

@@ -12,7 +12,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from cpu_platform import keep_asynchronous_scheduling
+from cpu_platform import exchange_between_experts, keep_asynchronous_scheduling
 
 VARIABLE = "DAS_TEST_V2"
 ENV = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -50,6 +50,7 @@ def stand_in(interpreted: bool) -> None:
     import v2_stand_ins
 
     v2_stand_ins.install(compared=interpreted)
+    exchange_between_experts()
     if not interpreted:
         from device_reference import launch
 

@@ -8,7 +8,7 @@ import pytest
 
 from das_adapter import compat
 from das_adapter.engine.runner import HOST_PLANS, ONE_LENGTH
-from das_adapter.protocol.engine_args import DATA_PARALLEL, RUNNER_VARIABLE
+from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 from das_adapter.tools import doctor
 from das_adapter.tools.doctor import equality, examine
 
@@ -69,12 +69,10 @@ def test_it_says_which_model_runner_engines_get_and_where_requests_share_a_draft
 ) -> None:
     monkeypatch.setattr(compat, "version", lambda _: "0.30.0")
     monkeypatch.setattr(compat, "missing", lambda _: [])
-    for variable in (RUNNER_VARIABLE, "VLLM_DP_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
     found = {finding.name: finding.detail for finding in doctor.runners(triton=True)}
     assert found["model runner of history"] == found["model runner of mtp"] == "V2"
     assert found["model runner of self"] == "V2"
-    assert found["model runner of data-parallel engines"] == f"V1: {DATA_PARALLEL}"
     assert {*ONE_LENGTH, f"attention that {HOST_PLANS}"} < {*found["one draft length for all requests"].split("; ")}
     without = {finding.name: finding.detail for finding in doctor.runners(triton=False)}
     assert without["model runner of history"] == "V1: vLLM finds no device that Triton compiles for"

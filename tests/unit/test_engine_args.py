@@ -10,6 +10,7 @@ import pytest
 from das_adapter import compat
 from das_adapter.config import parse
 from das_adapter.engine import front_end
+from das_adapter.engine.front_end import keep_draft_lengths
 from das_adapter.engine.runner import Choice, runner_for
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
@@ -134,7 +135,7 @@ def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, 
 def choose(block: dict[str, object], host: str = "host", triton: bool = True, **given: Any) -> Choice:
     """Choose the runner of an engine with these arguments."""
     additional = {args.SETTINGS_KEY: block, args.REFRESHER: host}
-    usual = {"data_parallel_size": 1, "async_scheduling": None, "load_format": "dummy", "max_model_len": 512}
+    usual = {"async_scheduling": None, "load_format": "dummy", "max_model_len": 512}
     engine = SimpleNamespace(**{"additional_config": additional, "speculative_config": None, **usual, **given})
     return runner_for(engine, parse(block), triton)
 
@@ -143,15 +144,17 @@ EAGLE: dict[str, object] = {"drafter": "eagle3", "max_draft_tokens": 5, "draft":
 
 
 @pytest.mark.parametrize("block", [{"drafter": "history"}, EAGLE], ids=["history", "eagle3"])
-def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
-    newest: pytest.MonkeyPatch, block: dict[str, object]
-) -> None:
-    config = parse(block)
-    assert choose(block) == Choice(None, {"speculative_config": args.v2_speculative_config(config)})
-    expected = {"async_scheduling": False, "speculative_config": args.v1_speculative_config(config)}
-    assert choose(block, data_parallel_size=2) == Choice(args.DATA_PARALLEL, expected)
-    newest.setenv("VLLM_DP_SIZE", "2")
-    assert choose(block) == Choice(args.DATA_PARALLEL, expected)
+def test_engines_of_a_host_run_v2_with_the_drafter_of_v2(newest: pytest.MonkeyPatch, block: dict[str, object]) -> None:
+    assert choose(block) == Choice(None, {"speculative_config": args.v2_speculative_config(parse(block))})
+
+
+@pytest.mark.parametrize(("drafter", "kept"), [("history", True), ("none", False), ("", False)])
+def test_data_parallel_engines_keep_the_draft_lengths_of_the_controller(drafter: str, kept: bool) -> None:
+    disabled: list[object] = []
+    additional = {args.SETTINGS_KEY: {"drafter": drafter}} if drafter else {}
+    engine = SimpleNamespace(additional_config=additional)
+    keep_draft_lengths.replacement(disabled.append)(engine)
+    assert bool(disabled) is not kept
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
@@ -203,7 +206,7 @@ def test_slots_for_drafting_leave_a_step_the_tokens_that_it_has_without_drafts(
     block = {"drafter": drafter, "draft": {} if drafter == "history" else {"model": "m"}}
     additional = {args.SETTINGS_KEY: block, args.REFRESHER: "host"}
     usual = {"max_num_batched_tokens": None, "max_num_scheduled_tokens": None, "runner": "auto", "model": "m"}
-    usual |= {"additional_config": additional, "speculative_config": None, "data_parallel_size": 1}
+    usual |= {"additional_config": additional, "speculative_config": None}
     engine = SimpleNamespace(**{**usual, "async_scheduling": None, **given})
 
     def make(self: Any) -> Any:

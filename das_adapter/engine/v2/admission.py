@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH
+from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS
 from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.speculator import to_host
@@ -121,6 +121,11 @@ def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional:
         return f"{backend} {HOST_PLANS}"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return None
+    # Beside ranks with drafts, one without them replays a graph for drafts: FlashAttention 3 plans for other tiles.
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        small = (g for g in groups if getattr(g.kv_cache_spec, "head_size", 0) <= 64)
+        if group := next(small, None):
+            return f"{group.backend.__name__} {SMALL_HEADS}"
     builders = ((g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups)
     supports = [(name, builder.get_cudagraph_support(vllm_config, spec)) for name, builder, spec in builders]
     if additional is not None:
@@ -193,3 +198,18 @@ def capture_plain_steps(stock: Any) -> Any:
             with_plain_graphs(self, unequal)
 
     return init
+
+
+@patch("vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch", since="0.29")
+def idle_with_one_token(stock: Any, runner: Any) -> Any:
+    """Without it a data-parallel rank that has no request steps with as many tokens as the longest draft, for which the
+    ranks that hold other experts wait (V2 runner). Remove this patch when vLLM's idle ranks step with one token."""
+
+    def execute_dummy_batch() -> None:
+        longest, runner.decode_query_len = runner.decode_query_len, 1
+        try:
+            stock()
+        finally:
+            runner.decode_query_len = longest
+
+    return execute_dummy_batch
