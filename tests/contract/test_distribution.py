@@ -40,7 +40,7 @@ DRAFTED = {"budget": "unlimited", "speculate": "always"}
 
 def misfit(result: list[dict[str, Any]], law: dict[int, np.ndarray]) -> float:
     """Chi-square of the second tokens against the law, over its degrees of freedom."""
-    assert result[0]["stats"]["draft_tokens"] > SAMPLES / 4
+    assert result[0]["stats"]["draft_tokens"] > SAMPLES / 8
     tokens, chi2, freedom = sorted(law), 0.0, 0
     for first, p in law.items():
         seconds = [t[1] for t in result[0]["tokens"] if t[0] == first]
