@@ -656,10 +656,9 @@ void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader&
     for (const Segment& segment : list) check(segment);
   }
   newest_ = header.newest;
-  if (whole) guests_.clear();
   if (whole)
     for (auto it = problems_.begin(); it != problems_.end();) {
-      clear_history(it->second);
+      if (!guests_.count(it->first)) clear_history(it->second);
       it = it->second.empty() ? problems_.erase(it) : std::next(it);
     }
   for (auto& [id, list] : histories) {
