@@ -171,11 +171,17 @@ inline std::vector<Segment> merged(const std::vector<Segment>& segments, int64_t
   return out;
 }
 
-// Whether `merged` would make fewer of them.
-inline bool mergeable(const std::vector<Segment>& segments) {
-  for (size_t i = 1; i < segments.size(); ++i)
-    if (segments[i - 1].tokens.size + segments[i].tokens.size <= Segment::kCapacity - 2) return true;
-  return false;
+// How many of the youngest segments are to become one: as many as fit, but no older one is written again for a small
+// part of its size, unless there is hardly room for more segments.
+inline size_t mergeable(const std::vector<Segment>& segments) {
+  constexpr uint64_t kSmall = 16;
+  size_t older = segments.size();
+  uint64_t size = 0;
+  const auto joins = [&](uint64_t more) {
+    return size + more <= Segment::kCapacity - 2 && (!size || more <= kSmall * size || older >= kSegments - 2);
+  };
+  while (older && joins(segments[older - 1].tokens.size)) size += segments[--older].tokens.size;
+  return segments.size() - older;
 }
 
 }  // namespace das

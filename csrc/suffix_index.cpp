@@ -178,11 +178,14 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
   while (!unmerged_.empty() && merged < tokens) {
     const uint64_t id = *unmerged_.begin();
     const auto it = problems_.find(id);
-    if (it != problems_.end() && mergeable(it->second.history)) {
+    const size_t count = it == problems_.end() ? 0 : mergeable(it->second.history);
+    if (count > 1) {
       const Change change(*this, {id});
       auto& history = it->second.history;
-      for (const Segment& segment : history) check(segment), merged += segment.token_count();
-      history = das::merged(history);
+      const auto first = history.end() - static_cast<ptrdiff_t>(count);
+      for (auto segment = first; segment != history.end(); ++segment) check(*segment), merged += segment->token_count();
+      *first = das::merged({first, history.end()}).front();
+      history.erase(first + 1, history.end());
     }
     unmerged_.erase(id);
   }

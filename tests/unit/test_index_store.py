@@ -289,6 +289,21 @@ def test_with_scope_global_what_all_prompts_wrote_stays(store: HistoryStore, tmp
         assert np.bincount(places >> 24).tolist() == [20] * 255 + [45 * 20]  # an older visit counts as the 255th
 
 
+def test_a_late_response_does_not_write_a_large_history_again(store: HistoryStore) -> None:
+    rng, written = np.random.default_rng(0), {}
+    texts = rng.integers(0, 50_000, (40, 200))
+    store.add(0, rng.integers(0, 50_000, 400_000), 0)
+    store.seal()
+    for version, text in enumerate(texts):
+        store.add(0, text, version)
+        while store.work(every=True):
+            written.update({name: (store.directory / name).stat().st_size for name in names(store)})
+    store.seal()
+    assert sum(written.values()) < 2 * store.nbytes
+    index = SuffixIndex.attach(store.directory)
+    assert all(drafted(index, 0, tuple(text[:4]))[:16] == text[4:20].tolist() for text in texts)
+
+
 def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
     for version in range(4):
         store.add(1, POEM, version)

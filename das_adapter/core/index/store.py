@@ -96,7 +96,7 @@ class HistoryStore:
         """Do a slice of the work between two seals; return whether there is more now.
 
         Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
-        more is added, or with `every`. Then segments of earlier steps are merged, and published as one more generation.
+        more is added, or with `every`. Then segments of about one size are merged; that is one more generation.
         """
         with self._lock:
             if self._closed:
