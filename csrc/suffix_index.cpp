@@ -229,7 +229,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
   level_ = std::min(level_, level);
   // The largest are thinned out to less than that, so that a problem is not thinned out every time.
   const uint64_t to = level_ / 4 * 3;
-  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens; owners.pop_back(), ++shrunk.thinned) {
+  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens && !owners.empty(); owners.pop_back(), ++shrunk.thinned) {
     Problem& problem = *owners.back().problem;
     const Change change(*this, {owners.back().seen.second});
     read += token_count(problem.history);

@@ -258,7 +258,11 @@ def test_of_a_problem_too_large_to_be_thinned_out_the_oldest_visits_go(store: Hi
     assert np.array_equal(tokens[tokens >= 0], texts[3:].ravel())
 
 
-def test_a_visit_too_large_for_the_budget_is_thinned_out(store: HistoryStore) -> None:
+@pytest.mark.parametrize("tokens", [200_000, 2**40])
+def test_a_visit_too_large_for_the_budget_is_thinned_out(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr("das_adapter.core.index.store.SLICE", tokens)
     for version in range(2):
         store.add(1, np.random.default_rng(version).integers(0, 9, 600_000), version)
     store.seal()
