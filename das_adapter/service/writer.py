@@ -125,7 +125,7 @@ class Writer:
         if self.store.intact:
             return
         logger.error("das: history: files in %s were removed; it is published anew", self.directory)
-        with self.lock:
+        with self.lock, self._anew_where_damaged():
             self.store.close()
             _remove_files(self.directory)
             store = self._opened(self.directory)

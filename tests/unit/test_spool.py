@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,6 +115,45 @@ def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(t
     take(again)
     assert take(again) == 60
     assert not again.waiting(BATCH)
+    assert caplog.text.count("; the history begins anew") == 1
+    again.store.close()
+
+
+@pytest.mark.parametrize("problems", [[], [1]])
+def test_a_history_whose_files_went_is_there_again_once_there_is_room(tmp_path: Path, problems: list[int]) -> None:
+    """A limit on the size of files stands for a full disk."""
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(problem) for problem in problems])
+    take(writer)
+    shutil.rmtree(writer.directory)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.restore()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.restore()
+    put_batch(writer.directory, "engine", [written(2)])
+    assert take(writer) == 30 * len([*problems, 2])
+    writer.store.close()
+
+
+def test_a_history_that_is_damaged_and_whose_files_went_begins_anew(tmp_path: Path, caplog: Any) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1)])
+    take(writer)
+    writer.store.close()  # the process ends
+    for file in writer.directory.glob("segments-*"):
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    again = opened(tmp_path)
+    for file in again.directory.glob("segments-*"):
+        file.unlink()
+    put_batch(again.directory, "engine", [written(2)])
+    again.restore()
+    assert take(again) == 30
     assert caplog.text.count("; the history begins anew") == 1
     again.store.close()
 

@@ -177,10 +177,11 @@ class HistoryStore:
 
     @property
     def intact(self) -> bool:
-        """Whether nobody else removed files of the generation. What is mapped stays readable: `save` still works."""
+        """Whether it is open, and nobody else removed files of the generation. What is mapped stays readable: `save`
+        still works."""
         with self._lock:
             there = sum(file.stat().st_size for file in self.directory.glob("segments-*"))
-            return there >= self._core.file_bytes and (self.directory / "writer").exists()
+            return not self._closed and there >= self._core.file_bytes and (self.directory / "writer").exists()
 
     staged = Number("staged_tokens")
     """Tokens that were added and are not sealed."""
