@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
@@ -208,12 +209,53 @@ class Replicas(Generic[Name]):
             self._loads[replica] = self.load(replica)
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A turn of a trajectory that a worker has generated, and whose text is in its prefix cache."""
+
+    problem: int
+    prompt: int
+    """Tokens of its prompt."""
+    text: npt.NDArray[np.int64]
+    """Token ids of prompt and response."""
+    worker: int
+
+
+def following(
+    turns: Iterable[Turn], problems: Sequence[int], prompts: Sequence[npt.NDArray[np.int64]]
+) -> dict[int, int]:
+    """Find the rows of a batch that are next turns of trajectories, and the worker of each.
+
+    A row follows the turn of its problem with whose prompt it begins, and with whose response it goes on longest; no
+    two rows follow the same one.
+    """
+    of_problem = defaultdict[int, list[Turn]](list)
+    for turn in turns:
+        of_problem[turn.problem].append(turn)
+    workers: dict[int, int] = {}
+    for row, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
+        before = of_problem[problem]
+        longer = ((i, turn) for i, turn in enumerate(before) if turn.prompt < len(prompt))
+        begun = {i: shared for i, turn in longer if (shared := _shared(turn.text, prompt)) >= turn.prompt}
+        if begun:
+            workers[row] = before.pop(max(begun, key=begun.__getitem__)).worker
+    return workers
+
+
+def _shared(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+    """Return with how many equal tokens two texts begin."""
+    tokens = min(len(one), len(other))
+    differ = one[:tokens] != other[:tokens]
+    return int(differ.argmax()) if differ.any() else tokens
+
+
 def plan(
     problems: Sequence[int],
     expected: Expected,
     workers: int,
     siblings: bool = True,
     slots: float = math.inf,
+    begun: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
     """Distribute a batch over data-parallel workers, the groups with most to write first. On a worker that has more
     rows than slots the first sample of each group leads.
@@ -222,11 +264,12 @@ def plan(
         problems: the problem of each row.
         expected: response lengths.
         siblings, slots: see `Replicas`.
+        begun: the workers of rows that stay where they are: next turns of trajectories.
 
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
     """
-    rows_of: dict[int, list[int]] = {}
+    begun, rows_of = begun or {}, dict[int, list[int]]()
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
@@ -234,14 +277,18 @@ def plan(
     replicas.expected = expected
     replicas.expect(sum(len(rows) * replicas.work(problem, len(rows) - 1) for problem, rows in groups))
     shares: list[list[int]] = [[] for _ in range(workers)]
+    for row, worker in begun.items():
+        replicas.stay(worker, problems[row])
+        shares[worker].append(row)
     for problem, rows in groups:
         for row in rows:
-            shares[replicas.pick(problem, len(rows))].append(row)
+            if row not in begun:
+                shares[replicas.pick(problem, len(rows))].append(row)
     largest = max(map(len, rows_of.values()), default=1)
     for share in shares:
         order = StartOrder(siblings and len(share) > slots, largest)
         order.refresh(expected, 0)
-        priorities = {row: order.priority(problems[row]) for row in share}
+        priorities = {row: order.priority(problems[row], row in begun) for row in share}
         share.sort(key=priorities.__getitem__)
     return shares
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
@@ -60,6 +62,8 @@ class DasVllmGeneration(VllmGeneration):
             self._longest_first = self.das.routing == "longest_first"
             self._siblings = self._longest_first and self.das.shares_history
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
+            self._turns: list[routing.Turn] = []
+            """Of a synchronous engine's last batch. NeMo-RL asks for each turn of all trajectories in one batch."""
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
             group = config.get(settings.SAMPLES, 1)
@@ -75,14 +79,23 @@ class DasVllmGeneration(VllmGeneration):
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
-        data = self._labelled(data)
+        data, before, self._turns = self._labelled(data), self._turns, []
         together = self.vllm_dp_size > 1  # ranks that would wait for one without rows
         if self.das.routing == "host" or together or self._stops_differ(data):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._siblings, self._slots)
+        prompts = _texts(data["input_ids"], data["input_lengths"])
+        begun = routing.following(before, problems, prompts)
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._siblings, self._slots, begun)
         result = super().generate(Planned(data, plan), greedy=greedy)
-        return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+        result = result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+        texts = _texts(result["output_ids"], result["unpadded_sequence_lengths"])
+        self._turns = [
+            routing.Turn(problems[row], len(prompts[row]), texts[row], worker)
+            for worker, rows in enumerate(plan)
+            for row in rows
+        ]
+        return result
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -160,7 +173,7 @@ class DasVllmGeneration(VllmGeneration):
             self._on_replicas("das_validation", on=on, alone=alone)
 
     def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
+        prompts = _texts(data["input_ids"], data["input_lengths"])
         labelled = type(data)(data.data)
         media = media_of(data, len(data["input_ids"]))
         with _counting:
@@ -194,6 +207,11 @@ class DasVllmGeneration(VllmGeneration):
             method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
         )
         return ledger.answers(calls, _ANSWER_S, method)
+
+
+def _texts(ids: torch.Tensor, lengths: torch.Tensor) -> list[npt.NDArray[np.int64]]:
+    """Return the token ids of each row without padding; they are views."""
+    return [row[:n].numpy() for row, n in zip(ids, lengths.tolist(), strict=True)]
 
 
 class Planned(BatchedDataDict[Any]):

@@ -389,13 +389,18 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
 
 @pytest.fixture
 def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a generation that returns which problems' rows 16 workers get of a batch of 8 problems with 8 rows each."""
+    """Makes a generation that returns the last token of the rows that 16 workers get, by default the problem, of which
+    there are 8 with 8 rows each. Responses are what follows the prompts in `input_ids`."""
     from das_adapter.nemo_rl import generation as ours
 
     def generated(method: str, data: list[Any], **_: Any) -> list[Any]:
-        shared.append([shard["input_ids"][:, 1].tolist() for shard in data])
-        names = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
-        return [BatchedDataDict({name: shard["input_ids"] for name in names}) for shard in data]
+        shared.append([shard["input_ids"][:, -1].tolist() for shard in data])
+        names = ("output_ids", "generation_lengths", "logprobs")
+        lengths = [torch.tensor([len(row) for row in shard["input_ids"]], dtype=torch.long) for shard in data]
+        return [
+            BatchedDataDict({name: shard["input_ids"] for name in names} | {"unpadded_sequence_lengths": texts})
+            for shard, texts in zip(data, lengths, strict=True)
+        ]
 
     def dispatch(experts: int = 1) -> Any:
         config = composed(next(path for path in RECIPES if "async" not in path.stem), monkeypatch).policy["generation"]
@@ -406,7 +411,7 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
         def shares(**columns: Any) -> list[list[int]]:
             prompts = torch.tensor([[1, prompt] for prompt in range(8)]).repeat_interleave(8, dim=0)
             batch = BatchedDataDict({"input_ids": prompts, "input_lengths": torch.full((64,), 2), **columns})
-            assert torch.equal(made.generate(batch)["output_ids"], prompts)
+            assert torch.equal(made.generate(batch)["output_ids"], batch["input_ids"])
             return shared.pop()
 
         return shares
@@ -449,6 +454,26 @@ def test_what_a_row_stops_at_does_not_depend_on_the_plan(
     for _ in range(2):
         assert (shares(stop_strings=[some] * 8 + [others] * 56) == STOCK) == differ
     assert caplog.text.count("differ in their stop strings") == differ
+
+
+def test_the_turns_of_a_trajectory_are_on_one_worker_each_step(dispatch: Any) -> None:
+    """Its prefix is cached there. NeMo-RL asks for each turn of all trajectories that go on, in one batch."""
+    shares = dispatch()
+
+    def step(*goes_on: float) -> list[dict[int, int]]:
+        """Return the worker of each row, in turns that so large a part of the rows has."""
+        workers = []
+        for turn, part in enumerate(goes_on):
+            rows = [row for row in range(64) if row % 10 < 10 * part]
+            ids = torch.tensor([[1, row // 8, *[100 + row] * (turn + 1)] for row in rows])
+            found = shares(input_ids=ids, input_lengths=torch.full((len(rows),), 2 + turn))
+            workers.append({row - 100: worker for worker, rows in enumerate(found) for row in rows})
+        return workers
+
+    for first, *later in step(1, 0.9, 0.5, 0.1), step(1, 0.2), step(1):
+        assert len(first) == 64 and len(set(first.values())) > 8  # also groups that are divided
+        for turn in later:
+            assert turn and turn.items() <= first.items()
 
 
 def workerless(labeller: Labeller, replicas: Replicas) -> Any:

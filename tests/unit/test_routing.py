@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from das_adapter.config import parse
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import QUIET_S, Replicas, StartOrder, plan, rounds, start_order
+from das_adapter.core.routing import QUIET_S, Replicas, StartOrder, Turn, following, plan, rounds, start_order
 
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
 LENGTHS = st.dictionaries(st.integers(0, 19), st.integers(1, 10_000).map(float))
@@ -207,6 +207,29 @@ def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(monkeypatch: p
         assert replicas.lend(1) == []
     now += QUIET_S / 2
     assert replicas.lend(3) == ["a", "a"]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
+def test_next_turns_follow_their_own_texts_and_nothing_else_does(responses: list[int], data: Any) -> None:
+    """The samples of a problem are on a worker each; some of their responses are equal, and some samples have ended."""
+    prompt = np.array([7, 7])
+    turns = [Turn(5, 2, np.append(prompt, [response]), worker) for worker, response in enumerate(responses)]
+    goes_on = sorted(data.draw(st.sets(st.integers(0, len(responses) - 1))))
+    prompts = [np.append(turns[i].text, [9, i]) for i in goes_on]
+    workers = following(turns, [5] * len(goes_on), prompts)
+    assert [responses[workers[row]] for row in range(len(goes_on))] == [responses[i] for i in goes_on]
+    assert len(set(workers.values())) == len(goes_on)
+    edited = [np.array([7, 7, 50, i]) for i in goes_on]  # the host has changed the responses
+    assert len(set(following(turns, [5] * len(goes_on), edited).values())) == len(goes_on)
+    begins_anew, of_another = following(turns, [5], [prompt]), following(turns, [6], prompts[:1] or [prompt])
+    assert begins_anew == of_another == following(turns, [5], [np.array([7, 8, responses[0], 9])]) == {}
+
+
+def test_rows_that_stay_count_where_they_are() -> None:
+    shares = plan([1] * 4 + [2], Expected(), 2, begun={0: 1, 1: 0, 3: 1})
+    assert {0, 3} <= set(shares[1]) and 1 in shares[0]
+    assert sorted(row for rows in shares for row in rows) == list(range(5))
+    assert 4 in plan([1] * 4 + [2], Expected(), 2, begun=dict.fromkeys(range(4), 0))[1]
 
 
 # Which starts first
