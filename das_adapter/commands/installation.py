@@ -146,7 +146,8 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
     if host == VERL and das is not None:
         compat.check_plugin()
-    return das, {"data_parallel_size": node.get("data_parallel_size"), **given}
+    ranks = node.get("data_parallel_size") if host == VERL else nemo_rl.data_parallel_size(node)
+    return das, {"data_parallel_size": ranks, **given}
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

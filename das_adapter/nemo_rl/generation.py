@@ -80,8 +80,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         data, before, self._turns = self._labelled(data), self._turns, []
-        together = self.vllm_dp_size > 1  # ranks that would wait for one without rows
-        if self.das.routing == "host" or together or self._stops_differ(data):
+        if self._host_divides(data):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         prompts = _texts(data["input_ids"], data["input_lengths"])
@@ -183,14 +182,21 @@ class DasVllmGeneration(VllmGeneration):
             ]
         return labelled
 
-    def _stops_differ(self, data: BatchedDataDict[Any]) -> bool:
-        """Return whether rows have other stop strings than others, and say so once: NeMo-RL's synchronous worker ends
-        its responses at those of all its rows, so that tokens depend on which rows it has."""
-        differ = len({frozenset(stops or ()) for stops in data.get("stop_strings") or ()}) > 1
-        if differ and "stop strings" not in self._told:
-            self._told.add("stop strings")
-            logger.warning("das: the rows of a batch differ in their stop strings: NeMo-RL divides such batches itself")
-        return differ
+    def _host_divides(self, data: BatchedDataDict[Any]) -> bool:
+        """Return whether NeMo-RL divides a batch among the workers; where the block says otherwise, say once why."""
+        assert self.das is not None
+        if self.das.routing == "host":
+            return True
+        why = None
+        if self.vllm_dp_size > 1:  # ranks that would wait for one without rows
+            why = "workers share experts and step together"
+        elif len({frozenset(stops or ()) for stops in data.get("stop_strings") or ()}) > 1:
+            # NeMo-RL's synchronous worker ends its responses at those of all its rows: tokens depend on which it has.
+            why = "the rows of a batch differ in their stop strings"
+        if why and why not in self._told:
+            self._told.add(why)
+            logger.warning("das: %s: NeMo-RL divides such batches itself, not routing=%r", why, self.das.routing)
+        return why is not None
 
     def _predict(self) -> Expected:
         if self._longest_first:

@@ -56,9 +56,20 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
     for key in ("quant_cfg", "worker_extension_cls_fqn"):  # their workers would take the place of das-adapter's
         check_host(BLOCK, f"{GENERATION}.{key}", generation.get(key), None)
+    if das.drafter != "none":
+        check_host(BLOCK, f"{GENERATION}.vllm_cfg.pipeline_parallel_size", _parallel_size(generation, "pipeline"), 1)
     check_files(das)
     compat.require("nemo_rl")
     return das
+
+
+def data_parallel_size(generation: Mapping[str, Any]) -> int:
+    """Return how many workers are data-parallel ranks of one vLLM engine: those that share its experts."""
+    return max(1, _parallel_size(generation, "expert") // _parallel_size(generation, "tensor"))
+
+
+def _parallel_size(generation: Mapping[str, Any], of: str) -> int:
+    return int((generation.get("vllm_cfg") or {}).get(f"{of}_parallel_size") or 1)
 
 
 def logs_figures(algorithm: str, config: Any) -> bool:

@@ -113,6 +113,8 @@ def placement(
         found["history"] = f"written by one {writer} on each node, in its shared memory; {saved}"
     by = {VERL: "das-adapter's load balancer", NEMO_RL: "das-adapter's generation class", None: "nobody: no host"}
     found["routing"] = f"{das.routing}, by {by[host]}" if das.routing != "host" or not host else f"{host}'s own"
+    if host == NEMO_RL and (arguments.get("data_parallel_size") or 1) > 1:
+        found["routing"] = f"{host}'s own: workers that share experts step together"
     if host is None and (refused := without_host(das)):
         found["without a host"] = f"refused: {refused}"
     return found

@@ -437,10 +437,13 @@ STOCK = [[prompt] * 4 for prompt in range(8) for _ in range(2)]
 
 
 @pytest.mark.parametrize("experts", [1, 4])
-def test_ranks_that_share_experts_have_rows_each(experts: int, dispatch: Any) -> None:
+def test_ranks_that_share_experts_have_rows_each(experts: int, dispatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """NeMo-RL's worker answers an empty share without a step of its engine, and vLLM's data-parallel ranks step
     together: those with rows would wait for ever."""
-    assert ([] in dispatch(experts)()) == (experts == 1)
+    shares = dispatch(experts)
+    for _ in range(2):
+        assert ([] in shares()) == (experts == 1)
+    assert caplog.text.count("workers share experts and step together: NeMo-RL divides") == (experts > 1)
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,10 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
             {"das": {}, "worker_extension_cls_fqn": "theirs"},
             "found policy.generation.worker_extension_cls_fqn='theirs'",
         ),
+        (
+            {"das": {}, "vllm_cfg": {"pipeline_parallel_size": 2}},
+            "found policy.generation.vllm_cfg.pipeline_parallel_size=2 beside it, allowed: 1",
+        ),
     ],
 )
 def test_nemo_rl_is_stopped_before_anything_starts(generation: Any, message: str, any_host: None) -> None:
@@ -461,6 +465,14 @@ def test_nemo_rl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     both = {**stock, "backend": "vllm", "das": {}, "vllm_kwargs": {"additional_config": {"das": {}}}}  # the overlay
     assert nemo_rl.check(both) == DasConfig()
     assert nemo_rl.check({"das": {"drafter": "none", "history": {"load": "x"}}}) is None
+    keyed = {"drafter": "none", "verify": {"noise": "keyed"}}
+    assert nemo_rl.check({"das": keyed, "vllm_cfg": {"pipeline_parallel_size": 2}}) == parse(keyed)
+
+
+@pytest.mark.parametrize(("experts", "tensor", "ranks"), [(8, 2, 4), (2, 2, 1), (1, 4, 1), (None, None, 1)])
+def test_nemo_rls_workers_that_share_experts_are_ranks_of_one_engine(experts: Any, tensor: Any, ranks: int) -> None:
+    sizes = {"expert_parallel_size": experts, "tensor_parallel_size": tensor}
+    assert nemo_rl.data_parallel_size({"vllm_cfg": sizes}) == ranks
 
 
 @pytest.mark.parametrize("block_there", [False, True])

@@ -176,6 +176,8 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
     assert found["host"] == "NeMo-RL"
     assert (found["das"]["drafter"], found["das"]["max_draft_tokens"]) == ("history", 8)
     assert found["runs"]["routing"].endswith("das-adapter's generation class")
+    shared = shown(recipe, "++policy.generation.vllm_cfg.expert_parallel_size=8")["runs"]["routing"]
+    assert shared == "NeMo-RL's own: workers that share experts step together"
     assert shown(recipe, "policy.generation.das.drafter=none")["das"] is None
     for override, words in (
         ("policy.generation.backend=sglang", "policy.generation.backend='sglang' beside it, allowed: 'vllm'"),
