@@ -154,7 +154,7 @@ _V2_PASSES = _symbols("""
 _VERL = _symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
-        vLLMHttpServer.sleep vLLMHttpServer.wake_up(tags) vLLMHttpServer.wait_for_requests_to_drain
+        vLLMHttpServer.sleep vLLMHttpServer.wait_for_requests_to_drain
         vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.utils.tokenizer.tokenizer: normalize_token_ids(tokenized_output)
     verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)

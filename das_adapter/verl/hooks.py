@@ -9,19 +9,15 @@ import inspect
 import logging
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import make_absolute
 from das_adapter.patching import patch, when_imported
-from das_adapter.verl import ahead, identity, settings
+from das_adapter.verl import ahead, identity, settings, training
 
 logger = logging.getLogger("das_adapter")
-
-followed = threading.Event()
-"""Set where this process trains a run with an active block, whose logger gets the rollouts' figures."""
 
 # Wrappers of what Ray ships are plain functions: it pickles the methods of actor classes and task runners, and pickle
 # strips a wrapt proxy off.
@@ -120,7 +116,7 @@ def log_figures(stock: Any) -> Any:
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
         of_training = any(key.startswith(("actor/", "critic/")) for key in data)  # not of a validation or a sync
-        if followed.is_set() and of_training:
+        if training.trainer is not None and of_training:
             from das_adapter.service import ledger
 
             figures = ledger.metrics(step)
@@ -136,13 +132,13 @@ def _begin(trainer: Any) -> None:
     """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
     das = settings.of_run(trainer.config)
     if das is not None:
-        followed.set()
+        training.trainer = trainer
         ahead.Ahead.begin(trainer, das)
     if das is None or not das.saves_history:
         return
     from das_adapter.service import checkpoint
 
-    config, step, resumed = trainer.config.trainer, _step(trainer), None
+    config, step, resumed = trainer.config.trainer, training.step_of(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
     facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
@@ -168,16 +164,12 @@ def _save(trainer: Any) -> None:
 
 
 def _folder(trainer: Any) -> Path:
-    return Path(trainer.config.trainer.default_local_dir).absolute() / f"global_step_{_step(trainer)}"
-
-
-def _step(trainer: Any) -> int:
-    """The trainer's step as checkpoints count it; the fully asynchronous one counts weight versions."""
-    return int(getattr(trainer, "current_param_version", trainer.global_steps))
+    return Path(trainer.config.trainer.default_local_dir).absolute() / f"global_step_{training.step_of(trainer)}"
 
 
 HOOKS = (
-    *(check_at_start, route_requests, load_history, save_history, log_figures, ahead.write_ahead),
+    *(check_at_start, route_requests, load_history, save_history, log_figures),
+    *(training.number_weights, ahead.write_ahead),
     *(identity.name_batches, identity.name_awaited_batches, identity.follow_samples, identity.label_requests),
 )
 """Applied in every process that imports veRL, each when its module is imported."""

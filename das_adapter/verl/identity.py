@@ -22,7 +22,7 @@ from das_adapter.core.identity import media_hash, prompt_identity, request_seed
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.service.run_ahead import Writing, take
-from das_adapter.verl import ahead, settings
+from das_adapter.verl import ahead, settings, training
 
 MEDIA = ("image_data", "video_data", "audio_data")
 """Arguments of veRL's `generate` that belong to a problem and leave only place holders in its prompt."""
@@ -114,27 +114,29 @@ async def _showing(written: Coroutine[Any, Any, Any], show: Callable[[], None]) 
     return await task
 
 
-def name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None = None) -> tuple[Any, Counter[str]]:
+def name_rows(prompts: Any, last: Mapping[Any, Counter[str]] | None = None) -> dict[Any, Counter[str]]:
     """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before workers share it out: no two rows
     of a step have the same name, and a row has the same name in every run. An index alone is not enough: data sets
     without one, with equal indices, and validations that repeat a prompt have rows that differ in nothing else.
 
-    The fully asynchronous pipeline counts no steps; its `uid` names epoch and sample, and serves in their place.
-    `last`: the step of the batch before, and how often each name was given in it; return this batch's.
+    A batch that names no step is of the trainer's. The fully asynchronous pipeline counts no steps where it generates;
+    its `uid` names epoch and sample, and serves in their place. `last`: how often each name was given by step, as it
+    was returned for the batch before: of that step, and of batches of no step at all (-1), which are all of one.
     """
     tensors = not hasattr(prompts, "non_tensor_batch")
     columns, about = (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
-    step = about["global_steps"] if "global_steps" in about.keys() else -1
-    if step < 0 and "uid" in columns.keys():
-        step = columns["uid"][0]
+    step = about["global_steps"] if "global_steps" in about.keys() else training.step()
+    if step is None:
+        step = columns["uid"][0] if "uid" in columns.keys() else -1
     known = [columns[name] for name in ("data_source", "index") if name in columns.keys()]
-    names, named = [], last[1] if last and last[0] == step else Counter[str]()
+    counted = {key: counts for key, counts in (last or {}).items() if key in (step, -1)}
+    names, named = [], counted.setdefault(step, Counter[str]())
     for row in range(len(prompts)):
         name = "/".join(map(str, (step, *(column[row] for column in known))))
         names.append(f"{name}/{named[name]}")
         named[name] += 1
     columns[ROW] = names if tensors else np.array(names, dtype=object)
-    return step, named
+    return counted
 
 
 @patch(

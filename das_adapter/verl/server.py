@@ -43,8 +43,6 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._last = 2**62 if hosts or self._order else 0
         """Priority of what is written ahead, as vLLM counts it."""
         self._aside = Aside(lambda ids: self.engine.abort(ids))
-        self._sleeps = False
-        """Whether no rollout goes on."""
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -104,19 +102,10 @@ class DasVLLMHttpServer(vLLMHttpServer):
     async def sleep(self) -> None:
         """Sleep as the stock server does: the rollout has ended. Its figures are reported at once: a replica that the
         trainer lends has its next weight sync when it is lent again, many steps later."""
-        self._sleeps = True
         await self._aside.end()
         if self.node_rank == 0:
             await asyncio.to_thread(self._session.report, int(self.global_steps or 0) + 1)
         await super().sleep()
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake up as the stock server does. When a reward model has had the GPU in a validation, veRL sends the same
-        weights again, of no step: what a drafter had beside them is brought up to date here."""
-        if self._sleeps and tags == ["kv_cache"] and self.node_rank == 0:
-            self._sleeps = False
-            await asyncio.to_thread(self._session.sync, int(self.global_steps or 0))
-        await super().wake_up(tags)
 
     def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
         if self._strangers is None:
@@ -134,7 +123,6 @@ class DasVLLMHttpServer(vLLMHttpServer):
         Never raises and never waits for long: the trainer would hang.
         """
         await super().set_global_steps(global_steps)
-        self._sleeps = False
         if self.node_rank != 0:
             return
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config  # noqa: 
 
 from das_adapter.config import DasConfig  # noqa: E402
 from das_adapter.errors import ConfigError  # noqa: E402
-from das_adapter.verl import settings  # noqa: E402
+from das_adapter.verl import settings, training  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "verl"
 
@@ -101,33 +102,64 @@ def test_only_the_policy_gets_our_server() -> None:
     assert server_class([], is_teacher_model=True) == "vLLMHttpServer"
 
 
-def test_weights_that_come_again_without_a_step_bring_the_drafter_up_to_date() -> None:
-    """As in a validation, after a reward model has had the GPU. A rollout's figures are reported when it ends: replicas
-    that are lent hear of no weight sync while they sleep."""
+@pytest.mark.parametrize("known", [True, False])
+def test_weights_that_come_without_a_step_are_of_the_trainers_or_counted(
+    known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with DAPO's trainer, and in a validation after a reward model has had the GPU. A rollout's figures are
+    reported when it ends: replicas that are lent hear of no weight sync while they sleep."""
+    trainer = SimpleNamespace()
+    monkeypatch.setattr(training, "trainer", trainer if known else None)
+    synced, reported = weight_syncs(monkeypatch, trainer, [(4, None), (5, 5), (5, None), (6, None), (7, None)])
+    assert synced == ([4, 5, 5, 6, 7] if known else [0, 5, 6, 7, 8])
+    assert reported == [1, *(version + 1 for version in synced[:-1])]
+    said = [record for record in caplog.records if "call update_weights(global_steps)" in record.message]
+    assert len(said) == (not known)
+
+
+def test_weights_of_no_step_stay_so_for_engines_without_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SimpleNamespace()
+    monkeypatch.setattr(training, "trainer", trainer)
+    assert weight_syncs(monkeypatch, trainer, [(4, None), (5, 5)], {}) == ([5], [1, 1])
+
+
+def weight_syncs(
+    monkeypatch: pytest.MonkeyPatch, trainer: Any, steps: list[tuple[int, int | None]], custom: Any = {"das": {}}
+) -> tuple[list[int], list[int]]:
+    """The weight versions to which a server's session syncs, and the steps to which it reports, when veRL's manager
+    sends weights in `steps`: the trainer's, and what it says of it."""
+    from verl.checkpoint_engine import base
     from verl.workers.rollout.replica import RolloutMode
 
     from das_adapter.service.run_ahead import Aside
     from das_adapter.verl.server import DasVLLMHttpServer
 
-    async def validate() -> None:
-        for step in (3, None):
-            await server.sleep()
-            await server.wake_up(["weights"])
-            if step is not None:
-                await server.set_global_steps(step)
-            await server.wake_up(["kv_cache"])
+    async def sync(global_steps: int | None) -> None:
+        """As veRL's `ActorRolloutRefWorker.update_weights` and `ServerAdapter.update_weights`."""
+        await server.wake_up(["weights"])
+        if global_steps is not None:
+            await server.set_global_steps(global_steps)
+        await server.wake_up(["kv_cache"])
+
+    def update_weights(global_steps: int | None, mode: str) -> None:  # in another process
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(asyncio.run, sync(global_steps)).result()
 
     synced, reported = list[int](), list[int]()
-    session = SimpleNamespace(sync=lambda version, report=False: synced.append(version), report=reported.append)
+    session = SimpleNamespace(sync=lambda version, report: synced.append(version), report=reported.append)
     server = object.__new__(DasVLLMHttpServer)
     vars(server).update(
         node_rank=0, rollout_mode=RolloutMode.STANDALONE, config=SimpleNamespace(free_cache_engine=True)
     )
-    vars(server).update(_session=session, _order=None, _aside=Aside(server.abort_request), _sleeps=False)
-    server.global_steps = 2
-    asyncio.run(validate())
-    assert synced == [3, 3]
-    assert reported == [3, 4]
+    vars(server).update(_session=session, _order=None, _aside=Aside(server.abort_request), global_steps=None)
+    manager = object.__new__(base.CheckpointEngineManager)
+    workers = SimpleNamespace(update_weights=update_weights)
+    vars(manager).update(backend="naive", actor_wg=workers, replicas=[SimpleNamespace(config={"custom": custom})])
+    monkeypatch.setattr(base.ray, "get", lambda done: done)
+    for trainer.global_steps, said in steps:
+        asyncio.run(server.sleep())
+        manager.update_weights(*([] if said is None else [said]))
+    return synced, reported
 
 
 def test_the_end_of_a_rollout_does_not_wait_for_what_is_written_ahead() -> None:

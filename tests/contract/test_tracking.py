@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from verl.utils.tracking import Tracking  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.tools import run_logs  # noqa: E402
-from das_adapter.verl import hooks  # noqa: E402
+from das_adapter.verl import training  # noqa: E402
 
 V1 = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "training/global_step": 3, "timing_s/gen": 2.0}
 ONE_STEP_OFF = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "timing_s/step": 2.0}
@@ -31,7 +32,7 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     try:
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
         ray.get(ledger().report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
-        hooks.followed.set()
+        monkeypatch.setattr(training, "trainer", SimpleNamespace(global_steps=3))
         logger = Tracking("project", "experiment", ["file"], {})
         for data in (V1, ONE_STEP_OFF, FULLY_ASYNC, VALIDATION, WEIGHT_SYNC):
             logger.log(data=data, step=3)

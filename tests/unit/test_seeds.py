@@ -20,7 +20,7 @@ from das_adapter.engine import front_end as vllm_front_end
 from das_adapter.engine.requests import RequestLabels
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.metrics import RolloutClock, faults
-from das_adapter.verl import identity
+from das_adapter.verl import identity, training
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
 PROMPT = [5, 6, 7]
@@ -34,6 +34,14 @@ ROWS = st.lists(
     max_size=12,
 )
 """Data source and index of each row of a batch, all of which have one prompt."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_training() -> Iterator[None]:
+    """Whatever run another test has begun in this process."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training, "trainer", None)
+        yield
 
 
 async def sampled(trajectory: dict[str, Any], **kwargs: Any) -> Label:
@@ -119,6 +127,10 @@ def runs_of_verl(rows: Sequence[tuple[str, Any]]) -> Iterator[Run]:
                 run.generate_sequences(make(rows, step, validate))
         yield run
     run = Run()
+    for step, validate in ((None, False), (1, True), (None, False), (2, True), (None, False)):
+        run.generate_sequences(proto(rows, step, validate))
+    yield run
+    run = Run()
     for epoch in (0, 1):
         for number, row in enumerate(rows):
             run.generate_sequences(proto([row], None, False, uid=f"uid_sample_{epoch}_{epoch * len(rows) + number}"))
@@ -135,6 +147,18 @@ def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]
         assert len(set(run.seeds)) == len(run.seeds)
         seeds += run.seeds
     assert seeds
+
+
+def test_batches_that_name_no_step_are_of_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DAPO's: a run that resumes goes on with other noise than it began with."""
+    monkeypatch.setattr(training, "trainer", trainer := SimpleNamespace())
+    seeds = list[int]()
+    for steps in ((1, 1, 2), (3, 4)):
+        run = Run()
+        for trainer.global_steps in steps:
+            run.generate_sequences(proto([("gsm8k", 0)], None, False))
+        seeds += run.seeds
+    assert len(set(seeds)) == len(seeds) == 5 * 2
 
 
 def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_seed() -> None:
