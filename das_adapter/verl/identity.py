@@ -54,6 +54,8 @@ class Sample:
     whatever else is asked in between."""
     again: int = 0
     """How many requests were not the next turn: another answer, or another conversation."""
+    given_up: bool = False
+    """Whether the last request was cancelled: a server goes on answering it, so that the next one is no turn."""
     job: tuple[ahead.VerlJob, Any] | None = None
     """Where its first response is only written ahead: for whom, and the replica that does it."""
     first: asyncio.Future[None] | None = None
@@ -210,6 +212,9 @@ def label_requests(stock: Any) -> Any:
         try:
             output = await stock(self, *args, **{**kwargs, "sampling_params": params})
             aborted = output.stop_reason in ABORTED
+        except asyncio.CancelledError:
+            sample.given_up = True
+            raise
         finally:
             sample.running -= not aborted
         text = [*prompt, *output.token_ids]
@@ -227,8 +232,9 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequ
     if sample.problem is None:
         seen = map(media_hash, media) if sample.index is None else [sample.index] * bool(media)
         sample.problem, sample.prompt = prompt_identity(prompt_ids, *seen), prompt_ids
-    again = sample.running > 0 or len(prompt_ids) < sample.drawn or not _is_of_conversation(prompt_ids, sample)
-    sample.again += again
+    again = sample.given_up or sample.running > 0 or len(prompt_ids) < sample.drawn
+    again |= not _is_of_conversation(prompt_ids, sample)
+    sample.again, sample.given_up = sample.again + again, False
     start = len(prompt_ids) if again else sample.drawn or len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     row = f"{sample.row}/again {sample.again}" if again else sample.row

@@ -176,6 +176,25 @@ def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_see
     assert [seeds.index(seed) for seed in seeds] == [0, 0, 0, 3, 4, 5, 6]
 
 
+def test_what_is_asked_again_after_it_was_given_up_draws_anew() -> None:
+    said, tool = [1] * 5, [2] * 4
+
+    async def loop(ask: Any) -> None:
+        for turn in (PROMPT, [*PROMPT, *said, *tool]):
+            given_up = asyncio.create_task(ask(turn))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            await ask(turn)
+        await ask([*turn, *said])
+
+    asked = asked_by(loop, said)
+    seeds = [label.seed for label, _ in asked]
+    assert [seeds.index(seed) for seed in seeds] == [0, 1, 0, 3, 0]
+    draws = [(label.seed, label.start_in(len(prompt))) for label, prompt in asked]
+    assert len({*draws}) == len(draws)
+
+
 def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_between() -> None:
     """By a sub-agent, or of a judge."""
     said, tool = [1] * 5, [2] * 4
