@@ -6,7 +6,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -58,15 +58,36 @@ def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
         raise ConfigError(f"{block}: found {key}={found!r} beside it, allowed: {' or '.join(map(repr, allowed))}")
 
 
-def refuse_at_top(config: Any, block: str) -> None:
-    """Refuse a block at the top of a host's whole config, where no host reads it, but for one to which the right place
-    refers; `block`: the key of that place."""
+def refuse_elsewhere(config: Any, block: str) -> None:
+    """Refuse a block in a host's whole config where no host reads it, but for one to which the right place refers, and
+    one among engine arguments; `block`: the key of the right place."""
 
-    def within(node: Any, key: str) -> Any:
+    def at(place: Iterable[Any]) -> Any:
+        return functools.reduce(within, place, config)
+
+    def within(node: Any, key: Any) -> Any:
         return node.get(key) if isinstance(node, Mapping) else getattr(node, key, None)
 
-    if getattr(config, "das", None) not in (None, functools.reduce(within, block.split("."), config)):
-        raise ConfigError(f"das: found a block at the top of the config, where it has no effect; write it to {block}")
+    right = tuple(block.split("."))
+    for place in _places_of_blocks(config):
+        if place != right and at(place) not in (None, at(right)):
+            key = ".".join(map(str, place))
+            raise ConfigError(f"{key}: found a block in a place where it has no effect; write it to {block}")
+
+
+def _places_of_blocks(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to what is under `das` in a host's config: whatever it is at the top, mappings below."""
+    from omegaconf import OmegaConf  # every host has it
+
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node, resolve=False)  # what a key refers to has a place of its own, or none
+    if not isinstance(node, Mapping):
+        node = {**vars(node), **(getattr(node, "model_extra", None) or {})}  # pydantic's
+    for key, value in node.items():
+        if key == "das":
+            yield from [(*above, key)] * (isinstance(value, Mapping) or not above)
+        elif isinstance(value, Mapping | BaseModel) and key != "additional_config":
+            yield from _places_of_blocks(value, (*above, key))
 
 
 def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]) -> None:

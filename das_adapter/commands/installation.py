@@ -128,14 +128,14 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     from omegaconf import OmegaConf
 
     from das_adapter import compat
-    from das_adapter.config_errors import refuse_at_top
+    from das_adapter.config_errors import refuse_elsewhere
     from das_adapter.errors import ConfigError
     from das_adapter.nemo_rl import settings as nemo_rl
     from das_adapter.tools.configs import VERL
     from das_adapter.verl import settings as verl
 
     place, block = (verl.ROLLOUT, verl.BLOCK) if host == VERL else (nemo_rl.GENERATION, nemo_rl.BLOCK)
-    refuse_at_top(content, block)
+    refuse_elsewhere(content, block)
     node = OmegaConf.select(content, place)
     if not isinstance(node, Mapping):
         raise ConfigError(f"{place}: found {node!r}, expected the config of {host}'s rollouts")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.config import make_absolute
-from das_adapter.config_errors import refuse_at_top
+from das_adapter.config_errors import refuse_elsewhere
 from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
 
@@ -60,7 +60,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
 
     `algorithm`: module of NeMo-RL's algorithm.
     """
-    refuse_at_top(master_config, settings.BLOCK)
+    refuse_elsewhere(master_config, settings.BLOCK)
     generation = _generation(master_config)
     das = settings.check(generation)
     if das is None:

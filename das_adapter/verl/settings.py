@@ -6,7 +6,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
-from das_adapter.config_errors import check_host, refuse_at_top
+from das_adapter.config_errors import check_host, refuse_elsewhere
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 
@@ -32,7 +32,7 @@ def check(config: Any) -> DasConfig | None:
         ConfigError: names the key, what was found and what is allowed.
         UnsupportedHost: vLLM or veRL lacks a symbol that das-adapter needs.
     """
-    refuse_at_top(config, BLOCK)
+    refuse_elsewhere(config, BLOCK)
     refuse_variable(BLOCK)
     das = of_run(config)
     if das is None:
@@ -49,6 +49,11 @@ def check(config: Any) -> DasConfig | None:
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.model.mtp.enable_rollout=True both choose a "
             "drafter: turn one of them off"
+        )
+    if das.drafter != "none" and _get(_get(rollout, "checkpoint_engine"), "backend") == "delta_sharded":
+        raise ConfigError(
+            f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.checkpoint_engine.backend='delta_sharded' beside it, "
+            "whose weight syncs veRL refuses beside a drafter: choose another backend, or drafter='none'"
         )
     for key in ("router_config_path", "full_determinism"):
         if das.routing != "host" and _get(rollout, key):

@@ -14,6 +14,7 @@ import pytest
 import reference
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel
 
 from das_adapter import compat
 from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse, read
@@ -388,6 +389,11 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, {"full_determinism": True}, "and actor_rollout_ref.rollout.full_determinism both choose a router: set"),
         (
             {},
+            {"checkpoint_engine": {"backend": "delta_sharded"}},
+            "custom.das.drafter='history': found actor_rollout_ref.rollout.checkpoint_engine.backend='delta_sharded'",
+        ),
+        (
+            {},
             {"disaggregation": {"enabled": True}},
             "custom.das: found actor_rollout_ref.rollout.disaggregation.enabled=True beside it, allowed: False or None",
         ),
@@ -422,6 +428,8 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(under_verl()) is None
     assert verl.check(under_verl({"drafter": "none"})) is None
     assert verl.check(under_verl({}, engine_kwargs={"vllm": {"additional_config": {"a": 1}}})) == DasConfig()
+    keyed = {"drafter": "none", "verify": {"noise": "keyed"}}
+    assert verl.check(under_verl(keyed, checkpoint_engine={"backend": "delta_sharded"})) == parse(keyed)
     copy = verl.check(under_verl({"drafter": "self", "self": {"weights": "int8"}}))
     assert copy.self.weights == "int8"
 
@@ -475,23 +483,47 @@ def test_nemo_rls_workers_that_share_experts_are_ranks_of_one_engine(experts: An
     assert nemo_rl.data_parallel_size({"vllm_cfg": sizes}) == ranks
 
 
+class MasterConfig(BaseModel, extra="allow"):
+    """As NeMo-RL's."""
+
+    policy: dict[str, Any]
+
+
 @pytest.mark.parametrize("block_there", [False, True])
-def test_a_block_at_the_top_of_a_hosts_config_is_refused_with_its_place(block_there: bool, any_host: None) -> None:
-    found = "das: found a block at the top of the config, where it has no effect; write it to "
+@pytest.mark.parametrize(
+    "place",
+    """das custom.das rollout.custom.das actor_rollout_ref.das actor_rollout_ref.custom.das actor_rollout_ref.rollout.das
+    actor_rollout_ref.rollout.engine_kwargs.vllm.das policy.das policy.generation.vllm_kwargs.das""".split(),
+)
+def test_a_block_in_a_wrong_place_of_a_hosts_config_is_refused_with_the_right_one(
+    place: str, block_there: bool, any_host: None
+) -> None:
+    found = f"{place}: found a block in a place where it has no effect; write it to "
     config = under_verl({} if block_there else None)
-    config.das = {"drafter": "history"}
+    OmegaConf.update(config, place, {"drafter": "history"}, force_add=True)
     with pytest.raises(ConfigError, match=re.escape(f"{found}{verl.BLOCK}")):
         verl.check(config)
     generation = {"backend": "vllm", **({"das": {}} if block_there else {})}
+    theirs = OmegaConf.create({"policy": {"generation": generation}})
+    OmegaConf.update(theirs, place, {"drafter": "history"}, force_add=True)
     with pytest.raises(ConfigError, match=re.escape(f"{found}{nemo_rl.BLOCK}")):
-        checkpoint.begin(SimpleNamespace(policy={"generation": generation}, das={"drafter": "history"}), None)
+        checkpoint.begin(MasterConfig(**OmegaConf.to_container(theirs)), None)
 
 
-def test_a_block_at_the_top_to_which_the_right_place_refers_is_taken(any_host: None) -> None:
-    config = under_verl({})
-    config.das = {"drafter": "history"}
-    config.actor_rollout_ref.rollout.custom.das = "${das}"
-    assert verl.check(config) == parse({"drafter": "history"})
+def test_a_block_elsewhere_to_which_the_right_place_refers_is_taken(any_host: None) -> None:
+    for elsewhere in ("das", "mine.das"):
+        config = under_verl({})
+        OmegaConf.update(config, elsewhere, {"drafter": "history", "verify": {"seed": "${number}"}}, force_add=True)
+        config.number, config.absent, config.required = 3, "${nowhere}", "???"
+        config.actor_rollout_ref.rollout.custom.das = f"${{{elsewhere}}}"
+        assert verl.check(config) == parse({"drafter": "history", "verify": {"seed": 3}})
+
+
+def test_what_else_is_called_das_is_no_block(any_host: None) -> None:
+    config = under_verl()
+    config.data = {"das": "a set of data", "more": [{"das": {}}], "das_column": {"das": None}}
+    config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config = {"das": {"theirs": 1}}
+    assert verl.check(config) is None
 
 
 def test_relative_directories_of_a_block_are_the_drivers(
