@@ -39,7 +39,7 @@ class Sample:
     row: str
     """Name of the batch's row, which no other row of the step has."""
     index: str | None
-    """Index of the prompt in the data set, as the data set has it; None: it has none."""
+    """Data set of the prompt, and its index there, as the data set has it; None: it has none."""
     step: int
     sample: int
     validate: bool
@@ -243,9 +243,10 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequ
 
 
 def _index(row: Mapping[str, Any]) -> str | None:
-    """Return the index that the data set has for a row; None: it has none, where veRL takes 0."""
+    """Return the index that the data set has for a row, behind its name: rows may be of several. None: it has none,
+    where veRL takes 0."""
     index = row.get("index")
-    return str(index) if index or "index" in (row.get("extra_info") or {}) else None
+    return f"{row.get('data_source', '')}/{index}" if index or "index" in (row.get("extra_info") or {}) else None
 
 
 def _is_of_conversation(prompt_ids: Sequence[int], sample: Sample) -> bool:

@@ -67,6 +67,8 @@ def test_problems_that_differ_only_in_their_images_are_different_ones() -> None:
         problem(object(), step, **row) for row, step in ((rows[0], 5), (rows[1], 5), (rows[0], 9))
     )
     assert one == next_epoch != other
+    one, other = (problem(object(), 5, **rows[0], data_source=source) for source in ("clevr", "geoqa"))
+    assert one != other
     unnumbered = {"index": 0, "extra_info": {}}  # as veRL has rows without an index
     one, other, next_epoch = (problem(np.array([v]), step, **unnumbered) for v, step in ((1, 5), (2, 5), (1, 9)))
     assert one == next_epoch != other
