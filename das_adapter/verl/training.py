@@ -1,4 +1,4 @@
-"""The run that this process trains: its trainer, and the step it is at where a trainer derived from veRL's says none."""
+"""The run that this process trains, and its step, where a trainer derived from veRL's says none."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_weights_that_come_without_a_step_are_of_the_trainers_or_counted(
     reported when it ends: replicas that are lent hear of no weight sync while they sleep."""
     trainer = SimpleNamespace()
     monkeypatch.setattr(training, "trainer", trainer if known else None)
-    synced, reported = weight_syncs(monkeypatch, trainer, [(4, None), (5, 5), (5, None), (6, None), (7, None)])
+    synced, reported = weight_syncs(monkeypatch, trainer, [(4, None), (5, 5), (5, None), (6, None), (7, None)], das={})
     assert synced == ([4, 5, 5, 6, 7] if known else [0, 5, 6, 7, 8])
     assert reported == [1, *(version + 1 for version in synced[:-1])]
     said = [record for record in caplog.records if "call update_weights(global_steps)" in record.message]
@@ -120,11 +120,11 @@ def test_weights_that_come_without_a_step_are_of_the_trainers_or_counted(
 def test_weights_of_no_step_stay_so_for_engines_without_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = SimpleNamespace()
     monkeypatch.setattr(training, "trainer", trainer)
-    assert weight_syncs(monkeypatch, trainer, [(4, None), (5, 5)], {}) == ([5], [1, 1])
+    assert weight_syncs(monkeypatch, trainer, [(4, None), (5, 5)]) == ([5], [1, 1])
 
 
 def weight_syncs(
-    monkeypatch: pytest.MonkeyPatch, trainer: Any, steps: list[tuple[int, int | None]], custom: Any = {"das": {}}
+    monkeypatch: pytest.MonkeyPatch, trainer: Any, steps: list[tuple[int, int | None]], **custom: Any
 ) -> tuple[list[int], list[int]]:
     """The weight versions to which a server's session syncs, and the steps to which it reports, when veRL's manager
     sends weights in `steps`: the trainer's, and what it says of it."""

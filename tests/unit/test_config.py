@@ -492,8 +492,9 @@ class MasterConfig(BaseModel, extra="allow"):
 @pytest.mark.parametrize("block_there", [False, True])
 @pytest.mark.parametrize(
     "place",
-    """das custom.das rollout.custom.das actor_rollout_ref.das actor_rollout_ref.custom.das actor_rollout_ref.rollout.das
-    actor_rollout_ref.rollout.engine_kwargs.vllm.das policy.das policy.generation.vllm_kwargs.das""".split(),
+    """das custom.das rollout.custom.das actor_rollout_ref.das actor_rollout_ref.custom.das
+    actor_rollout_ref.rollout.das actor_rollout_ref.rollout.engine_kwargs.vllm.das
+    policy.das policy.generation.vllm_kwargs.das""".split(),
 )
 def test_a_block_in_a_wrong_place_of_a_hosts_config_is_refused_with_the_right_one(
     place: str, block_there: bool, any_host: None
