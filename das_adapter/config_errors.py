@@ -77,13 +77,14 @@ def refuse_elsewhere(config: Any, block: str) -> None:
 
 def _places_of_blocks(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the keys that lead to what is under `das` in a host's config: whatever it is at the top, mappings below."""
-    from omegaconf import OmegaConf  # every host has it
-
-    if OmegaConf.is_config(node):
-        node = OmegaConf.to_container(node, resolve=False)  # what a key refers to has a place of its own, or none
+    items: Iterable[tuple[Any, Any]]
     if not isinstance(node, Mapping):
-        node = {**vars(node), **(getattr(node, "model_extra", None) or {})}  # pydantic's
-    for key, value in node.items():
+        items = {**vars(node), **(getattr(node, "model_extra", None) or {})}.items()  # pydantic's
+    elif hasattr(node, "items_ex"):  # OmegaConf's: what a key refers to has a place of its own, or none
+        items = node.items_ex(resolve=False) if len(node) else []
+    else:
+        items = node.items()
+    for key, value in items:
         if key == "das":
             yield from [(*above, key)] * (isinstance(value, Mapping) or not above)
         elif isinstance(value, Mapping | BaseModel) and key != "additional_config":

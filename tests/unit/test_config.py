@@ -515,7 +515,8 @@ def test_a_block_elsewhere_to_which_the_right_place_refers_is_taken(any_host: No
     for elsewhere in ("das", "mine.das"):
         config = under_verl({})
         OmegaConf.update(config, elsewhere, {"drafter": "history", "verify": {"seed": "${number}"}}, force_add=True)
-        config.number, config.absent, config.required = 3, "${nowhere}", "???"
+        config.number, config.absent, config.required, config.data = 3, "${nowhere}", "???", {"gone": {"a": 1}}
+        config = OmegaConf.merge(config, {"data": {"gone": None}})
         config.actor_rollout_ref.rollout.custom.das = f"${{{elsewhere}}}"
         assert verl.check(config) == parse({"drafter": "history", "verify": {"seed": 3}})
 
