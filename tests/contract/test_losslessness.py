@@ -152,6 +152,34 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
         assert 400 <= r["stats"]["drafted_forwards"] < 520  # then it drafts no more
 
 
+UNDRAFTED = {
+    "chosen tokens": ({"logprob_token_ids": [25, 31], "logprobs": 2}, {}),
+    "thinking budget": (
+        {"thinking_token_budget": 400},
+        {"reasoning_config": {"reasoning_start_str": "<|user|>", "reasoning_end_str": "<|reserved_0|>"}},
+    ),
+}
+"""Parameters beside which a step verifies no drafts, and the engine arguments that they need."""
+
+
+@pytest.mark.parametrize("asked", [next(iter(UNDRAFTED)), *nightly(*list(UNDRAFTED)[1:])])
+def test_steps_that_verify_no_drafts_say_nothing_of_the_drafter(engine: Any, asked: str) -> None:
+    """One request has no drafts verified; before it joins and when it has ended the others' drafts are accepted."""
+    params, arguments = UNDRAFTED[asked]
+    *usual, eighth, last = requests([{"temperature": 0.0}], 9, max_tokens=120, ignore_eos=True)
+    there, joins = (request.having(**params, max_tokens=60) for request in (eighth, last))
+    rounds = [
+        Round([*usual, eighth, last], refresh=1),
+        Round([*usual, there, last]),
+        Round([*usual, eighth.having(max_tokens=10), joins]),  # when the others have drafts
+    ]
+    result = lossless(engine, HISTORY, rounds, engine={"max_num_seqs": 8, **arguments})
+    for part in result[1:]:
+        stats = part["stats"]
+        assert stats["alarm"] is None
+        assert stats["accepted_tokens"] == stats["draft_tokens"] > 300
+
+
 def test_a_text_of_another_vocabulary_harms_no_other(engine: Any) -> None:
     asked = requests(PLAIN)
     clean, foreign = (Round(asked, refresh=1, foreign_token=token) for token in (None, 5000))

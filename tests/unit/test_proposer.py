@@ -58,6 +58,17 @@ class Engine:
         del self.drafter.runner.requests[req_ids.pop()]
         self.lengths, self.tokens = self.lengths[:-1], self.tokens[:-1]
 
+    def begin(self, now: float) -> None:
+        """Begin a step that only decodes."""
+        counts = dict.fromkeys(self.drafter.runner.requests, 1)
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=counts,
+            scheduled_new_reqs=[],
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=len(counts),
+        )
+        self.drafter.begin_step(scheduled, now)
+
     def step(self) -> list[list[int]]:
         """Have each request write a token, and return the drafts."""
         token = LOOP[self._written % len(LOOP)]
@@ -90,16 +101,23 @@ def test_drafts_leave_room_in_a_step_for_all_requests_and_for_prompts() -> None:
 def test_a_weight_sync_is_no_part_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seconds = Engine(first=[1, 2], second=[3]), []
     monkeypatch.setattr(engine.drafter.engine, "timed", lambda step, _: seconds.append(step.seconds))
-    counts = dict.fromkeys(("first", "second"), 1)
     for now in (1.0, 1.5, 2.0, 9.0, 9.25):
         if now == 9.0:  # requests are under way
             engine.drafter.refresh(Refresh(1))
-        scheduled = SimpleNamespace(
-            num_scheduled_tokens=counts,
-            scheduled_new_reqs=[],
-            scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=len(counts),
-        )
-        engine.drafter.begin_step(scheduled, now)
+        engine.begin(now)
         engine.step()
     assert seconds == [0.5, 0.5, 0.25]
+
+
+def test_a_step_that_verifies_no_drafts_is_neither_drafted_for_nor_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, timed = Engine(first=[1, 2], second=[3]), []
+    monkeypatch.setattr(engine.drafter.engine, "timed", lambda step, _: timed.append(step.seconds))
+    drafts = []
+    for now in range(12):
+        engine.begin(float(now))
+        engine.drafter.drops = 3 <= now < 9
+        drafts.append(engine.step())
+    assert drafts[3:9] == [[[], []]] * 6
+    assert drafts[10] == [(LOOP * 5)[2:10]] * 2
+    assert len(timed) == 5
+    assert engine.drafter.engine.controller.account.now == 12

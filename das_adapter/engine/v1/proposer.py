@@ -43,6 +43,8 @@ class Proposer:
         """Whether vLLM takes this rank's drafts: the first of the tensor-parallel ranks, which sample alike."""
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; None: nobody had any."""
+        self.drops = False
+        """Whether that step verifies no drafts, see `expands`: the next one, of the same requests, would not either."""
         self.model_source: ModelSource | None = None
         if config.copies_policy:
             self.model_source = CopySource(self, ModelDrafts(config.model_tokens))
@@ -140,6 +142,9 @@ class Proposer:
         if not self.leads:
             return drafts
         controller = self.engine.controller
+        if self.drops:  # it is not timed: it may have read drafts
+            controller.account.now += 1
+            return drafts
         if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
             one = np.ones(len(sampled), dtype=np.int64)

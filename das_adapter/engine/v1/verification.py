@@ -40,7 +40,7 @@ class KeyedSampler(Sampler):
         self.topk_topp_sampler.forward = self._draw
 
     def apply_logits_processors(self, logits: torch.Tensor, sampling: SamplingMetadata, *args: Any) -> torch.Tensor:
-        """As vLLM's. With thinking budgets each request has one row (`_expands`); where an engine speculates, vLLM
+        """As vLLM's. With thinking budgets each request has one row (`expands`); where an engine speculates, vLLM
         looks for as many as it has draft tokens."""
         if _has_thinking_budgets(sampling):
             sampling.thinking_budget_state_holder.in_spec_mode = False
@@ -85,7 +85,7 @@ class KeyedRejectionSampler(RejectionSampler):
         """
         drafted = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
         starts = np.cumsum(drafted + 1) - drafted - 1
-        if _expands(sampling_metadata):
+        if expands(sampling_metadata):
             most = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
             parts = []
             for begin in range(0, len(logits), most):
@@ -170,8 +170,9 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
     )
 
 
-def _expands(sampling: SamplingMetadata) -> bool:
-    """Thinking budgets and log-probabilities of chosen tokens can't be spread over a request's rows."""
+def expands(sampling: SamplingMetadata) -> bool:
+    """Return whether a step verifies its drafts: thinking budgets and log-probabilities of chosen tokens can't be
+    spread over a request's rows."""
     return not _has_thinking_budgets(sampling) and not sampling.logprob_token_ids
 
 

@@ -14,7 +14,7 @@ from das_adapter.engine.requests import LiveRequest, label_of
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural_drafts import KeyedDrafts, NeuralSource
 from das_adapter.engine.v1.proposer import Proposer
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, expands
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 
@@ -163,9 +163,10 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
-        state.drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        drops = state.sampler is not None and not expands(state.runner.input_batch.sampling_metadata)
+        state.drafts = None if drops or spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         if state.drafter:
-            state.drafter.carried = state.drafts
+            state.drafter.carried, state.drafter.drops = state.drafts, drops
         if state.sampler is None:
             return stock(logits, spec_decode_metadata)
         try:
