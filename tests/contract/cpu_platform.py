@@ -47,8 +47,8 @@ def schedule_asynchronously() -> None:
 
 
 def tell_routing() -> None:
-    """Let a CPU engine tell which experts its tokens go to, as a GPU engine's routers do: the CPU's experts choose by
-    themselves, and vLLM refuses to return what they don't tell."""
+    """Let a CPU engine tell which experts its tokens go to, as a GPU engine's routers do: before vLLM 0.32 the CPU's
+    experts choose by themselves, and vLLM refuses to return what they don't tell."""
     import torch
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Experts

@@ -6,7 +6,23 @@ from typing import Any
 
 import pytest
 from jobs import Request, Round
-from requested import ALWAYS, HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, prompts, requests, tokens, two_rounds
+from requested import (
+    ALWAYS,
+    HISTORY,
+    MIXED,
+    OFF,
+    PLAIN,
+    SELF,
+    SMALL,
+    drafted_on_v2,
+    nightly,
+    prompts,
+    requests,
+    shortened,
+    stock,
+    tokens,
+    two_rounds,
+)
 
 ARMS = {"history": HISTORY, "self": SELF, "history+self": MIXED}
 ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
@@ -45,6 +61,21 @@ def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
     rows = [prompt + len(text) - 1 for prompt, text in zip(asked, result[0]["tokens"], strict=True)]
     assert [len(routing) for routing in result[0]["routing"]] == rows
     assert len({str(row) for routing in result[0]["routing"] for row in routing}) > 50
+
+
+@pytest.mark.parametrize("drafter", ["history", *nightly("self", "history+self")])
+def test_a_policy_of_experts_on_v2_returns_stock_vllms_routing(v2_engine: Any, policies: Any, drafter: str) -> None:
+    few = {**SMALL, "num_gpu_blocks_override": 18}
+    replay = {"model": policies("experts"), **few, "enable_return_routed_experts": True}
+    device = {"history": {"device_bytes": "2MiB"}} if "history" in drafter else {}
+    rounds = two_rounds(requests(shortened(PLAIN, 30), 9, ignore_eos=True))
+    reference = v2_engine(das=None, engine=replay, rounds=stock(rounds))
+    result = v2_engine(das={**ARMS[drafter], **device}, engine=replay, rounds=rounds)
+    drafted_on_v2(result, reference)
+    assert [r["routing"] for r in result] == [r["routing"] for r in reference]
+    assert len({str(row) for routing in result[0]["routing"] for row in routing}) > 50
+    assert result[1]["preemptions"] > 0
+    assert result[1]["stats"]["draft_tokens"] - 20 > result[1]["stats"]["accepted_tokens"] > 20
 
 
 @pytest.mark.long
