@@ -25,6 +25,7 @@ V2_TESTS = tuple(f"tests/contract/test_v2_{name}.py" for name in ("losslessness"
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
 """Of vLLM's V1 model runner, where other engines run V2."""
+V2_RANKS = "tests/contract/test_ranks.py::test_data_parallel_ranks_write_stock_vllms_tokens_on_v2[experts]"
 V2_NIGHTLY = {
     "history": (
         "many_requests_with_siblings_preemptions_and_weight_syncs[history]",
@@ -128,7 +129,7 @@ def nightly(drafters: list[str]) -> list[str]:
     names = [f"test_{name}" for drafter in drafters for name in V2_NIGHTLY[drafter]]
     own = (drafter for drafter in drafters if drafter not in ("history", "self", "history+self"))
     names += [f"{CONTROLLED}[{drafter}]" for drafter in own]
-    return [f"tests/contract/test_v2_neural.py::{name}" for name in names]
+    return [V2_RANKS, *(f"tests/contract/test_v2_neural.py::{name}" for name in names)]
 
 
 def passed(env: dict[str, str], *tests: str) -> str:
