@@ -146,8 +146,7 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
     if host == VERL and das is not None:
         compat.check_plugin()
-    ranks = node.get("data_parallel_size") if host == VERL else nemo_rl.data_parallel_size(node)
-    return das, {"data_parallel_size": ranks, **given}
+    return das, given if host == VERL else {"data_parallel_size": nemo_rl.data_parallel_size(node), **given}
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

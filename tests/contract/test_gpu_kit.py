@@ -22,14 +22,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from jobs import ON_CPU
-from v2_cpu import ENV
+from v2_cpu import everywhere
 
 from das_adapter.bench import copy, engines, gate, replay
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
     "kernels": ["bytes per sealed token"],
     "gate": ["draft tokens that undrafted steps accepted, of their tokens"],
@@ -122,8 +121,7 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict[str, str]) -> None:
-    path = os.pathsep.join([str(HERE / "v2_everywhere"), str(HERE), newest_env["PYTHONPATH"]])
-    written, said = kit(tmp_path, "gate", "replay", env={**newest_env, **ENV, "PYTHONPATH": path})
+    written, said = kit(tmp_path, "gate", "replay", env=everywhere(newest_env))
     assert set(written) == {"gate", "replay"}, said
     assert written["gate"]["arms"]["history"]["model_runner"] == 2
     check_gate(written["gate"], {"stock", "history"})

@@ -111,8 +111,7 @@ def test_data_parallel_ranks_write_stock_vllms_tokens_on_v2(
     newest_env: dict[str, str], policies: Any, kind: str, block: dict[str, Any]
 ) -> None:
     """Ranks that hold parts of the experts step together, and each has draft lengths of its own."""
-    path = os.pathsep.join([str(HERE / "v2_everywhere"), str(HERE), newest_env["PYTHONPATH"]])
-    env = {**newest_env, **v2_cpu.ENV, "PYTHONPATH": path}
+    env = v2_cpu.everywhere(newest_env)
     policy = str(POLICY) if kind == "dense" else policies(kind)
     reference, found = data_parallel(env, policy), data_parallel(env, policy, {"drafter": "history", **block})
     assert found["texts"] == reference["texts"]

@@ -9,6 +9,7 @@ and `device_reference.py`.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,16 @@ from cpu_platform import exchange_between_experts, keep_asynchronous_scheduling
 
 VARIABLE = "DAS_TEST_V2"
 ENV = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def everywhere(newest: dict[str, str]) -> dict[str, str]:
+    """Return the environment in which all processes that others start run V2, too; `newest`: that of its vLLM build."""
+    here = Path(__file__).resolve().parent
+    return {
+        **newest,
+        **ENV,
+        "PYTHONPATH": os.pathsep.join([str(here / "v2_everywhere"), str(here), newest["PYTHONPATH"]]),
+    }
 
 
 class Driver:
