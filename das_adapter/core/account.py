@@ -183,6 +183,10 @@ class Account:
         are one."""
         if self.time.passed or self._model_took:
             self._judge(model_may_rest)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the next rollout, and judge nothing by the one before."""
         self._restart()
         self.probe_wait = PROBE_STEPS
         self.look.restart()

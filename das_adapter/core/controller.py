@@ -75,6 +75,7 @@ class Controller:
         self.always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
         self._looks_up = config.looked_up is not None
+        self._rules = self.always, self._policy, self._floor  # of the block, while a rehearsal has others
         self.common = common
         self._curve = AcceptanceCurve()
         self._running, self._arrived = 0, False  # requests; whether one joined since drafts were last considered
@@ -128,6 +129,17 @@ class Controller:
         self.account.sync(self.drafts is not None and not self.drafts.always)
         if self.drafts is not None:
             self.drafts.sync()
+        self._settle()
+
+    def rehearse(self) -> None:
+        """Draft in every step whatever it costs, until `rehearsed`: an engine tries its drafts before it serves."""
+        self._rules = self.always, self._policy, self._floor
+        self.always, self._policy, self._floor = True, "unlimited", 0.0
+
+    def rehearsed(self) -> None:
+        """Decide as the block says, as if nothing had been decoded yet."""
+        self.always, self._policy, self._floor = self._rules
+        self.account.forget()
         self._settle()
 
     # A decode step

@@ -17,6 +17,7 @@ from das_adapter.core.account import State, collapsed
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import TimedStep
+from das_adapter.engine.failures import log_failure
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import assumed, before_the_first_step, captured_tokens
@@ -64,6 +65,11 @@ class EngineController:
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
+        self.rehearsing = False
+        """Whether drafts are tried before the first request."""
+        self._log_of_run = self.log
+        self._gave_up: Exception | None = None
+        """Why nothing will be drafted in this engine, weight sync or not; None: drafts can come."""
         known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
@@ -112,10 +118,27 @@ class EngineController:
                 self.log.add(decision_log.Request(request.problem, *counts, *times))
             self.controller.close(request.slot)
 
+    # The rehearsal
+
+    def rehearse(self) -> None:
+        """Draft in every step, and learn nothing from it, until `rehearsed`."""
+        self.rehearsing, self._log_of_run, self.log = True, self.log, None
+        self.controller.rehearse()
+
+    def rehearsed(self) -> None:
+        """End the rehearsal, and forget what was counted in it."""
+        self.close(list(self.live))
+        self.controller.rehearsed()
+        self._take()
+        self._told = {}
+        self.rehearsing, self.log = False, self._log_of_run
+
     # A decode step
 
     def timed(self, step: TimedStep, ended: float) -> None:
         """Take a decode step that has `ended`, in seconds since the epoch."""
+        if self.rehearsing:
+            return
         predicted = self.controller.timed(step)
         if self.log is not None:
             running, begin = len(step.slots), ended - step.seconds - step.drafting_seconds
@@ -135,10 +158,18 @@ class EngineController:
         """Draft no more until the next weight sync, and say so once."""
         if self.failed:
             return
+        self._stop(error)
+        lasts = "the engine goes on as stock" if self.rehearsing else "no drafts until the next weight sync"
+        log_failure(error, self.config.drafter, lasts)
+
+    def give_up(self, error: Exception) -> None:
+        """Draft no more: the drafting path can't run on this vLLM."""
+        self._gave_up = error
+        self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
         self.counters.error = repr(error)
         self.controller.account.stop(repr(error), State.FAILED)
-        drafter = self.config.drafter
-        logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -180,6 +211,8 @@ class EngineController:
         self.controller.sync(message.responses)
         if self.log is not None:
             self.log.add(decision_log.WeightSync(message.version, asdict(model), saved, stopped))
+        if self._gave_up is not None:
+            self._stop(self._gave_up)
         self._tell()
         return answer
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from das_adapter import compat
+from das_adapter.engine.failures import place
 from das_adapter.engine.settings import alone, runs_v2, settings
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens, draft_lengths
@@ -31,9 +32,21 @@ class DraftLength:
     def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
         """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
         self.chosen = DraftTokens(0)
+        self.gave_up = False
+        """Whether no drafts are asked for any more, whatever a worker chooses."""
         self._scheduler, self._lengths = scheduler, lengths
 
     def __getitem__(self, requests: int) -> DraftTokens:
+        if self.gave_up:
+            return DraftTokens(0, looks=False)
+        try:
+            return self._with_room(requests)
+        except Exception as error:
+            nothing = DraftTokens(0, looks=False)
+            nothing.error = f"{error!r}{place(error)}"
+            return nothing
+
+    def _with_room(self, requests: int) -> DraftTokens:
         scheduler, chosen = self._scheduler, self.chosen
         if not chosen:
             return chosen
@@ -60,6 +73,8 @@ def reserve_draft_slots(stock: Any) -> Any:
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
+            if hasattr(self, "can_skip_drafts"):  # from vLLM 0.33 on; said before these slots were reserved
+                self.can_skip_drafts = runs_v2(self.vllm_config)
         if config is not None and config.drafter != "none":
             setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
             if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:

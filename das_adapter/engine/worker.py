@@ -3,15 +3,18 @@ engine without a host does itself."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.engine.alone import Standalone
 from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
+from das_adapter.engine.failures import log_failure
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.errors import DasError
@@ -20,6 +23,17 @@ from das_adapter.protocol.messages import Refresh, Refreshed, plain
 from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
+
+
+@dataclass
+class Seen:
+    """What a worker has seen of a rehearsal's drafts."""
+
+    asked: bool = False
+    """Whether the controller's plan came with a step of vLLM's scheduler; True where no plan travels."""
+    verified: int = 0
+    """Draft tokens that the policy has verified."""
+    accepted: int = 0
 
 
 class WorkerState:
@@ -36,6 +50,15 @@ class WorkerState:
         self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
+        self.rehearsal: Seen | None = None
+        """Of the rehearsal that is going on; None: none is."""
+        self.gave_up = False
+        """Whether nothing will be drafted in this engine, weight sync or not."""
+
+    @property
+    def plans_travel(self) -> bool:
+        """Whether the controller's plan comes back with a step of vLLM's scheduler."""
+        return False
 
     @property
     def copy(self) -> PolicyCopy | None:
@@ -75,21 +98,25 @@ class WorkerState:
 
     def begin_standalone(self, scheduled: Any) -> None:
         """Note that a step begins (vLLM's `SchedulerOutput`), in an engine without a host."""
-        if self.standalone:
+        if self.standalone and self.rehearsal is None:
             try:
                 self.standalone.begin_step(scheduled, getattr(self._worker, "_weight_update_active", False))
             except Exception as error:
                 logger.exception("das: the engine was not brought up to date; decoding goes on without drafts")
-                self._fail(error)
+                self.fail(error)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`. Raises only for an unknown command: a
-        worker that raises during a weight sync would leave the trainer waiting for ever."""
+        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`; or of the engine's core: `rehearse`,
+        `rehearsed` or `give_up`. Raises only for an unknown command: a worker that raises during a weight sync would
+        leave the trainer waiting for ever."""
         commands: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "refresh": self._refresh,
             "visit": self.visit,
             "stats": self._stats,
+            "rehearse": self.rehearse,
+            "rehearsed": self.rehearsed,
+            "give_up": self.give_up,
         }
         if command not in commands:
             raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
@@ -97,12 +124,15 @@ class WorkerState:
             return plain(commands[command](**payload))
         except Exception as error:
             logger.exception("das: %s failed; decoding goes on without drafts", command)
-            self._fail(error)
+            self.fail(error)
             return Refreshed(error=repr(error))
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
+        if not self.gave_up:
+            self._draft_again()
+            self.counters.error = None
         if self.copy is not None:
             self.copy.quantise()
         if not self.draft_weights or self.standalone is None or self.standalone.synced:
@@ -120,11 +150,56 @@ class WorkerState:
         """Return the figures of what stands in the device's memory."""
         return EngineStats() if self.copy is None else self.copy.stats()
 
-    def _fail(self, error: Exception) -> None:
-        """Draft no more until the next weight sync."""
+    def rehearse(self) -> None:
+        """Draft in every step from now on, for the request with which the engine tries its drafts."""
+        self.rehearsal = Seen(asked=not self.plans_travel)
+        if self._decides is not None:
+            self._decides.engine.rehearse()
+
+    def rehearsed(self) -> dict[str, Any]:
+        """End the rehearsal; return what was seen of its drafts, and the error that ended them, None: none did. What
+        only some ranks see, the others give as None."""
+        seen, self.rehearsal = self.rehearsal or Seen(), None
+        error = self.counters.error
+        if self._decides is not None:
+            self._decides.rehearsed()
+        return {**vars(seen), "error": error}
+
+    def give_up(self, error: str) -> None:
+        """Draft no more in this engine, weight sync or not: the rehearsal has shown that drafts can't arrive."""
+        self.gave_up = True
+        self._draft_no_more()
+        if self._decides is not None:
+            self._decides.engine.give_up(DasError(error))
+        self.counters.error = error
+
+    def fail_in_step(self, error: Exception) -> None:
+        """As `fail`, where vLLM's own part of a step has failed with drafts: it takes none any more."""
+        self._draft_no_more()
+        self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Draft no more until the next weight sync, and say so once."""
         if self._decides is not None:
             self._decides.engine.fail(error)
-        self.counters.error = repr(error)
+        elif self.counters.error is None:
+            self.counters.error = repr(error)
+            if self.rehearsal is None:
+                log_failure(error, self.config.drafter, "no drafts until the next weight sync")
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Go on without drafts where what is done inside fails."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+
+    def _draft_no_more(self) -> None:
+        """Take the drafter out of the runner's steps, as far as that is not the controller's part."""
+
+    def _draft_again(self) -> None:
+        """Put it back, at a weight sync."""
 
     def _hello(self) -> dict[str, str]:
         sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"

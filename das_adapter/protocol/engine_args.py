@@ -162,6 +162,8 @@ class DraftTokens(int):
     """The most of each, int64 [requests]."""
     worth: npt.NDArray[np.float64]
     """What a token of each is worth beside one of the dearest, float64 [requests]."""
+    error: str | None
+    """Why vLLM's scheduler asks for no drafts any more; None: nothing has failed there."""
 
     def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True) -> DraftTokens:
         if isinstance(tokens, cls):
@@ -169,6 +171,7 @@ class DraftTokens(int):
         made = super().__new__(cls, tokens or 0)
         made.by_model, made.looks, made.chances, made.total = by_model, looks, None, 0
         made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
+        made.error = None
         return made
 
     def at_most(self, tokens: int) -> DraftTokens:

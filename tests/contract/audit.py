@@ -63,7 +63,7 @@ class Audit:
             return found
 
         def counted(state: Any, sampled: list[list[int]], *args: Any) -> None:
-            for rows, tokens in zip(steps.popleft(), sampled, strict=False):
+            for rows, tokens in zip(steps.popleft() if steps else (), sampled, strict=False):  # none where keys failed
                 self.kept.update(rows[: len(tokens)])
             count(state, sampled, *args)
 

@@ -4,6 +4,7 @@ depends on them."""
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -196,7 +197,28 @@ def no_cpu_fix() -> None:
     vllm_fixes.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
 
 
+def failing_later(owner: Any, name: str) -> None:
+    """Fail once, after drafts have been verified in some steps: in a method of das-adapter."""
+    stock, calls = getattr(owner, name), itertools.count()
+
+    @functools.wraps(stock)
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 12:
+            raise RuntimeError("the drafter is broken on purpose")
+        return stock(*args, **kwargs)
+
+    setattr(owner, name, fails)
+
+
+PLACES = {
+    "the keys of the noise": (HostWorkerState, "keys"),
+    "the verification": (verification.KeyedRejectionSampler, "forward"),
+    "the drafter": (Proposer, "propose"),
+    "the counts": (HostWorkerState, "count"),
+}
+"""Of the way of a draft, where it may fail in a later step."""
 SABOTAGE = {
+    **{f"failing once in {place}": functools.partial(failing_later, *found) for place, found in PLACES.items()},
     "a rank fails": failing_rank,
     "a rank fails in the passes": failing_pass,
     "any draft length": functools.partial(any_length, 300_000),

@@ -17,13 +17,17 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine.alone import SharedHistory
+from das_adapter.engine.scheduler import DraftLength
+from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths
+from das_adapter.engine.v2.live import LiveTexts
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import MissedText
 from das_adapter.engine.v2.speculator import HistorySpeculator
+from das_adapter.engine.v2.worker import DeviceWorkerState
 from das_adapter.protocol.engine_args import DraftTokens
 
 
@@ -280,7 +284,34 @@ def replayed_passes() -> None:
     CopySpeculator.init_cudagraph_manager = lambda self, _: setattr(self, "decode_cudagraph_manager", Graphs(self))
 
 
+def failing_once(owner: Any, name: str) -> None:
+    """Fail once, after drafts have been verified in some steps: in a method of das-adapter, or a function."""
+    stock, calls = getattr(owner, name), itertools.count()
+
+    @functools.wraps(stock)
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        return broken() if next(calls) == 12 else stock(*args, **kwargs)
+
+    setattr(owner, name, fails)
+
+
+PLACES = {
+    "the scheduler's room for drafts": (DraftLength, "_with_room"),
+    "the begin of a step": (DeviceWorkerState, "begin"),
+    "the plan that comes with a step": (DeviceWorkerState, "note"),
+    "the tokens of a step": (Admission, "get_num_tokens"),
+    "the layout of a step": (Admission, "reallocate_drafts"),
+    "the verification": (verification, "accept_drawn"),
+    "the chances of drafts": (Admission, "_keep_chances"),
+    "a look-up": (DeviceIndex, "draft"),
+    "the drafts of all ranks": (HistorySpeculator, "share"),
+    "the draft of a model": (Speculation, "propose"),
+    "what is learned of a step": (DraftLengths, "output"),
+    "the texts of a step": (LiveTexts, "take"),
+}
+"""Of the way of a draft, where it may fail in a later step."""
 SABOTAGE = {
+    **{f"failing once in {place}": functools.partial(failing_once, *found) for place, found in PLACES.items()},
     "any draft length": functools.partial(any_length, False),
     "any draft length, noted verification": functools.partial(noted, functools.partial(any_length, False)),
     "any draft length, reading along": functools.partial(any_length, True),

@@ -43,7 +43,7 @@ def test_files_and_functions_of_the_package_stay_short() -> None:
     long = []
     for path in (ROOT / "das_adapter").rglob("*.py"):
         text = path.read_text()
-        parts = [(path.name, len(text.splitlines()), 350)]
+        parts = [(path.name, len(text.splitlines()), 400)]
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 parts.append((f"{path.name}: {node.name}", node.end_lineno - node.lineno + 1, 60))

@@ -181,6 +181,13 @@ class Proposer:
 
     # Commands of the host
 
+    def rehearsed(self) -> None:
+        """End the rehearsal, and forget its request."""
+        self.settle()
+        self.catch_up()
+        self._batch, self.timer = None, StepTimer()
+        self.engine.rehearsed()
+
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history and the model up to date, at a weight sync."""
         self.settle()
@@ -224,6 +231,8 @@ class Proposer:
 
     def _learn(self, decoded: Decoded, search: Search | None) -> None:
         assert decoded.context is not None
+        if self.engine.rehearsing:
+            return
         self.timer.sampled(decoded.slots, decoded.got, int(decoded.context.sum()))
         self.engine.controller.learn(decoded)
         if search is not None:

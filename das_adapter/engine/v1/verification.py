@@ -115,7 +115,8 @@ class KeyedRejectionSampler(RejectionSampler):
         keys = self.sampler.keys
         try:
             self.sampler.keys = keys and keys.at(rows)
-            return self.sampler(logits, metadata)
+            # The sampler changes them in place; where it fails, the step is drawn from them again without drafts.
+            return self.sampler(logits.to(torch.float32, copy=True), metadata)
         finally:
             self.sampler.keys = keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from das_adapter.engine.requests import LiveRequest, label_of
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural_drafts import KeyedDrafts, NeuralSource
 from das_adapter.engine.v1.proposer import Proposer
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, expands
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, beside, expands
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 
@@ -35,6 +36,8 @@ class HostWorkerState(WorkerState):
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
         self.began = 0.0
         """When that step began, seconds."""
+        self.drafts_no_more = False
+        """Whether drafting has failed in a place that the controller does not see."""
         self._batch: tuple[list[str], torch.Tensor, list[bool]] = [], torch.zeros(0, dtype=torch.int64), []
 
     def bind(self) -> None:
@@ -58,7 +61,7 @@ class HostWorkerState(WorkerState):
             for owner in (runner, runner.cudagraph_dispatcher):
                 if hasattr(owner, "uniform_decode_query_len"):
                     owner.uniform_decode_query_len = 1
-        for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
+        for step_patch in (time_steps, key_rows, survive_drafting, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
 
     def response(self, req_id: str) -> LiveRequest | None:
@@ -90,13 +93,31 @@ class HostWorkerState(WorkerState):
         runner, (seeds, _) = self.runner, self.batch()
         positions = getattr(runner.positions, "gpu", runner.positions)
         if metadata is None:
-            return Keys(seeds, positions[runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1])
+            return self.first_keys(None)
         rows = np.repeat(np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1)
         place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
         return Keys(seeds[place], positions[metadata.logits_indices.long()])
 
+    def first_rows(self, drafted: Sequence[int]) -> torch.Tensor:
+        """Return each request's first row of logits, int64 [batch], where it has so many drafted positions and one
+        more."""
+        rows = np.asarray(drafted, dtype=np.int64) + 1
+        return beside(np.cumsum(rows) - rows, self.batch()[0])
+
+    def first_keys(self, drafted: Sequence[int] | None) -> Keys:
+        """Return the keys of these rows; None: nobody has a drafted position."""
+        seeds, runner = self.batch()[0], self.runner
+        positions = getattr(runner.positions, "gpu", runner.positions)
+        last = runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1
+        if drafted is None:
+            return Keys(seeds, positions[last])
+        return Keys(seeds, positions[last - beside(np.asarray(drafted, dtype=np.int64), seeds)])
+
     def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
         """Count a step; `training`: whether each request belongs to a training rollout."""
+        if self.rehearsal is not None and drafts is not None:
+            self.rehearsal.verified += sum(drafts)
+            self.rehearsal.accepted += sum(max(0, len(tokens) - 1) for tokens in sampled)
         if not any(training):
             return
         got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]
@@ -112,6 +133,17 @@ class HostWorkerState(WorkerState):
         self.began = time.perf_counter()
         if self.drafter:
             self.drafter.begin_step(scheduled, self.began)
+
+    @property
+    def looks_up_alone(self) -> bool:
+        """Whether drafts are looked up on the host, with no model that other ranks run a part of."""
+        return self.drafter is not None and self.drafter.model_source is None
+
+    def _draft_no_more(self) -> None:
+        self.drafts_no_more = True
+
+    def _draft_again(self) -> None:
+        self.drafts_no_more = False
 
     def draft_up_to_the_end(self) -> None:
         """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
@@ -167,15 +199,52 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
         state.drafts = None if drops or spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         if state.drafter:
             state.drafter.carried, state.drafter.drops = state.drafts, drops
-        if state.sampler is None:
-            return stock(logits, spec_decode_metadata)
         try:
-            state.sampler.keys = state.keys(spec_decode_metadata)
+            if state.sampler is not None:
+                state.sampler.keys = state.keys(spec_decode_metadata)
             return stock(logits, spec_decode_metadata)
+        except Exception as error:
+            if spec_decode_metadata is None and state.sampler is None:  # nothing of das-adapter's was called
+                raise
+            state.fail_in_step(error)
+            return without_drafts(logits, getattr(spec_decode_metadata, "num_draft_tokens", None))
         finally:
-            state.sampler.keys = None
+            if state.sampler is not None:
+                state.sampler.keys = None
+
+    def without_drafts(logits: torch.Tensor, drafted: Sequence[int] | None) -> Any:
+        """Draw one token of each request, as a step without drafts does; `drafted`: draft tokens of each, None: nobody
+        had any."""
+        state.drafts = None
+        if state.drafter:
+            state.drafter.carried = None
+        if state.sampler is not None:
+            state.sampler.keys = state.first_keys(drafted)
+        return stock(logits if drafted is None else logits[state.first_rows(drafted)], None)
 
     return sample
+
+
+@patch(f"{_RUNNER}.propose_draft_token_ids", since="0.24", needs="scheduler_output, sampled_token_ids")
+def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
+    """Without it a failure of vLLM's own part in drafting ends the engine. Remove this patch when vLLM survives a
+    drafter's failure."""
+
+    def propose_draft_token_ids(scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        nothing: list[list[int]] = [[] for _ in range(len(sampled_token_ids))]
+        alone = state.runner.parallel_config.tensor_parallel_size == 1 or state.looks_up_alone
+        may_fail = alone and not state.runner.use_async_scheduling
+        if state.drafts_no_more and may_fail:
+            return nothing
+        try:
+            return stock(scheduler_output, sampled_token_ids, *args, **kwargs)
+        except Exception as error:
+            if not may_fail:  # the other ranks, or the step that is scheduled, count on these drafts
+                raise
+            state.fail_in_step(error)
+            return nothing
+
+    return propose_draft_token_ids
 
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
@@ -192,13 +261,15 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
             return output
         _, training = state.batch()
         if arrives is None:
-            state.count(output.sampled_token_ids, drafts, training)
+            with state.surviving():
+                state.count(output.sampled_token_ids, drafts, training)
             return output
 
         def get_output() -> Any:
             arrived = arrives()
             if arrived.sampled_token_ids:
-                state.count(arrived.sampled_token_ids, drafts, training)
+                with state.surviving():
+                    state.count(arrived.sampled_token_ids, drafts, training)
             return arrived
 
         output.get_output = get_output

@@ -9,6 +9,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
@@ -39,13 +40,21 @@ class Admission(AdaptiveVerificationManager):
     which came with the scheduler's output."""
 
     def __init__(
-        self, drops: Callable[[Iterable[str]], bool], ranking: Ranking, largest: int = 0, **stock: Any
+        self,
+        drops: Callable[[Iterable[str]], bool],
+        ranking: Ranking,
+        failed: Callable[[Exception], None],
+        largest: int = 0,
+        **stock: Any,
     ) -> None:
         """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps;
-        `largest`: most tokens that a graph holds, 0: there are none; `stock`: arguments of vLLM's manager. RuntimeError
-        or what the compiler raises: see `Ranking.check`."""
+        `failed`: is told why the chances of drafts could not be kept; `largest`: most tokens that a graph holds, 0:
+        there are none; `stock`: arguments of vLLM's manager. RuntimeError or what the compiler raises: see
+        `Ranking.check`."""
         super().__init__(**stock)
-        self.drops, self._largest = drops, largest
+        self.drops, self._failed, self._largest = drops, failed, largest
+        made_with = inspect.signature(AdaptiveVerificationManager.__init__).parameters
+        self._tells_admitted = "copy_admitted_drafts_to_host" in made_with  # vLLM 0.33 and later
         self._plan = DraftTokens(0)
         self.wanted: int = 0
         """What is drafted at the end of the present step."""
@@ -101,9 +110,20 @@ class Admission(AdaptiveVerificationManager):
         trims, most = budget < int(np.add.reduce(shares[0])), torch.from_numpy(shares[0])
         self._ranking.admit(shares, idx_mapping.long(), budget if trims else -1)
         self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
-        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+        answer = self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+        # Who shards a batch's sampling is told what each request has; there all requests have one length.
+        return (*answer, None) if self._tells_admitted else answer
 
-    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+    def record_confidences(self, *given: Any, **named: Any) -> None:
+        """Keep the chances of the newest drafts; see `AdaptiveVerificationManager`. The step's tokens are drawn by now:
+        nothing here may end it."""
+        try:
+            self._keep_chances(*given, **named)
+        except Exception as error:
+            self._plan = DraftTokens(0)
+            self._failed(error)
+
+    def _keep_chances(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
         self._plan = plan = DraftTokens(self.wanted)
         if plan.total:

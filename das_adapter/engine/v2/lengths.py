@@ -216,6 +216,15 @@ class DraftLengths:
             return DraftTokens(0, looks=self._looks(len(decoded.slots)))
         return _SILENCE
 
+    def rehearsed(self) -> None:
+        """End the rehearsal, and forget its request."""
+        with self._lock:
+            self._catch_up()
+            self.engine.rehearsed()
+            self.texts = LiveTexts(self.engine.config.num_draft_tokens, self.engine.live)
+            self._before, self._taken, self._last = None, None, None
+            self._unheard = self._silence = 0
+
     def _hear(self, step: Step) -> None:
         """Take what was drafted at the end of a step."""
         if (offer := step.offer) is not None:
@@ -223,7 +232,8 @@ class DraftLengths:
         if step.kinds is not None and self.engine.drafts is not None:
             kinds = step.kinds.numpy()
             self.texts.hear_kinds(step.req_ids, kinds)
-            self.engine.drafts.drafted_with(kinds)
+            if not self.engine.rehearsing:
+                self.engine.drafts.drafted_with(kinds)
 
     def _looks(self, requests: int) -> bool:
         """Return whether the next unscheduled step looks up what there is, while nothing is drafted: once for each time
@@ -238,6 +248,8 @@ class DraftLengths:
         if taken is None:
             return
         step, decoded, sums, now, *_ = taken
+        if self.engine.rehearsing:
+            return
         with self.engine.surviving():
             if sums.forwards:
                 busy = now - max(step.began, self._last or 0.0)

@@ -24,6 +24,7 @@ from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps, of_unequal_lengths, reads_text_alone
 from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
+from das_adapter.engine.v2.survival import on_all_ranks
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
@@ -64,10 +65,13 @@ class Speculation:
         source: HistorySpeculator | None,
         limits: Limits,
         confidence: DraftConfidence | None,
+        failed: Callable[[Exception], None],
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
         slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history;
-        `confidence`: where the controller is asked, and tokens are drawn with the policy's noise."""
+        `confidence`: where the controller is asked, and tokens are drawn with the policy's noise; `failed`: is told why
+        a step ends without drafts."""
+        self._failed = failed
         self.speculator, self._limits, self._confidence = speculator, limits, confidence
         self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
@@ -127,6 +131,13 @@ class Speculation:
         if confidence is not None:
             source.take_better(drafts, own, confidence.chances[: len(drafts)])
         return source.share(len(drafts))
+
+    def without_drafts(self, batch: Any, error: Exception) -> torch.Tensor:
+        """End a step in which drafting has failed; return tokens that the policy can read, int64 [requests, most]."""
+        if not on_all_ranks(error):
+            raise error
+        self._failed(error)
+        return self._certain(batch)
 
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
         batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
@@ -239,7 +250,13 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
                 more["num_speculative_tokens"] = num_speculative_tokens
             return stock(*inputs, *args[read:], **(kwargs | more))
 
-        return speculation.propose(run, Inputs(*args[:read]), speculation.wanted, args[read])
+        wanted = DraftTokens(speculation.wanted)
+        if "num_speculative_tokens" in kwargs:  # vLLM asks for none where no request of the step can use them
+            wanted = wanted.at_most(kwargs["num_speculative_tokens"])
+        try:
+            return speculation.propose(run, Inputs(*args[:read]), wanted, args[read])
+        except Exception as error:
+            return speculation.without_drafts(args[0], error)
 
     return propose
 

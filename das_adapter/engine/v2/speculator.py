@@ -3,6 +3,7 @@ host goes on scheduling."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from das_adapter.core.controller import least_chance
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.survival import on_all_ranks
 
 
 def keep_texts_on_device(states: Any) -> None:
@@ -84,10 +86,10 @@ class HistorySpeculator(BaseSpeculator):
         """Whether nothing is drafted or looked for at the end of the present step."""
         return self.wanted == 0 and not getattr(self.wanted, "looks", True)
 
-    def bind(self, states: Any, engine: EngineController | None) -> None:
+    def bind(self, states: Any, engine: EngineController | None, failed: Callable[[Exception], None]) -> None:
         """Draft for the requests of vLLM's `RequestState`, before memory is measured; `engine`: None: another rank
-        drafts."""
-        self._states, self._engine = states, engine
+        drafts; `failed`: is told why a step ends without drafts."""
+        self._states, self._engine, self._failed = states, engine, failed
         if self._group.world_size > 1:
             self._group.broadcast(self._drafts[:1], src=0)  # the first one allocates buffers, which count as memory
         if engine is not None and engine.history is not None:
@@ -115,11 +117,19 @@ class HistorySpeculator(BaseSpeculator):
     def propose(self, input_batch: Any, *inputs: Any, dummy_run: bool = False, **_: Any) -> torch.Tensor:
         """Draft for every request of the batch, int64 [requests, steps]; beyond a draft 0, which the policy can read.
         See `BaseSpeculator.propose`."""
-        if not dummy_run:
+        drafts = self._drafts[: input_batch.num_reqs]
+        if dummy_run:
+            return drafts
+        try:
             _, _, _, _, num_sampled = inputs[:5]
             self.draft(input_batch, num_sampled)
             self.share(input_batch.num_reqs)
-        return self._drafts[: input_batch.num_reqs]
+        except Exception as error:
+            if not on_all_ranks(error):
+                raise
+            self._failed(error)
+            drafts.zero_()
+        return drafts
 
     def draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
         """Look up a draft for every request of the batch, on the rank that drafts."""

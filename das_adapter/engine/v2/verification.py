@@ -98,12 +98,13 @@ def drop_drafts_beside_chosen_tokens(stock: Any) -> Any:
     return call
 
 
-def draw_without_drafts(sampler: Any, logits: torch.Tensor, batch: Any) -> Any:
+def draw_without_drafts(sampler: Any, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
     """Draw one token of each request with vLLM's sampler, and reject all drafts.
 
     Args:
         logits: float32 [rows, vocab]; request after request, its drafted positions and one more.
         batch: vLLM's `InputBatch`.
+        _: what else vLLM gives its rejection sampler.
 
     Returns:
         vLLM's `SamplerOutput`, of one row a request.

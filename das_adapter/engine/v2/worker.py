@@ -25,9 +25,11 @@ from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
+from das_adapter.engine.v2.survival import Survival, survive_verification
 from das_adapter.engine.worker import WorkerState
+from das_adapter.errors import DasError
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DRAFT_LENGTH
+from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -63,7 +65,7 @@ class DeviceWorkerState(WorkerState):
                 keep_texts_on_device(runner.req_states)
             beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.by_model else None
             self.source = beside or runner.speculator
-            self.source.bind(runner.req_states, self.engine)
+            self.source.bind(runner.req_states, self.engine, self.fail_in_step)
         if config.controlled:
             states = runner.req_states
             self._ranking = Ranking(states.max_num_reqs, states.num_speculative_steps, states.device)
@@ -74,11 +76,16 @@ class DeviceWorkerState(WorkerState):
         self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._step: Step | None = None
+        self.survival = Survival(runner, self.fail_in_step)
 
     @property
     def index(self) -> DeviceIndex | None:
         """What drafts from the history on this rank; None: nothing does."""
         return None if self.source is None else self.source.index
+
+    @property
+    def plans_travel(self) -> bool:
+        return self.config.controlled
 
     def response(self, req_id: str) -> LiveRequest | None:
         if self.lengths is not None:
@@ -91,7 +98,7 @@ class DeviceWorkerState(WorkerState):
         stock_noise = None if self.config.keyed else STOCK_NOISE
         sizes = self._drafted_sizes()
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        ours = self.drops_drafts, self._ranking, max(sizes, default=0)
+        ours = self.drops_drafts, self._ranking, self.fail_in_step, max(sizes, default=0)
         why = stock_noise or obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support)
         try:
             made = None if why else Admission(*ours, **{name: stock[name] for name in names})
@@ -130,6 +137,7 @@ class DeviceWorkerState(WorkerState):
         if self.config.drafter != "none":
             choose_lengths.apply(self, owner=self.runner)
             note_steps.apply(self, owner=self.runner)
+            survive_verification.apply(self.runner, self.fail_in_step, owner=self.runner)
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and bring the sealed text that is
@@ -178,6 +186,7 @@ class DeviceWorkerState(WorkerState):
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
+        scheduled = self.survival.taken(scheduled)
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
@@ -186,10 +195,30 @@ class DeviceWorkerState(WorkerState):
         begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
         self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
 
+    def note(self, scheduled: Any) -> None:
+        """Take what a step that begins asks for (vLLM's `SchedulerOutput`)."""
+        wanted = scheduled.num_spec_tokens_to_schedule
+        for part in (self.source, self.speculation, self.runner.adaptive_verification):
+            if isinstance(part, (HistorySpeculator, Speculation, Admission)):
+                part.wanted = wanted
+        error = getattr(wanted, "error", None)
+        if error is not None:
+            self.fail(DasError(error))
+        if self.rehearsal is not None and wanted:
+            self.rehearsal.asked |= isinstance(wanted, DraftTokens)
+
+    def _draft_no_more(self) -> None:
+        self.survival.stop()
+
+    def _draft_again(self) -> None:
+        self.survival.start_again()
+
     def leaves_out(self) -> bool:
         """Return whether the present step verifies no drafts, and nothing is drafted or looked for at its end: it may
         end as one of an engine without a speculator."""
         runner, source = self.runner, self.source
+        if self.survival.drafts_no_more:
+            return runner.execute_model_state is not None
         if source is None or source is not runner.speculator or not source.silent or runner.pp_handler is not None:
             return False
         if runner.execute_model_state is None:
@@ -205,23 +234,35 @@ class DeviceWorkerState(WorkerState):
             admitted, manager.admitted = manager.admitted, None
         if step is None or output is None or self.lengths is None:
             return output
-        step.offer = self.source and self.source.offer
-        step.kinds = self.speculation and self.speculation.kinds()
+        if self.survival.drafts_no_more:  # there were none, whatever was admitted before the step failed
+            admitted = None
+        else:
+            step.offer = self.source and self.source.offer
+            step.kinds = self.speculation and self.speculation.kinds()
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
             lengths.settle()
             result = stock()  # waits for the device
-            step.req_ids = result.req_ids
-            if admitted is not None:
-                step.admitted = admitted.numpy().astype(np.int64)
-            if self.speculation is not None:
-                step.calls = self.speculation.take()
-            setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
+            with self.surviving():
+                step.req_ids = result.req_ids
+                if admitted is not None:
+                    step.admitted = admitted.numpy().astype(np.int64)
+                if self.speculation is not None:
+                    step.calls = self.speculation.take()
+                if self.rehearsal is not None and step.given is not None:
+                    self.rehearsal.verified += int(step.given.sum())
+                    self.rehearsal.accepted += sum(max(0, len(got) - 1) for got in result.sampled_token_ids)
+                setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
             return result
 
         output.get_output = get_output
         return output
+
+    def rehearsed(self) -> dict[str, Any]:
+        """As `WorkerState.rehearsed`; its request is not of those that end with the next step."""
+        self._requests, self._begun, self._ended, self._step = {}, [], set(), None
+        return super().rehearsed()
 
     def refresh(self, message: Refresh) -> Refreshed:
         """As `WorkerState.refresh`, with what is on the device."""
@@ -256,7 +297,7 @@ class DeviceWorkerState(WorkerState):
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
         if self._limits is not None:  # a model drafts
             texts = self.runner.req_states.all_token_ids.gpu
-            ours = self.engine, self.source, self._limits, self._confidence
+            ours = self.engine, self.source, self._limits, self._confidence, self.fail_in_step
             self.speculation = Speculation(self.runner.speculator, self.config, texts, *ours)
 
 
@@ -272,18 +313,19 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
             return stock(scheduler_output, *args, **kwargs)
-        for part in (state.source, state.speculation, state.runner.adaptive_verification):
-            if isinstance(part, (HistorySpeculator, Speculation, Admission)):
-                part.wanted = scheduler_output.num_spec_tokens_to_schedule
+        with state.surviving():
+            state.note(scheduler_output)
         state.begin_standalone(scheduler_output)
         if state.lengths is None:
-            return stock(scheduler_output, *args, **kwargs)
+            return state.survival.take(stock, scheduler_output, *args, **kwargs)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
-            state.end(scheduler_output)
-        output = stock(scheduler_output, *args, **kwargs)
-        state.begin(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens:
-            state.start_step(scheduler_output)
+            with state.surviving():
+                state.end(scheduler_output)
+        output = state.survival.take(stock, scheduler_output, *args, **kwargs)
+        with state.surviving():
+            state.begin(scheduler_output)
+            if scheduler_output.total_num_scheduled_tokens:
+                state.start_step(scheduler_output)
         return output
 
     return execute_model
@@ -294,17 +336,21 @@ def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, no draft length is chosen, and each step without drafts does a
     speculator's work for none (V2 runner). Remove this patch when vLLM reports the tokens of each decode step to
     plug-ins, lets a worker choose the draft length, and leaves out that work."""
-    runner, nothing = state.runner, torch.empty(1, 0, dtype=torch.int64)
+    runner = state.runner
+    nothing = torch.empty(runner.max_num_reqs, 0, dtype=torch.int64, device=runner.device)
 
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(grammar_output: Any = None, *args: Any, **kwargs: Any) -> Any:
+        grammar_output = state.survival.masks(grammar_output)
         if not state.leaves_out():
-            return state.watch(stock(*args, **kwargs))
+            return state.watch(stock(grammar_output, *args, **kwargs))
         speculator, steps = runner.speculator, runner.num_speculative_steps
-        speculator.offer = None
-        runner.draft_tokens_handler.set_draft_tokens(runner.execute_model_state.input_batch, nothing)
+        if state.source is not None:
+            state.source.offer = None
+        batch = runner.execute_model_state.input_batch
+        runner.draft_tokens_handler.set_draft_tokens(batch, nothing[: batch.num_reqs])
         runner.speculator, runner.num_speculative_steps = None, 0
         try:
-            return state.watch(stock(*args, **kwargs))
+            return state.watch(stock(grammar_output, *args, **kwargs))
         finally:
             runner.speculator, runner.num_speculative_steps = speculator, steps
 

@@ -1,0 +1,172 @@
+"""The rehearsal: an engine takes a few real steps with drafts before its first request, from vLLM's scheduler to the
+tokens that come back. Where drafts do not arrive, the engine goes on as stock, and says what was in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from das_adapter import compat
+from das_adapter.config import DasConfig
+from das_adapter.engine.failures import place
+from das_adapter.engine.scheduler import DraftLength
+from das_adapter.engine.settings import runs_v2, settings
+from das_adapter.patching import patch
+from das_adapter.protocol.label import Label
+
+logger = logging.getLogger("das_adapter")
+
+REQUEST = "das_rehearsal"
+TOKEN = 1
+"""The only token that this request may write: its text repeats itself, so that the history has a draft for it. Not 0,
+with which drafts are filled up."""
+PROMPT_TOKENS = 4
+STEPS = {1: 3, 2: 6}
+"""Steps of the rehearsal by model runner. On V1 the first step drafts and the second verifies. On V2 a worker's choice
+comes to the third step, at whose end it drafts; all data-parallel ranks take the same number."""
+
+
+@patch("vllm.v1.engine.core:EngineCore.__init__", since="0.24", needs="vllm_config")
+def try_drafts(stock: Any) -> Any:
+    """Without it an engine whose vLLM does not fit das-adapter ends at its first draft, or never drafts and says
+    nothing. Remove this patch when vLLM tells plug-ins that an engine is ready."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        config = settings(self.vllm_config)
+        if config is not None and may_rehearse(config, self.vllm_config):
+            rehearse(self, config)
+
+    return init
+
+
+def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
+    """Return whether an engine drafts, and its steps concern nobody else."""
+    if config.drafter == "none" or vllm_config.model_config.runner_type == "pooling":
+        return False
+    if vllm_config.kv_transfer_config is not None:  # it would hand the request's keys and values on
+        logger.info("das: drafts are not tried before the first request: the engine has a KV connector")
+        return False
+    return True
+
+
+def rehearse(core: Any, config: DasConfig) -> None:
+    """Try the drafts of an engine (vLLM's `EngineCore`). Raises nothing."""
+    runner = 2 if runs_v2(core.vllm_config) else 1
+    scheduled, failure, began = 0, None, time.perf_counter()
+    try:
+        core.collective_rpc("das_rpc", args=("rehearse", {}))
+        with _watched(core.scheduler) as slots:
+            try:
+                _take_steps(core, STEPS[runner])
+            finally:
+                scheduled = sum(slots)
+                _clear(core)
+    except Exception as error:
+        failure = error
+    try:
+        answers = core.collective_rpc("das_rpc", args=("rehearsed", {}))
+        reason = _reason(config, scheduled, failure, answers)
+        if reason is None:
+            logging.getLogger("vllm.das_adapter").info(
+                "das: drafts arrive: %d tokens verified, %d accepted, in %.2f s before the first request",
+                *(answers[0]["verified"], answers[0]["accepted"], time.perf_counter() - began),
+            )
+            return
+        _give_up(core, reason)
+        if not answers[0]["error"]:  # else the worker has said so, with the place
+            logger.error(
+                "das: the %s drafter failed; the engine goes on as stock: no draft arrives on vLLM %s: %s",
+                *(config.drafter, _version(), reason),
+            )
+    except Exception as error:  # a worker that does not answer: the engine would fail at its first request too
+        logger.exception("das: the rehearsal of drafts can't be ended on vLLM %s: %r", _version(), error)
+
+
+def _take_steps(core: Any, steps: int) -> None:
+    """Run one request for some steps, and abort it."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    longest = core.vllm_config.model_config.max_model_len
+    prompt = [TOKEN] * min(PROMPT_TOKENS, longest - 1)
+    params = SamplingParams(
+        temperature=1.0,
+        seed=0,
+        max_tokens=longest - len(prompt),
+        ignore_eos=True,
+        allowed_token_ids=[TOKEN],
+        extra_args=Label(problem=0, record=False).extra_args(),
+    )
+    core.add_request(Request(REQUEST, prompt, params, None, block_hasher=core.request_block_hasher))
+    for _ in range(steps):
+        _, executed = core.step_fn()
+        core.post_step(executed)
+
+
+def _clear(core: Any) -> None:
+    """Remove the request from scheduler and workers, with all that it has left in the KV cache."""
+    core.abort_requests([REQUEST])
+    while core.batch_queue or core.scheduler.has_requests():
+        core.step_fn()
+    core.scheduler.reset_prefix_cache()
+
+
+@contextlib.contextmanager
+def _watched(scheduler: Any) -> Iterator[list[int]]:
+    """Note how many draft tokens the request is scheduled with, step by step."""
+    counts: list[int] = []
+    stock = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        counts.append(len(output.scheduled_spec_decode_tokens.get(REQUEST, ())))
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield counts
+    finally:
+        del scheduler.schedule
+
+
+def _reason(config: DasConfig, scheduled: int, failure: Exception | None, answers: list[dict[str, Any]]) -> str | None:
+    """Say why no draft has arrived; None: drafts have.
+
+    Args:
+        scheduled: draft tokens that the scheduler has made room for.
+        failure: of the engine's core; None: none.
+        answers: of all ranks, see `WorkerState.rehearsed`.
+    """
+    errors = [answer["error"] for answer in answers if answer.get("error")]
+    if errors:
+        return str(errors[0])
+    if failure is not None:
+        return f"{failure!r}{place(failure)}"
+    first = answers[0]
+    if not scheduled and not first["asked"]:
+        return "vLLM's scheduler asked for no draft, although the worker had chosen to draft"
+    if not first["asked"]:
+        return "the plan for the drafts was lost between vLLM's scheduler and the worker"
+    if not scheduled:
+        return "vLLM's scheduler gave the drafts no place in a step"
+    if not first["verified"]:
+        return "no draft token was verified"
+    if config.looked_up and config.keyed and not first["accepted"]:
+        return "no draft token was accepted, although the only token allowed was drafted"
+    return None
+
+
+def _give_up(core: Any, reason: str) -> None:
+    """Have an engine go on as stock."""
+    lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
+    if isinstance(lookup, DraftLength):
+        lookup.gave_up = True
+    core.collective_rpc("das_rpc", args=("give_up", {"error": reason}))
+
+
+def _version() -> str:
+    return compat.version("vllm") or "of unknown version"
