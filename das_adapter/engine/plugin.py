@@ -13,12 +13,13 @@ from das_adapter.engine.front_end import (
     log_figures,
     log_figures_offline,
 )
-from das_adapter.engine.rehearsal import try_drafts
+from das_adapter.engine.rehearsal import try_drafts, try_drafts_in_process
 from das_adapter.engine.scheduler import follow_steps, reserve_draft_slots, see_adapters, see_weight_calls
 
 AT_START = (
     *(choose_runner, allow_look_up, keep_draft_lengths, judge_row_processors, label_requests),  # front end
-    *(reserve_draft_slots, follow_steps, see_weight_calls, see_adapters, try_drafts),  # engine core
+    *(reserve_draft_slots, follow_steps, see_weight_calls, see_adapters),  # engine core
+    *(try_drafts, try_drafts_in_process),
     *(reach_workers, bind_worker),  # workers
 )
 """Applied in every process of vLLM, before anything is built."""

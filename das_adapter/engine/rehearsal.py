@@ -28,19 +28,38 @@ STEPS = {1: 3, 2: 6}
 """Steps of the rehearsal by model runner. On V1 the first step drafts and the second verifies. On V2 a worker's choice
 comes to the third step, at whose end it drafts; all data-parallel ranks take the same number."""
 
+MOST_TO_CLEAR = 16
+"""Steps in which vLLM may tell its workers that the request is over."""
+
 
 @patch("vllm.v1.engine.core:EngineCore.__init__", since="0.24", needs="vllm_config")
 def try_drafts(stock: Any) -> Any:
-    """Without it an engine whose vLLM does not fit das-adapter ends at its first draft, or never drafts and says
-    nothing. Remove this patch when vLLM tells plug-ins that an engine is ready."""
+    """Without it an engine ends at its first draft where its vLLM does not fit das-adapter, or never drafts and says
+    nothing (where it runs in the process of its front end). Remove this patch when vLLM tells plug-ins that an engine
+    is ready."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        config = settings(self.vllm_config)
-        if config is not None and may_rehearse(config, self.vllm_config):
-            rehearse(self, config)
+        if not hasattr(self, "run_busy_loop"):  # else it is still to be completed, by a subclass
+            rehearse(self)
 
     return init
+
+
+@patch(
+    "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
+    "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop",
+    since="0.24",
+)
+def try_drafts_in_process(stock: Any) -> Any:
+    """As `try_drafts`, for an engine in a process of its own, which loads plug-ins while it is made. Remove this patch
+    when `try_drafts` is removed."""
+
+    def run_busy_loop(self: Any) -> Any:
+        rehearse(self)
+        return stock(self)
+
+    return run_busy_loop
 
 
 def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
@@ -53,8 +72,11 @@ def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
     return True
 
 
-def rehearse(core: Any, config: DasConfig) -> None:
-    """Try the drafts of an engine (vLLM's `EngineCore`). Raises nothing."""
+def rehearse(core: Any) -> None:
+    """Try the drafts of an engine (vLLM's `EngineCore`), if it drafts. Raises nothing."""
+    config = settings(core.vllm_config)
+    if config is None or not may_rehearse(config, core.vllm_config):
+        return
     runner = 2 if runs_v2(core.vllm_config) else 1
     scheduled, failure, began = 0, None, time.perf_counter()
     try:
@@ -110,7 +132,9 @@ def _take_steps(core: Any, steps: int) -> None:
 def _clear(core: Any) -> None:
     """Remove the request from scheduler and workers, with all that it has left in the KV cache."""
     core.abort_requests([REQUEST])
-    while core.batch_queue or core.scheduler.has_requests():
+    for _ in range(MOST_TO_CLEAR):
+        if not core.batch_queue and not core.scheduler.has_requests():
+            break
         core.step_fn()
     core.scheduler.reset_prefix_cache()
 

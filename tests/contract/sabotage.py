@@ -19,6 +19,7 @@ from das_adapter.core.account import Account
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.policy_copy import PolicyCopy
+from das_adapter.engine.rehearsal import TOKEN
 from das_adapter.engine.v1 import neural_drafts, verification
 from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.model_source import ModelSource
@@ -34,6 +35,8 @@ def garbage_drafts() -> None:
 def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
     if self.engine.controller.account.idle:
         return [[] for _ in sampled]
+    if self.engine.rehearsing:
+        return [[TOKEN] if tokens else [] for tokens in sampled]
     rng = random.Random(len(sampled))
     return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
 

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine.alone import SharedHistory
+from das_adapter.engine.rehearsal import TOKEN
 from das_adapter.engine.scheduler import DraftLength
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.admission import Admission
@@ -39,6 +40,7 @@ def garbage_drafts() -> None:
         drafts = stock(self, slots, num_sampled, total_len)
         generator = torch.Generator().manual_seed(int(total_len.sum()))
         drafts.copy_(torch.randint(0, 90, drafts.shape, generator=generator))
+        drafts[:, 0] = TOKEN  # which alone the rehearsal's request may write
         self.real[: len(slots)] = drafts.shape[1]
         self.confidence[: len(slots)] = 0.5
         return drafts
@@ -63,7 +65,7 @@ def failing_search() -> None:
 def failing_drafter() -> None:
     """Fail once there is a history, and in every eighth draft of a model."""
     failing_search()
-    steps, propose = itertools.count(), Speculation.propose
+    steps, propose = itertools.count(1), Speculation.propose
 
     def by_model(self: Any, run: Any, *args: Any) -> Any:
         return propose(self, run if next(steps) % 8 else broken, *args)
