@@ -61,8 +61,10 @@ class HostWorkerState(WorkerState):
             for owner in (runner, runner.cudagraph_dispatcher):
                 if hasattr(owner, "uniform_decode_query_len"):
                     owner.uniform_decode_query_len = 1
-        for step_patch in (time_steps, key_rows, survive_drafting, count_tokens, settle_drafts):
+        for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
+        if not (self.drafter and self.draft_weights):  # else the drafter takes the place of what would fail
+            survive_drafting.apply(self, owner=self.runner)
 
     def response(self, req_id: str) -> LiveRequest | None:
         request = self.runner.requests.get(req_id)
