@@ -61,8 +61,8 @@ class EngineController:
         self._told: dict[str, Any] = {}
         """What was taken of this rollout: seconds saved, and why something is wrong."""
         self.live: dict[str, LiveRequest] = {}
-        vocabulary = vllm_config.model_config.get_vocab_size()
-        self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        self.history = HistorySource(config.looked_up, self._vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
         self.rehearsing = False
@@ -131,6 +131,8 @@ class EngineController:
         self.controller.rehearsed()
         self._take()
         self._told = {}
+        if self.history is not None and self.config.looked_up is not None:  # it has learned what is accepted
+            self.history = HistorySource(self.config.looked_up, self._vocabulary)
         self.rehearsing, self.log = False, self._log_of_run
 
     # A decode step

@@ -15,6 +15,7 @@ from das_adapter.engine.failures import place
 from das_adapter.engine.scheduler import DraftLength
 from das_adapter.engine.settings import runs_v2, settings
 from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.label import Label
 
 logger = logging.getLogger("das_adapter")
@@ -137,6 +138,9 @@ def _clear(core: Any) -> None:
             break
         core.step_fn()
     core.scheduler.reset_prefix_cache()
+    lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
+    if isinstance(lookup, DraftLength):
+        lookup.chosen = DraftTokens(0)
 
 
 @contextlib.contextmanager

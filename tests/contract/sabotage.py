@@ -17,6 +17,7 @@ from steady_clock import Clock, slow_policy, taking
 from das_adapter.core import account, plain_time
 from das_adapter.core.account import Account
 from das_adapter.cpu import vllm_fixes
+from das_adapter.engine import rehearsal
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.rehearsal import TOKEN
@@ -213,6 +214,12 @@ def failing_later(owner: Any, name: str) -> None:
     setattr(owner, name, fails)
 
 
+def without_rehearsal(act: Callable[[], None]) -> None:
+    """Do something else, and try no drafts before the first request."""
+    act()
+    rehearsal.may_rehearse = lambda *_: False
+
+
 PLACES = {
     "the keys of the noise": (HostWorkerState, "keys"),
     "the verification": (verification.KeyedRejectionSampler, "forward"),
@@ -238,6 +245,7 @@ SABOTAGE = {
     "no CPU fix": no_cpu_fix,
     "no room near max_model_len": no_room_at_the_end,
     "slow policy": slow_policy,
+    "slow policy, no rehearsal": functools.partial(without_rehearsal, slow_policy),
     "small chunks": small_chunks,
     "stale copy": stale_copy,
 }

@@ -60,6 +60,21 @@ def test_a_failure_in_a_later_step_costs_drafts_and_no_token_on_v1(engine: Any, 
     assert second["stats"]["accepted_tokens"] > 50
 
 
+@pytest.mark.parametrize(
+    ("runner", "drafter"), [("V1", "history"), ("V2", "history"), *nightly(("V2", "history+self"))]
+)
+def test_nothing_is_learned_from_the_rehearsal(v2_engine: Any, engine_of: Any, runner: str, drafter: str) -> None:
+    """Where step times are given, the same drafts are verified as if there had been none."""
+    run, das = v2_engine if runner == "V2" else engine_of({}), {"drafter": drafter, "history": {"device_bytes": "2MiB"}}
+    tried, not_tried = (
+        run(das=das, rounds=ROUNDS, sabotage=sabotage) for sabotage in ("slow policy", "slow policy, no rehearsal")
+    )
+    names = "steps", "tokens", "draft_tokens", "accepted_tokens", "history_requests", "state"
+    for a, b in zip(tried, not_tried, strict=True):
+        assert [a["stats"][name] for name in names] == [b["stats"][name] for name in names]
+    assert sum(found["stats"]["draft_tokens"] for found in tried) > 100
+
+
 def assert_stock(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
     """The engine has written stock's tokens without a draft, and has said once why."""
     assert tokens(result) == tokens(reference)

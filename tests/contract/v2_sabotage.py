@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
+from das_adapter.engine import rehearsal
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.rehearsal import TOKEN
 from das_adapter.engine.scheduler import DraftLength
@@ -297,6 +298,12 @@ def failing_once(owner: Any, name: str) -> None:
     setattr(owner, name, fails)
 
 
+def without_rehearsal(act: Callable[[], None]) -> None:
+    """Do something else, and try no drafts before the first request."""
+    act()
+    rehearsal.may_rehearse = lambda *_: False
+
+
 PLACES = {
     "the scheduler's room for drafts": (DraftLength, "_with_room"),
     "the begin of a step": (DeviceWorkerState, "begin"),
@@ -326,6 +333,7 @@ SABOTAGE = {
     "garbage drafts": garbage_drafts,
     "replayed passes": replayed_passes,
     "slow policy": slow_policy,
+    "slow policy, no rehearsal": functools.partial(without_rehearsal, slow_policy),
     "slow policy of one length": slow_policy_of_one_length,
     "small chunks": small_chunks,
     "weights at one place": functools.partial(weights_at_one_place, False),

@@ -102,6 +102,11 @@ class DeviceIndex:
                 self.words[kept.at : kept.at + len(text)].copy_(text)
                 torch.clamp(total_len[slot] - begin, max=len(text), out=self._text_len[kept.text])
 
+    def forget_outcomes(self) -> None:
+        """Forget which drafts were accepted."""
+        for learned in (self.offers, self.outcomes, self.cells, self.sources, self.chance):
+            learned.zero_()
+
     # A step
 
     def draft(self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:

@@ -262,6 +262,8 @@ class DeviceWorkerState(WorkerState):
     def rehearsed(self) -> dict[str, Any]:
         """As `WorkerState.rehearsed`; its request is not of those that end with the next step."""
         self._requests, self._begun, self._ended, self._step = {}, [], set(), None
+        if self.index is not None:
+            self.index.forget_outcomes()
         return super().rehearsed()
 
     def refresh(self, message: Refresh) -> Refreshed:
