@@ -7,11 +7,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from das_adapter import __version__, compat, patching
+from das_adapter import __version__, compat, patching, tried
 from das_adapter.config import parse
 from das_adapter.core.native import native
 from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS, STOCK_NOISE
@@ -24,8 +24,11 @@ class Finding:
     """What one check found."""
 
     name: str
-    state: Literal["ok", "absent", "symbols present", "broken"]
+    state: str
+    """`ok`, `absent` or `broken`; of a host also `tried`, `same code as ...` or `changed since ...`."""
     detail: str
+    changed: Sequence[str] = ()
+    """Functions of a host that have changed since the version that the state names."""
 
 
 def changes() -> list[dict[str, Any]]:
@@ -71,10 +74,12 @@ def _host(host: str) -> Finding:
         compat.require(host)
     except UnsupportedHost as error:
         return Finding(host, "broken", str(error))
+    found = tried.compare(host)
+    assert found is not None, "it has a version"
     checked = f"{version}; {len(known.symbols)} symbols are there"
-    if version.split("+")[0] in known.tried:
-        return Finding(host, "ok", checked)
-    return Finding(host, "symbols present", f"{checked}; tried are {', '.join(known.tried)}")
+    if found.changed:
+        checked = f"{tried.some_of(found.changed)}; the tests have not run on {version}"
+    return Finding(host, found.state, checked, found.changed)
 
 
 def _plugin_of_verl() -> Finding:
