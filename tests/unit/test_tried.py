@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
-import re
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from host_copies import change, copy_of
 
 from das_adapter import compat, tried
 
-NEWEST = Path(os.environ.get("DAS_TEST_NEWEST", Path(sys.prefix) / "newest")) / "vllm"
 SCHEDULER = "v1/core/sched/scheduler.py"
 
 
@@ -37,25 +32,6 @@ def test_the_record_is_that_of_the_installed_version(host: str) -> None:
         pytest.skip(f"{host} {version} is not one of the tried versions")
     assert tried.digests(host) == tried.recorded(host)[version], "run tools/digests.py"
     assert found.state == "tried"
-
-
-def copy(build: str, to: Path) -> Path:
-    """Make a copy of vLLM's sources, of the installed build or of the newest one."""
-    spec = importlib.util.find_spec("vllm")
-    source = NEWEST if build == "newest" else Path(spec.submodule_search_locations[0]) if spec else None
-    if source is None or not source.is_dir():
-        pytest.skip(f"there is no {build} build of vLLM")
-    only_python = shutil.ignore_patterns("*.so", "__pycache__")
-    return Path(shutil.copytree(source, to / "vllm", copy_function=os.symlink, ignore=only_python))
-
-
-def mutate(package: Path, file: str, old: str, new: str) -> None:
-    """Change a file of a copy of vLLM; `old` is a regular expression."""
-    path = package / file
-    text, count = re.subn(old, new, path.read_text(), count=1)
-    assert count, f"{file} has no {old}"
-    path.unlink()
-    path.write_text(text)
 
 
 MUTATIONS = {
@@ -95,21 +71,21 @@ MUTATIONS = {
 @pytest.mark.parametrize("build", ["installed", "newest"])
 @pytest.mark.parametrize("what", MUTATIONS)
 def test_a_change_of_vllm_is_found(what: str, build: str, tmp_path: Path) -> None:
-    package = copy(build, tmp_path)
-    *change, function = MUTATIONS[what]
-    mutate(package, *change)
+    package = copy_of("vllm", tmp_path, build)
+    *mutation, function = MUTATIONS[what]
+    change(package, *mutation)
     found = tried.compare("vllm", package)
     assert found is not None
     assert (found.state, found.changed) == (f"changed since {found.installed}", (function,))
-    lacking = list(map(str, compat.missing("vllm", package)))
+    lacking = list(map(str, compat.lacking("vllm", package)))
     renamed = [f"{function}(logits, spec_decode_metadata)"] if what == "a parameter renamed" else []
     assert lacking == renamed
 
 
 def test_the_value_more_that_vllm_0_33_returns_is_found(tmp_path: Path) -> None:
-    package = copy("newest", tmp_path)
+    package = copy_of("vllm", tmp_path, "newest")
     file = "v1/worker/gpu/spec_decode/adaptive_verification.py"
-    mutate(package, file, r"(def reallocate_drafts\((?:.*\n)+?        return \()", r"\1None, ")
+    change(package, file, r"(def reallocate_drafts\((?:.*\n)+?        return \()", r"\1None, ")
     found = tried.compare("vllm", package)
     assert found is not None
     path = "vllm.v1.worker.gpu.spec_decode.adaptive_verification.AdaptiveVerificationManager.reallocate_drafts"
@@ -117,8 +93,8 @@ def test_the_value_more_that_vllm_0_33_returns_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_only_written_otherwise_is_no_change(tmp_path: Path) -> None:
-    package = copy("installed", tmp_path)
-    mutate(package, SCHEDULER, r"num_spec_tokens_to_schedule=num_spec", "# a comment\n            \\g<0>")
+    package = copy_of("vllm", tmp_path)
+    change(package, SCHEDULER, r"num_spec_tokens_to_schedule=num_spec", "# a comment\n            \\g<0>")
     found = tried.compare("vllm", package)
     assert found is not None and found.changed == ()
 
