@@ -6,6 +6,7 @@ reads, a digest is recorded for each version that the tests have run on. `tools/
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def recorded(host: str) -> dict[str, dict[str, str]]:
     return versions
 
 
+@functools.cache
 def compare(host: str, directory: Path | None = None) -> Comparison | None:
     """Compare the code of a host with that of the versions on which the tests have run. None: it is not installed.
 

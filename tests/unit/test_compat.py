@@ -18,6 +18,7 @@ VERSIONS = Path(__file__).resolve().parents[2] / "docs/versions.md"
 def missing(monkeypatch: pytest.MonkeyPatch, *symbols: compat.Symbol) -> list[compat.Symbol]:
     """What the host, of which these symbols are needed, lacks."""
     compat.lacking.cache_clear()
+    tried.compare.cache_clear()
     monkeypatch.setattr(compat, "HOSTS", {"hostpkg": compat.Host(("hostpkg",), "2.0", ("2.1",), symbols)})
     return compat.missing("hostpkg")
 

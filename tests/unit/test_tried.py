@@ -13,6 +13,11 @@ from das_adapter import compat, tried
 SCHEDULER = "v1/core/sched/scheduler.py"
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_remembered() -> None:
+    tried.compare.cache_clear()
+
+
 @pytest.mark.parametrize("host", compat.HOSTS)
 def test_the_record_has_every_tried_version_and_all_that_is_relied_on(host: str) -> None:
     known, watched = tried.recorded(host), tried.watched(host)
