@@ -88,7 +88,8 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     if installed is None:
         return None
     found, known = digests(host, directory), recorded(host)
-    changed = {version: _differences(found, known[version]) for version in compat.HOSTS[host].tried}
+    tried = (version for version in compat.HOSTS[host].tried if version in known)  # a test holds that all are
+    changed = {version: _differences(found, known[version]) for version in tried}
     fewest = min(map(len, changed.values()))
     alike = [version for version in changed if len(changed[version]) == fewest]
     own = installed.split("+")[0]
