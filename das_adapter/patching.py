@@ -41,8 +41,11 @@ class Patch:
     """First version of the package that needs the patch."""
     needs: str = ""
     """Parameters of the targets that the patch relies on, separated by commas."""
+    feature: str = ""
+    """What is missing in das-adapter where the package lacks a target; empty: every run needs the patch, unless
+    `features.PARTS` has the target's module."""
     optional: bool = False
-    """Whether the package may lack a target's class or function, so that the patch does nothing."""
+    """Whether the package may lack a target's class or function because nothing is to be changed then."""
 
     @property
     def reasons(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from das_adapter import compat
+from das_adapter import compat, tried
 from das_adapter.engine.settings import history_name, hosted, runs_v2, settings
 from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
@@ -42,6 +42,8 @@ def bind_worker(stock: Any) -> Any:
         if config is None:
             return stock(self)
         compat.require("vllm")
+        if self.global_rank == 0:
+            tried.warn("vllm")
         v2 = runs_v2(self.vllm_config) and needs_v1(config) is None
         if v2 and on_cpu:
             import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before V2's is imported

@@ -257,7 +257,12 @@ def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
     return lambda *args, **kwargs: load(stock, *args, **kwargs)
 
 
-@patch("vllm.model_executor.model_loader.utils:process_weights_after_loading", since="0.24", needs="model")
+@patch(
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading",
+    since="0.24",
+    needs="model",
+    feature="drafters with weights of their own",
+)
 def process_once(stock: Any) -> Any:
     """Without it layers for MTP that no weight sync brings are lost at each, with kernels for which vLLM swaps or
     shuffles the weights of experts, and are read from the checkpoint again: hosts have vLLM do so after a weight sync
@@ -270,7 +275,9 @@ def process_once(stock: Any) -> Any:
     return process_weights_after_loading
 
 
-@patch("vllm.v1.worker.gpu_worker:Worker.sleep", since="0.24", needs="level")
+@patch(
+    "vllm.v1.worker.gpu_worker:Worker.sleep", since="0.24", needs="level", feature="drafters with weights of their own"
+)
 def keep_buffers_over_sleep(stock: Any, keep: Callable[[], None]) -> Any:
     """Without it, before vLLM 0.27, a drafter that does not share the policy's rotary tables has none after sleep at
     level 2: vLLM keeps the policy's alone. Remove this patch when 0.27 is the oldest vLLM that is supported."""

@@ -235,7 +235,7 @@ def label_requests(stock: Any) -> Any:
     return process_inputs
 
 
-@patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24")
+@patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24", feature="figures in vLLM's log")
 def log_figures(stock: Any) -> Any:
     """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint.
     Remove this patch when vLLM lets plug-ins add figures to its loggers."""
@@ -253,7 +253,10 @@ def log_figures(stock: Any) -> Any:
 
 
 @patch(
-    "vllm.v1.engine.llm_engine:LLMEngine.do_log_stats", "vllm.v1.engine.llm_engine:LLMEngine.get_metrics", since="0.24"
+    "vllm.v1.engine.llm_engine:LLMEngine.do_log_stats",
+    "vllm.v1.engine.llm_engine:LLMEngine.get_metrics",
+    since="0.24",
+    feature="figures in vLLM's log",
 )
 def log_figures_offline(stock: Any) -> Any:
     """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which would return the figures as

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from das_adapter import compat
+from das_adapter import compat, features
 from das_adapter.config import DasConfig
 from das_adapter.engine.settings import hosted, runs_v2
 from das_adapter.errors import ConfigError
@@ -76,6 +76,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
             f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
             f"its V2 model runner alone, but the engine runs V1: {why}"
         )
+    _refuse_what_is_missing(args, config, why)
     if args.speculative_config is None and why is None:
         return Choice(None, {"speculative_config": v2_speculative_config(config)})
     changed: dict[str, Any] = {}
@@ -93,6 +94,24 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     if why is None and not hosted(args):
         why = "its speculative_config is not das-adapter's"
     return Choice(why, changed)
+
+
+def _refuse_what_is_missing(args: Any, config: DasConfig, v1: str | None) -> None:
+    """Refuse an engine that needs what the installed vLLM leaves out, and say what it goes on without; `v1`: why it
+    runs the V1 model runner, None: it runs V2."""
+    drafter = f"das.drafter={config.drafter!r}"
+    asked = {} if v1 is None else {features.V1_RUNNER: f"V1, because {v1}"}
+    if config.neural:
+        asked[features.OWN_WEIGHTS] = drafter
+        if v1 is not None:
+            asked[features.V1_DRAFTERS] = drafter
+    if config.method in ("dflash", "dspark"):
+        asked[features.DFLASH] = drafter
+    if config.method == "dspark":
+        asked[features.DSPARK] = drafter
+    compat.refuse_without("vllm" if v1 is not None else compat.V2_RUNNER, asked)
+    alone = () if hosted(args) else (features.WEIGHT_CALLS, features.ADAPTERS)
+    compat.warn_without("vllm", (features.ENGINE_FIGURES, *alone))
 
 
 def set_v1(why: str) -> None:

@@ -130,7 +130,12 @@ def follow_steps(stock: Any) -> Any:
     return update_from_output
 
 
-@patch("vllm.v1.engine.core:EngineCore.collective_rpc", since="0.24", needs="method")
+@patch(
+    "vllm.v1.engine.core:EngineCore.collective_rpc",
+    since="0.24",
+    needs="method",
+    feature="weight syncs by calls of workers, without a host",
+)
 def see_weight_calls(stock: Any) -> Any:
     """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
     parameters. Remove this patch when vLLM tells plug-ins that its weights were updated."""
@@ -144,7 +149,12 @@ def see_weight_calls(stock: Any) -> Any:
     return collective_rpc
 
 
-@patch("vllm.v1.engine.core:EngineCore.add_lora", since="0.24", needs="lora_request")
+@patch(
+    "vllm.v1.engine.core:EngineCore.add_lora",
+    since="0.24",
+    needs="lora_request",
+    feature="weight syncs of adapters, without a host",
+)
 def see_adapters(stock: Any) -> Any:
     """Without it an engine without a host does not see that a trainer has sent its adapter again. Remove this patch
     when vLLM tells plug-ins that an adapter was loaded."""

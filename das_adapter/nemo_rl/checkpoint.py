@@ -6,8 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from das_adapter.config import make_absolute
+from das_adapter import compat, features
+from das_adapter.config import DasConfig, make_absolute
 from das_adapter.config_errors import refuse_elsewhere
+from das_adapter.features import feature_of
 from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
 
@@ -37,6 +39,7 @@ def begin_history(stock: Any) -> Any:
     "nemo_rl.utils.checkpoint:CheckpointManager.init_tmp_checkpoint",
     since="0.6.0",
     needs="step, training_info, run_config",
+    feature="checkpoints of the history",
 )
 def save_history(stock: Any) -> Any:
     """Without it checkpoints have no history. NeMo-RL renames the directory when the checkpoint is complete. Remove
@@ -65,6 +68,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
     das = settings.check(generation)
     if das is None:
         return
+    _refuse_what_is_missing(das, master_config, algorithm)
     make_absolute(generation["das"], das)
     if das.history.run_ahead != "off" and (reason := settings.no_effect(algorithm, master_config)):
         logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
@@ -83,6 +87,18 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
         facts = checkpoint.facts_of(das.history.scope, tokenizer)
         generation[settings.FACTS] = facts
         checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
+
+
+def _refuse_what_is_missing(das: DasConfig, master_config: Any, algorithm: str) -> None:
+    """Refuse a run that asks for what NeMo-RL leaves out; say what it goes on without."""
+    asked = {feature_of(algorithm): algorithm}
+    if (getattr(master_config, "data_plane", None) or {}).get("enabled"):
+        asked[features.DATA_PLANE] = "data_plane.enabled=true"
+    if das.history.run_ahead != "off":
+        asked[features.RUN_AHEAD] = f"{settings.BLOCK}.history.run_ahead={das.history.run_ahead!r}"
+    compat.refuse_without("nemo_rl", asked)
+    if das.saves_history:
+        compat.warn_without("nemo_rl", [features.CHECKPOINTS])
 
 
 def _generation(config: Any) -> dict[str, Any]:

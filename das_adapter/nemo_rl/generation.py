@@ -73,7 +73,7 @@ class DasVllmGeneration(VllmGeneration):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process, such as NeMo-RL's single controller, which writes checkpoints itself."""
         self.__dict__.update(state)
-        save_history.apply()
+        save_history.try_apply()
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""

@@ -32,14 +32,23 @@ def choose_workers(stock: Any) -> Any:
     "nemo_rl.algorithms.grpo:VllmGeneration",
     "nemo_rl.algorithms.ppo:VllmGeneration",
     "nemo_rl.algorithms.distillation:VllmGeneration",
-    "nemo_rl.algorithms.single_controller:VllmGeneration",
     "nemo_rl.algorithms.single_controller_utils.setup:VllmGeneration",
     since="0.6.0",
-    optional=True,
 )
 def use_our_generation(stock: Any) -> Any:
     """Without it the trainer generates without labels, length-aware dispatch and das-adapter's figures. Remove this
     patch when NeMo-RL lets the config name the generation class."""
+    return _our_generation()
+
+
+@patch("nemo_rl.algorithms.single_controller:VllmGeneration", since="0.6.0", optional=True)
+def know_our_generation(stock: Any) -> Any:
+    """As `use_our_generation`, in a module that only names the class. Remove this patch when `use_our_generation` is
+    removed."""
+    return _our_generation()
+
+
+def _our_generation() -> Any:
     from das_adapter.nemo_rl.generation import DasVllmGeneration
 
     return DasVllmGeneration
@@ -51,7 +60,6 @@ def use_our_generation(stock: Any) -> Any:
     "nemo_rl.algorithms.ppo:validate",
     "nemo_rl.algorithms.distillation:validate",
     since="0.6.0",
-    optional=True,
 )
 def mark_validation(stock: Any) -> Any:
     """Without it validation rollouts enter the history. Remove this patch when NeMo-RL marks requests of a
@@ -75,6 +83,7 @@ def mark_validation(stock: Any) -> Any:
     "nemo_rl.algorithms.grpo:grpo_train",
     since="0.6.0",
     needs="policy_generation, wrapped_dataloader, grpo_save_state, master_config",
+    feature="run-ahead",
 )
 def look_ahead(stock: Any) -> Any:
     """Without it run-ahead has no effect. Remove this patch when NeMo-RL shows plug-ins the batches that come."""
@@ -98,7 +107,10 @@ def look_ahead(stock: Any) -> Any:
     return grpo_train
 
 
-HOOKS = (choose_workers, save_history, use_our_generation, mark_validation, begin_history, look_ahead)
+HOOKS = (
+    *(choose_workers, save_history, use_our_generation, know_our_generation),
+    *(mark_validation, begin_history, look_ahead),
+)
 """Applied in the driver, each when its module is imported."""
 
 

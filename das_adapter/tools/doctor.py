@@ -7,11 +7,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from das_adapter import __version__, compat, patching
+from das_adapter import __version__, compat, features, patching, tried
 from das_adapter.config import parse
 from das_adapter.core.native import native
 from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS, STOCK_NOISE
@@ -24,8 +24,11 @@ class Finding:
     """What one check found."""
 
     name: str
-    state: Literal["ok", "absent", "symbols present", "broken"]
+    state: str
+    """`ok`, `absent` or `broken`; of a host also `tried`, `same code as ...` or `changed since ...`."""
     detail: str
+    changed: Sequence[str] = ()
+    """Functions of a host that have changed since the version that the state names."""
 
 
 def changes() -> list[dict[str, Any]]:
@@ -43,7 +46,9 @@ def examine() -> Iterator[Finding]:
     """Check the parts of the installation one after the other."""
     yield Finding("das-adapter", "ok", __version__)
     yield _native_core()
-    yield from map(_host, compat.HOSTS)
+    for host in compat.HOSTS:
+        yield _host(host)
+        yield from _left_out(host)
     if compat.version("verl"):
         yield _plugin_of_verl()
     if compat.version("vllm") and not compat.missing("vllm"):
@@ -71,10 +76,25 @@ def _host(host: str) -> Finding:
         compat.require(host)
     except UnsupportedHost as error:
         return Finding(host, "broken", str(error))
+    found = tried.compare(host)
+    assert found is not None, "it has a version"
     checked = f"{version}; {len(known.symbols)} symbols are there"
-    if version.split("+")[0] in known.tried:
-        return Finding(host, "ok", checked)
-    return Finding(host, "symbols present", f"{checked}; tried are {', '.join(known.tried)}")
+    if found.changed:
+        checked = f"{tried.some_of(found.changed)}; the tests have not run on {version}"
+    return Finding(host, found.state, checked, found.changed)
+
+
+def _left_out(host: str) -> Iterator[Finding]:
+    """Say which features a host leaves out: runs that do not ask for them work. One of vLLM's model runners must be
+    there."""
+    if compat.version(host) is None:
+        return
+    found, v2 = compat.unavailable(host), host == "vllm" and not compat.missing(compat.V2_RUNNER)
+    if v2:
+        found |= compat.unavailable(compat.V2_RUNNER)
+    for feature, gone in found.items():
+        state = "broken" if feature == features.V1_RUNNER and not v2 else "absent"
+        yield Finding(feature, state, f"{host} lacks {', '.join(map(str, gone))}")
 
 
 def _plugin_of_verl() -> Finding:
@@ -104,13 +124,15 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
 
 
 _ENGINE_START = """
+import sys
 import torch
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "", flush=True)
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
+if "V1" in sys.argv:
+    import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 from vllm.triton_utils import HAS_TRITON
 print(HAS_TRITON)
 """
@@ -118,7 +140,9 @@ print(HAS_TRITON)
 
 def _engine_process() -> Iterator[Finding]:
     """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
-    run = subprocess.run([sys.executable, "-P", "-c", _ENGINE_START], capture_output=True, text=True, check=False)
+    v1 = features.V1_RUNNER not in compat.unavailable("vllm")
+    start = [sys.executable, "-P", "-c", _ENGINE_START, *(["V1"] if v1 else [])]
+    run = subprocess.run(start, capture_output=True, text=True, check=False)
     reason = [f"exit code {run.returncode}", *run.stderr.strip().splitlines()][-1]
     works = Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
     yield replace(works, state="broken", detail=reason) if run.returncode else works

@@ -140,7 +140,12 @@ async def _drop(*_: Any, **__: Any) -> None:
     """Take the output of an agent loop that has asked for nothing."""
 
 
-@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead", since="0.9.1", adds=True)
+@patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead",
+    since="0.9.1",
+    adds=True,
+    feature="run-ahead",
+)
 def write_ahead(stock: None) -> Any:
     """Without it the trainer cannot show agent loop workers the next batch. Remove this patch when veRL lets plug-ins
     add methods to its agent loop workers."""

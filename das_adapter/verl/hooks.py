@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from das_adapter import compat
+from das_adapter import compat, features
 from das_adapter.config import make_absolute
 from das_adapter.patching import patch, when_imported
 from das_adapter.verl import ahead, identity, settings, training
@@ -46,16 +46,18 @@ def check_at_start(stock: Any) -> Any:
     return check_first
 
 
-@patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
+@patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1", feature="routing")
 def route_requests(stock: Any) -> Any:
     """Without it `routing` does nothing. Remove this patch when veRL lets the config choose the load
     balancer."""
-    from das_adapter.verl.router import balancer
 
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         das = settings.of_rollout(self.rollout_config)
         if das is not None and das.routing != "host" and self._load_balancer_cls is None:
-            self._load_balancer_cls = balancer(das, self.rollout_config)
+            if features.ROUTING not in compat.unavailable("verl"):  # else `settings.check` has said so
+                from das_adapter.verl.router import balancer
+
+                self._load_balancer_cls = balancer(das, self.rollout_config)
         return stock(self, *args, **kwargs)
 
     return init
@@ -66,7 +68,6 @@ def route_requests(stock: Any) -> Any:
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint",
     "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.load_checkpoint",
     since="0.9.1",
-    optional=True,
 )
 def load_history(stock: Any) -> Any:
     """Without it a resumed run starts cold, and the logger does not know of the block: a checkpoint is loaded at every
@@ -93,7 +94,6 @@ def load_history(stock: Any) -> Any:
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint",
     "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",
     since="0.9.1",
-    optional=True,
 )
 def save_history(stock: Any) -> Any:
     """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
@@ -109,7 +109,12 @@ def save_history(stock: Any) -> Any:
     return save
 
 
-@patch("verl.utils.tracking:Tracking.log", since="0.9.1", needs="data, step, backend")
+@patch(
+    "verl.utils.tracking:Tracking.log",
+    since="0.9.1",
+    needs="data, step, backend",
+    feature="figures of the rollouts in the trainer's log",
+)
 def log_figures(stock: Any) -> Any:
     """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
     metrics to a step."""

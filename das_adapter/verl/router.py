@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
-
-from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.config import DasConfig
 from das_adapter.core.routing import Replicas
+from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
+from das_adapter.sources import Sources
+
+_HOMES, _NAME = "verl.workers.rollout.router.*", "GlobalRequestLoadBalancer"
+"""Where veRL has its balancer: the module, or a part of it where it is a package (verl#6940)."""
 
 
-class DasLoadBalancer(GlobalRequestLoadBalancer):
+def stock_balancer() -> Any:
+    """Return the class of veRL's balancer. UnsupportedHost: veRL has none where it is known to be."""
+    home = Sources("verl").home(_HOMES, _NAME)
+    if home is None:
+        raise UnsupportedHost(f"found no {_NAME} in {_HOMES}")
+    return getattr(importlib.import_module(home), _NAME)
+
+
+_Stock: Any = stock_balancer()
+
+
+class DasLoadBalancer(_Stock):
     """veRL's balancer that keeps groups together (`longest_first`), or takes the replica with the fewest requests
     without veRL's random tie-break (`least_loaded`).
 

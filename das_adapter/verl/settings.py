@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from das_adapter import compat
+from das_adapter import compat, features
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import check_host, refuse_elsewhere
 from das_adapter.errors import ConfigError
@@ -64,7 +64,44 @@ def check(config: Any) -> DasConfig | None:
     check_files(das)
     compat.require("vllm")
     compat.require("verl")
+    compat.refuse_without("verl", _asked(das, config))
+    compat.warn_without("verl", _expected(das, config))
     return das
+
+
+def _asked(das: DasConfig, config: Any) -> dict[str, str]:
+    """Return the features that a run asks for, each with the key that does."""
+    trainer, history = _get(config, "trainer"), f"{BLOCK}.history"
+    asynchronous = _get(config, "async_training") is not None
+    asked: dict[str, str] = {}
+    if asynchronous:
+        asked[features.FULLY_ASYNC] = "async_training"
+    elif _get(trainer, "use_v1"):
+        asked[features.V1_TRAINERS] = "trainer.use_v1=True"
+    if das.routing != "host" and "routing" in das.model_fields_set:
+        asked[features.ROUTING] = f"{BLOCK}.routing={das.routing!r}"
+    if das.history.load:
+        asked[_checkpoints(config)] = f"{history}.load={das.history.load!r}"
+    if das.history.run_ahead != "off":
+        key = f"{history}.run_ahead={das.history.run_ahead!r}"
+        asked |= dict.fromkeys((features.RUN_AHEAD, features.ROUTING, _checkpoints(config)), key)
+    return asked
+
+
+def _expected(das: DasConfig, config: Any) -> list[str]:
+    """Return the features that a run has by default, and does without where veRL leaves them out."""
+    expected = [features.FIGURES]
+    if das.routing != "host":
+        expected.append(features.ROUTING)
+    if das.saves_history:
+        expected.append(_checkpoints(config))
+    return expected
+
+
+def _checkpoints(config: Any) -> str:
+    """Return the feature of checkpoints that have the history, with the trainers that a run has."""
+    v1 = _get(_get(config, "trainer"), "use_v1") and _get(config, "async_training") is None
+    return features.V1_CHECKPOINTS if v1 else features.V0_CHECKPOINTS
 
 
 def _get(node: Any, key: str) -> Any:

@@ -56,8 +56,9 @@ def main() -> None:
 
     if V2:
         v2_cpu.lift_limits()
-    from das_adapter import compat
+    from das_adapter import compat, tried
 
+    tried.compare("vllm")
     for relied_on in ("vllm", compat.V2_RUNNER, compat.V2_NEURAL):
         compat.missing(relied_on)  # remembered, so that no fork looks again
     # vLLM collects what it had frozen when an engine ends: in a fork, all that the forks have in common.

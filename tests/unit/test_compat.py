@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from das_adapter import compat
+from das_adapter import compat, tried
 from das_adapter.errors import UnsupportedHost
 from das_adapter.tools.doctor import examine
 
@@ -17,7 +17,8 @@ VERSIONS = Path(__file__).resolve().parents[2] / "docs/versions.md"
 
 def missing(monkeypatch: pytest.MonkeyPatch, *symbols: compat.Symbol) -> list[compat.Symbol]:
     """What the host, of which these symbols are needed, lacks."""
-    compat.missing.cache_clear()
+    compat.lacking.cache_clear()
+    tried.compare.cache_clear()
     monkeypatch.setattr(compat, "HOSTS", {"hostpkg": compat.Host(("hostpkg",), "2.0", ("2.1",), symbols)})
     return compat.missing("hostpkg")
 
@@ -67,9 +68,9 @@ def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monk
     ("name", "found", "state"),
     [
         ("Thing.method", None, "absent"),
-        ("Thing.method", "2.1+cpu", "ok"),
-        ("Thing.method", "3.0", "symbols present"),
-        ("Thing.method", "1.9", "symbols present"),  # a development version may have them before its number says so
+        ("Thing.method", "2.1+cpu", "tried"),
+        ("Thing.method", "3.0", "same code as 2.1"),
+        ("Thing.method", "1.9", "same code as 2.1"),  # a development version may have it before its number says so
         ("Thing.gone", "2.1", "broken"),
     ],
 )
@@ -77,7 +78,8 @@ def test_symbols_decide_and_the_version_says_more(
     package: str, name: str, found: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bool(missing(monkeypatch, compat.Symbol(package, name))) == (state == "broken")
-    monkeypatch.setattr(compat, "version", lambda host: found if host == "hostpkg" else None)
+    monkeypatch.setattr(compat, "version", lambda host, *_: found if host == "hostpkg" else None)
+    monkeypatch.setattr(tried, "recorded", lambda host: {"2.1": tried.digests(host)})
     assert {finding.name: finding.state for finding in examine()}["hostpkg"] == state
 
 

@@ -55,10 +55,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         entry_points = archive.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"das_adapter"}
     package = {name for name in names if "dist-info" not in name}
-    assert {Path(name).suffix for name in package} == {".html", ".py", ".so", ".typed", ".yaml"}
+    assert {Path(name).suffix for name in package} == {".html", ".json", ".py", ".so", ".typed", ".yaml"}
     assert not {name for name in package if "test" in name or "benchmark" in name}
     assert len([name for name in package if name.endswith(".so")]) == 1
     assert "das_adapter/nemo_rl/das.yaml" in package, "NeMo-RL's overlay"
+    assert "das_adapter/tried_digests.json" in package
     assert wheel.stat().st_size < 2 * 2**20
     for extra in ("plot", "verl", "verl-cpu", "docs", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
