@@ -23,6 +23,7 @@ _VLLM_CORE = symbols("""
         Scheduler._make_cached_request_data
     vllm.v1.core.sched.async_scheduler: AsyncScheduler
     vllm.v1.engine.core: EngineCore.step EngineCore.step_with_batch_queue EngineCore.post_step EngineCore.add_request
+        EngineCore.abort_requests
     vllm.v1.engine.output_processor: OutputProcessor.process_outputs
     vllm.v1.worker.worker_base: WorkerWrapperBase.execute_model WorkerWrapperBase.update_environment_variables
     vllm.v1.worker.gpu_worker: Worker.init_device Worker.execute_model Worker.sample_tokens Worker.take_draft_token_ids
@@ -52,6 +53,7 @@ _VLLM_V2 = symbols("""
     vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator: StandaloneARSpeculator.propose
     vllm.v1.worker.gpu.sample.sampler: Sampler.__call__ Sampler.sample
     vllm.v1.worker.gpu.async_utils: AsyncOutput
+    vllm.v1.worker.gpu.structured_outputs: StructuredOutputsWorker.apply_grammar_bitmask _build_grammar_mapping
 """)
 _VERL = symbols("""
     verl.workers.rollout.llm_server: LLMServerManager._init_global_load_balancer LLMServerClient._acquire_server

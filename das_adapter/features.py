@@ -24,6 +24,7 @@ DSPARK = "the drafter dspark"
 DFLASH = "weight syncs of the drafter dflash"
 OWN_WEIGHTS = "drafters with weights of their own"
 ENGINE_FIGURES = "figures in vLLM's log"
+REHEARSAL = "trying drafts before the first request"
 WEIGHT_CALLS = "weight syncs by calls of workers, without a host"
 ADAPTERS = "weight syncs of adapters, without a host"
 

@@ -33,7 +33,12 @@ MOST_TO_CLEAR = 16
 """Steps in which vLLM may tell its workers that the request is over."""
 
 
-@patch("vllm.v1.engine.core:EngineCore.__init__", since="0.24", needs="vllm_config")
+@patch(
+    "vllm.v1.engine.core:EngineCore.__init__",
+    since="0.24",
+    needs="vllm_config",
+    feature="trying drafts before the first request",
+)
 def try_drafts(stock: Any) -> Any:
     """Without it an engine ends at its first draft where its vLLM does not fit das-adapter, or never drafts and says
     nothing (where it runs in the process of its front end). Remove this patch when vLLM tells plug-ins that an engine
@@ -51,6 +56,7 @@ def try_drafts(stock: Any) -> Any:
     "vllm.v1.engine.core:EngineCoreProc.run_busy_loop",
     "vllm.v1.engine.core:DPEngineCoreProc.run_busy_loop",
     since="0.24",
+    feature="trying drafts before the first request",
 )
 def try_drafts_in_process(stock: Any) -> Any:
     """As `try_drafts`, for an engine in a process of its own, which loads plug-ins while it is made. Remove this patch

@@ -111,7 +111,7 @@ def _refuse_what_is_missing(args: Any, config: DasConfig, v1: str | None) -> Non
         asked[features.DSPARK] = drafter
     compat.refuse_without("vllm" if v1 is not None else compat.V2_RUNNER, asked)
     alone = () if hosted(args) else (features.WEIGHT_CALLS, features.ADAPTERS)
-    compat.warn_without("vllm", (features.ENGINE_FIGURES, *alone))
+    compat.warn_without("vllm", (features.ENGINE_FIGURES, features.REHEARSAL, *alone))
 
 
 def set_v1(why: str) -> None:
