@@ -9,6 +9,7 @@ of unequal lengths replay full CUDA graphs: one graph for each captured number o
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, repeat
@@ -32,6 +33,8 @@ from das_adapter.protocol.engine_args import DraftTokens
 ADMITS = "_das_admits"
 """Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from vLLM's arguments; returns None
 where all requests of a step have one length."""
+COPIES_ADMITTED = "copy_admitted_drafts_to_host" in inspect.signature(AdaptiveVerificationManager.__init__).parameters
+"""Whether vLLM, from 0.33 on, also asks for the admitted draft tokens on the host; None: it needs them not."""
 
 
 class Admission(AdaptiveVerificationManager):
@@ -101,7 +104,8 @@ class Admission(AdaptiveVerificationManager):
         trims, most = budget < int(np.add.reduce(shares[0])), torch.from_numpy(shares[0])
         self._ranking.admit(shares, idx_mapping.long(), budget if trims else -1)
         self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
-        return self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+        allocated = self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
+        return (*allocated, None) if COPIES_ADMITTED else allocated
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
