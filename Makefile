@@ -15,7 +15,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest -m ""
 WITH_NEMO_RL := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl))
 PYTEST := $(WITH_NEMO_RL) $(BIN)/python -m pytest
-TESTED := $(VENV)/newest $(VENV)/newer $(if $(NEMO_RL),$(VENV)/nemo_rl)
+NEWER := $(if $(shell sed -n 's/^vllm==//p' constraints-newer.txt),$(VENV)/newer)
+TESTED := $(VENV)/newest $(NEWER) $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
 # A few tests of vLLM's V2 runner, for a release that has no CPU build. make matrix runs all of them on it.
@@ -50,7 +51,7 @@ figures: env  # list the results of which the measured code has changed since; R
 
 test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
 	$(PYTEST) -n 2 --no-loadscope-reorder
-	DAS_TEST_NEWEST=$(VENV)/newer $(BIN)/python -m pytest -n 2 $(ON_NEWER)
+	$(if $(NEWER),DAS_TEST_NEWEST=$(NEWER) $(BIN)/python -m pytest -n 2 $(ON_NEWER))
 
 long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
 	$(PYTEST) -m long --ignore tests/e2e -n 2 --no-loadscope-reorder
@@ -60,7 +61,7 @@ long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the
 hosts: $(VENV)/hosts $(VENV)/newest  # run the tests of trainers on plain vLLM engines, some minutes each
 	PYTHONPATH=$< $(BIN)/python -m pytest -m hosts
 
-matrix: $(VENV)/newer  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
+matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
 	$(BIN)/python tools/matrix.py --run
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
