@@ -25,6 +25,7 @@ from das_adapter.bench.engines import (
     cache_bytes,
     engine,
     generate,
+    on_v1,
     process,
     prompts,
     sampling,
@@ -168,12 +169,7 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
 
 def _start(plan: Plan, das: dict[str, Any] | None, directory: Path) -> None:
     """Start an engine; `das`: None for one without drafts, which is stock vLLM on V2, whose own noise is keyed."""
-    from vllm.triton_utils import HAS_TRITON
-
-    from das_adapter.config import DasConfig
-    from das_adapter.protocol.engine_args import needs_v1
-
-    if das is None and (needs_v1(DasConfig()) or not HAS_TRITON):
+    if das is None and on_v1():
         das = KEYED
     longest = max(plan.contexts) + _written(plan) + 32
     if das and "draft_model" in das["drafter"]:
