@@ -15,8 +15,15 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest -m ""
 WITH_NEMO_RL := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl))
 PYTEST := $(WITH_NEMO_RL) $(BIN)/python -m pytest
-TESTED := $(VENV)/newest $(if $(NEMO_RL),$(VENV)/nemo_rl)
+NEWER := $(if $(shell sed -n 's/^vllm==//p' constraints-newer.txt),$(VENV)/newer)
+TESTED := $(VENV)/newest $(NEWER) $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
+
+# A few tests of vLLM's V2 runner, for a release that has no CPU build. make matrix runs all of them on it.
+ON_NEWER := tests/contract/test_v2_kernels.py::test_kernels_equal_their_reference_in_the_interpreter \
+  "tests/contract/test_v2_losslessness.py::test_tokens_and_logprobs_are_stock_vllms[history]" \
+  "tests/contract/test_v2_copy.py::test_tokens_are_stock_vllms_and_the_copy_follows_the_policy[self]" \
+  "tests/contract/test_v2_neural.py::test_tokens_do_not_depend_on_a_controlled_drafter[history+eagle3]"
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
@@ -44,6 +51,7 @@ figures: env  # list the results of which the measured code has changed since; R
 
 test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
 	$(PYTEST) -n 2 --no-loadscope-reorder
+	$(if $(NEWER),DAS_TEST_NEWEST=$(NEWER) $(BIN)/python -m pytest -n 2 $(ON_NEWER))
 
 long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
 	$(PYTEST) -m long --ignore tests/e2e -n 2 --no-loadscope-reorder
@@ -53,7 +61,7 @@ long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the
 hosts: $(VENV)/hosts $(VENV)/newest  # run the tests of trainers on plain vLLM engines, some minutes each
 	PYTHONPATH=$< $(BIN)/python -m pytest -m hosts
 
-matrix: env  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
+matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
 	$(BIN)/python tools/matrix.py --run
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
@@ -89,6 +97,12 @@ $(VENV)/.installed: constraints-cpu.txt pyproject.toml
 # The newest vLLM CPU build, for the contract tests.
 $(VENV)/newest: constraints-newest.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints-newest.txt
+	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
+	touch $@
+
+# The newest release, while it has no CPU build: its Python over the libraries of the newest CPU build.
+$(VENV)/newer: constraints-newer.txt constraints-newest.txt tools/newer.py | $(VENV)/newest
+	$(BIN)/python tools/newer.py --newest $(VENV)/newest --out $@
 	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
 	touch $@
 

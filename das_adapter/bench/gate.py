@@ -20,8 +20,10 @@ from das_adapter.bench.engines import (
     Found,
     Measured,
     Plan,
+    apart,
     cache_bytes,
     engine,
+    on_v1,
     process,
     step_seconds,
 )
@@ -40,10 +42,7 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
 
     All engines are there at once, with a share of the memory each, and take turns: a machine's host has slow seconds,
     and they meet all arms alike."""
-    from das_adapter.config import DasConfig
-    from das_adapter.protocol.engine_args import needs_v1
-
-    arms = {"stock": None, "history": HISTORY} | ({"none, keyed": KEYED} if needs_v1(DasConfig()) else {})
+    arms = {"stock": None, "history": HISTORY} | ({"none, keyed": KEYED} if apart(plan, on_v1) else {})
     found: Found = {"arms": {}, "of_stock": {name: {} for name in arms if name != "stock"}}
     with contextlib.ExitStack() as engines:
         run = {name: engines.enter_context(process(plan, IN_PROCESS if plan.tiny else {})) for name in arms}

@@ -25,6 +25,7 @@ from das_adapter.bench.engines import (
     cache_bytes,
     engine,
     generate,
+    on_v1,
     process,
     prompts,
     sampling,
@@ -127,12 +128,9 @@ def _arm(
     plan: Plan, folder: Path, kernels: dict[str, str], das: Block | None = None, off: Future[Found] | None = None
 ) -> Found:
     """Return what an engine of its own has written; with a drafter, beside the texts of `off`, once they are there."""
-    from das_adapter.config import DasConfig
-    from das_adapter.protocol.engine_args import needs_v1
-
     with process(plan, IN_PROCESS | kernels) as run:
         if not off:
-            run(_start, plan, KEYED if needs_v1(DasConfig()) else None, folder)  # V2's own noise is keyed
+            run(_start, plan, None, folder)
             return {"texts": run(_write, plan, None)[0]}
         run(_start, plan, ALWAYS | (das or {}), folder)
         texts: Texts = off.result()["texts"]
@@ -170,6 +168,9 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, directory: Path) -> None:
+    """Start an engine; `das`: None for one without drafts, which is stock vLLM on V2, whose own noise is keyed."""
+    if das is None and on_v1():
+        das = KEYED
     longest = max(plan.contexts) + _written(plan) + 32
     if das and "draft_model" in das["drafter"]:
         das = das | {"draft": {"model": str(directory / "drafter")}}

