@@ -27,10 +27,10 @@ def mutated(package: Path, into: Path, changes: Mapping[str, tuple[str, str]]) -
 
 
 ON_V2 = {
-    "one value more is returned": {
+    "one value more is expected": {
         "v1/worker/gpu/model_runner.py": (
-            r"cu_num_logits, query_start_loc, total_num_draft_tokens = \(",
-            "cu_num_logits, query_start_loc, total_num_draft_tokens, _ = (",
+            r"adaptive_verification\.reallocate_drafts\(req_ids, idx_mapping\)",
+            "adaptive_verification.reallocate_drafts(req_ids, idx_mapping)[:-1]",
         )
     },
     "a field has another name": {
