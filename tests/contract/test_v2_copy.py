@@ -4,6 +4,7 @@ vLLM's."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +134,12 @@ def test_an_engine_without_a_host_quantises_the_weights_that_were_loaded(v2_engi
     assert result[1]["runner"] == V2_RUNNER
     assert result[1]["fresh_copy"]
     assert min(rates(result)) > 0.8
+
+
+def test_no_pass_is_made_for_drafts_that_no_request_can_use(v2_engine: Any, newest_env: dict[str, str]) -> None:
+    """From vLLM 0.33 on: all requests get their last token in the same step."""
+    output = Path(newest_env["PYTHONPATH"]) / "vllm/v1/core/sched/output.py"
+    rounds = synced([Round(requests(shortened(PLAIN, 6), 6, ignore_eos=True))])
+    (found,) = v2_engine(das=SELF, rounds=rounds, sabotage="any draft length, reading along")
+    assert found["stats"]["drafter_passes"] == (5 if "skip_drafts" in output.read_text() else 6)
+    assert found["stats"]["accepted_tokens"] > 0

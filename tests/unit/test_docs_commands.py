@@ -57,7 +57,7 @@ COMMANDS = {
     ),
     r"pip install (trl|--no-deps openrlhf|--no-deps --ignore-requires-python skyrl .*)": "make hosts",
     r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
-    r"make env|pip install -c constraints-cpu\.txt -e \S+|das-adapter cpu-setup": "make test",
+    r"make env|pip install -c constraints/cpu\.txt -e \S+|das-adapter cpu-setup": "make test",
     r"make (test|check|wheel|docs)": "itself",
 }
 SIMULATION: dict[str, Any] = {
