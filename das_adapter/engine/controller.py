@@ -68,7 +68,7 @@ class EngineController:
         self.rehearsing = False
         """Whether drafts are tried before the first request."""
         self._log_of_run = self.log
-        self._gave_up: Exception | None = None
+        self._gave_up: str | None = None
         """Why nothing will be drafted in this engine, weight sync or not; None: drafts can come."""
         known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
@@ -160,18 +160,18 @@ class EngineController:
         """Draft no more until the next weight sync, and say so once."""
         if self.failed:
             return
-        self._stop(error)
+        self._stop(repr(error))
         lasts = "the engine goes on as stock" if self.rehearsing else "no drafts until the next weight sync"
         log_failure(error, self.config.drafter, lasts)
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, reason: str) -> None:
         """Draft no more: the drafting path can't run on this vLLM."""
-        self._gave_up = error
-        self._stop(error)
+        self._gave_up = reason
+        self._stop(reason)
 
-    def _stop(self, error: Exception) -> None:
-        self.counters.error = repr(error)
-        self.controller.account.stop(repr(error), State.FAILED)
+    def _stop(self, reason: str) -> None:
+        self.counters.error = reason
+        self.controller.account.stop(reason, State.FAILED)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:

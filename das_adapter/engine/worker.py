@@ -170,7 +170,7 @@ class WorkerState:
         self.gave_up = True
         self._draft_no_more()
         if self._decides is not None:
-            self._decides.engine.give_up(DasError(error))
+            self._decides.engine.give_up(error)
         self.counters.error = error
 
     def fail_in_step(self, error: Exception) -> None:

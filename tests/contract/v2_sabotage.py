@@ -99,7 +99,8 @@ def noted(act: Callable[[], None]) -> None:
 def draws_unasked(speculator: Any) -> int:
     """Return how often a model draws a token that nobody wants, where it only reads along: vLLM leaves that out from
     0.33 on for drafters that read the policy's hidden states."""
-    return 0 if "skip_sample" in inspect.signature(speculator._prefill).parameters else 1
+    prefill = getattr(speculator, "_prefill", None)
+    return 0 if prefill is not None and "skip_sample" in inspect.signature(prefill).parameters else 1
 
 
 def count_unequal() -> None:
