@@ -25,7 +25,13 @@ VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0"
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
 EXPERTS = "tests/contract/test_models.py"
 """V1 returns the routing of experts before vLLM 0.31 alone."""
-V2_TESTS = tuple(f"tests/contract/test_v2_{name}.py" for name in ("losslessness", "kernels", "copy"))
+WITHOUT_KERNELS = ("0.29.0", "0.30.0")
+"""Whose CPU builds have no stand-in for a Triton kernel of V1's neural drafters, or capture no experts' routing: stock
+vLLM raises there, too."""
+V2_TESTS = (
+    *(f"tests/contract/test_v2_{name}.py" for name in ("losslessness", "kernels", "copy")),
+    "tests/contract/test_survival.py",
+)
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
 """Of vLLM's V1 model runner, where other engines run V2."""
@@ -123,9 +129,11 @@ def tested(version: str, name: str, directory: Path, torch: Path | None) -> str:
             python(env, "-m", "das_adapter.cli", "cpu-setup")
             drafters = drafters_on_v2(env)
             found = f"torch {loaded.stdout.strip()}: {passed(env, '-k', 'not newest', *TESTS)}"
-            found += f"; experts: {passed(env, '-k', 'default and returns_its_routing', '-m', '', EXPERTS)}"
-            if drafters:
+            if version not in WITHOUT_KERNELS:
+                found += f"; experts: {passed(env, '-k', 'default and returns_its_routing', '-m', '', EXPERTS)}"
+            if drafters and version not in WITHOUT_KERNELS:
                 found += f"; neural drafters: {passed(env, '-k', 'not newest', '-m', '', V1_BESIDE_V2)}"
+            if drafters:
                 found += f"; {on_v2(directory, drafters)}"
             if version == VERLS:
                 found += f"; veRL: {passed(dict(os.environ), '-m', '', f'{VERL}[{version}]')}"
