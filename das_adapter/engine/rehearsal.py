@@ -87,6 +87,10 @@ def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
     model = vllm_config.model_config
     if config.drafter == "none" or model.runner_type == "pooling" or model.is_encoder_decoder:
         return False
+    from vllm import envs
+
+    if getattr(envs, "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", False):  # the ranks that it joins are decoding
+        return False
     if vllm_config.kv_transfer_config is not None:  # it would hand the request's keys and values on
         logger.info("das: drafts are not tried before the first request: the engine has a KV connector")
         return False
