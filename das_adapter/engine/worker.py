@@ -132,7 +132,8 @@ class WorkerState:
         answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
         if not self.gave_up:
             self._draft_again()
-            self.counters.error = None
+            if self._decides is None:  # else it has begun anew itself
+                self.counters.error = None
         if self.copy is not None:
             self.copy.quantise()
         if not self.draft_weights or self.standalone is None or self.standalone.synced:
