@@ -1,15 +1,19 @@
-"""Measure the controller on a real engine: rollout time by budget policy, fixed draft length and starting batch.
+"""Measure the controller on a real engine: rollout time by budget policy, fixed draft
+length and starting batch.
 
     python benchmarks/controller.py --out FILE.json
 
-The policy is a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its history is its own text with
-tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16 tokens, and lengths off by a fifth
-(replayed acceptance). Lengths are forced, with a long tail.
+The policy is a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its
+history is its own text with tokens exchanged at rates of 5 to 40 % (`--rates`), one
+rate for each stretch of 16 tokens, and lengths off by a fifth (replayed acceptance).
+Lengths are forced, with a long tail.
 
-All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
-the step times and the chances learned there, and with the same history under problem ids of its own. `idle` is the
-drafter doing nothing, `k3` three draft tokens for each request. Of `--repeats` the fastest counts. On one core seconds
-are those of the processor, for the figures and for the controller: other work on the machine takes no time.
+All arms run in one engine, one after the other, in turns. The engine has been rolling
+out before: each arm starts with the step times and the chances learned there, and with
+the same history under problem ids of its own. `idle` is the drafter doing nothing, `k3`
+three draft tokens for each request. Of `--repeats` the fastest counts. On one core
+seconds are those of the processor, for the figures and for the controller: other work
+on the machine takes no time.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
 )
-THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))))
+THREADS = int(
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+)
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -57,7 +63,10 @@ SHAPE = {
     "bos_token_id": 0,
 }
 MOST = 31
-PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
+# problem ids of an arm, and weight versions from one to the next: it never sees
+# another's
+PROBLEMS = 10000
+WINDOW = 32
 STRETCH = 16  # tokens of a history that agree with what is written at one rate
 POLICIES = ("optimal", "das", "uniform", "unlimited")
 
@@ -65,11 +74,21 @@ POLICIES = ("optimal", "das", "uniform", "unlimited")
 class Bench:
     """One engine, its requests and their history."""
 
-    def __init__(self, das: dict[str, Any], rates: list[float], at_once: int = 64, group: int = 4, seed: int = 0):
+    def __init__(
+        self,
+        das: dict[str, Any],
+        rates: list[float],
+        at_once: int = 64,
+        group: int = 4,
+        seed: int = 0,
+    ):
         from das_adapter.core.index.store import HistoryStore
 
-        self.rates, self.seed, self.turn = rates, seed, 0
-        self.at_once, self.group = at_once, group
+        self.rates = rates
+        self.seed = seed
+        self.turn = 0
+        self.at_once = at_once
+        self.group = group
         directory = Path(f"/tmp/das-random-{os.getpid()}")
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(SHAPE))
@@ -87,9 +106,13 @@ class Bench:
         self.drafter = getattr(self.runner, "drafter", None)
 
     def requests(self, count: int, longest: int) -> list[dict[str, Any]]:
-        """Groups of samples of a problem with lengths of a log-normal tail, and a history each."""
+        """Groups of samples of a problem with lengths of a log-normal tail, and a
+        history each.
+        """
         rng = np.random.default_rng(self.seed)
-        scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // self.group)), self.group)[:count]
+        scale = np.repeat(
+            rng.lognormal(np.log(longest / 6), 0.7, -(-count // self.group)), self.group
+        )[:count]
         lengths = np.clip(scale * rng.lognormal(0, 0.25, count), 8, longest).astype(int)
         lengths[int(np.argmax(lengths))] = longest
         prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
@@ -101,10 +124,16 @@ class Bench:
     def run(self, requests: list[dict[str, Any]]) -> tuple[float, list[list[int]]]:
         """Seconds of a rollout and its tokens."""
         problems = (r["problem"] + self.turn * PROBLEMS for r in requests)
-        params = sampling((r["most"] for r in requests), problems, (r["seed"] for r in requests))
-        return generate(self.llm, [{"prompt_token_ids": r["prompt"]} for r in requests], params)
+        params = sampling(
+            (r["most"] for r in requests), problems, (r["seed"] for r in requests)
+        )
+        return generate(
+            self.llm, [{"prompt_token_ids": r["prompt"]} for r in requests], params
+        )
 
-    def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
+    def history(
+        self, requests: list[dict[str, Any]], texts: list[list[int]]
+    ) -> list[tuple[int, bytes, int]]:
         """What the run is taken to have written at weight versions 0 and 1."""
         rng = np.random.default_rng(self.seed + 1)
         found = []
@@ -112,7 +141,9 @@ class Bench:
             for r, text in zip(requests, texts, strict=True):
                 ids = np.asarray(text, dtype=np.int32)
                 other = rng.integers(1, 32000, len(ids), dtype=np.int32)
-                rate = np.repeat(rng.choice(self.rates, len(ids) // STRETCH + 1), STRETCH)[: len(ids)]
+                rate = np.repeat(
+                    rng.choice(self.rates, len(ids) // STRETCH + 1), STRETCH
+                )[: len(ids)]
                 ids = np.where(rng.random(len(ids)) < rate, other, ids)
                 length = max(4, int(len(ids) * rng.lognormal(0, 0.2)))
                 tail = rng.integers(1, 32000, max(0, length - len(ids)), dtype=np.int32)
@@ -127,30 +158,50 @@ class Bench:
 
         HistoryPolicy(HistoryConfig()).remember(self.store, written)
 
-    def practise(self, index: Any, remember: Callable[[Any], Any], count: int = 300) -> None:
-        """Draft for `count` other problems of the same kind without the engine: what a run has learned before.
-        `remember`: makes trajectories the history that the index maps."""
+    def practise(
+        self, index: Any, remember: Callable[[Any], Any], count: int = 300
+    ) -> None:
+        """Draft for `count` other problems of the same kind without the engine: what a
+        run has learned before. `remember`: makes trajectories the history that the
+        index maps.
+        """
         rng = np.random.default_rng(self.seed + 2)
         texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
         problems = [{"problem": i} for i in range(count)]  # those of turn 0
         remember(self.history(problems, [text.tolist() for text in texts]))
         for r, text in zip(problems, texts, strict=True):
-            handle, at = index.open(r["problem"], text[:1]), 1
+            handle = index.open(r["problem"], text[:1])
+            at = 1
             while at < len(text):
                 (flat,), _ = index.draft([handle], [min(MOST, len(text) - at)], 0.01)
-                kept = int(np.argmin(np.append(flat == text[at : at + len(flat)], False)))
+                kept = int(
+                    np.argmin(np.append(flat == text[at : at + len(flat)], False))
+                )
                 index.extend(handle, text[at : at + kept + 1])
                 at += kept + 1
             index.close(handle, keep=False)
 
-    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
-        """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
+    def prepare(
+        self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None
+    ) -> None:
+        """A controller for an arm, with the step times seen so far, and the history
+        under new problem ids.
+        """
         from das_adapter.config import DasConfig
         from das_adapter.core.controller import Controller
         from das_adapter.engine.timing import StepTimer
-        from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
+        from das_adapter.protocol.messages import (
+            Published,
+            Refresh,
+            Trajectory,
+            responses,
+        )
 
-        policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
+        policy, most = (
+            (arm, MOST)
+            if arm in POLICIES
+            else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
+        )
         speculate = "auto" if arm == "optimal" else "always"
         drafter = self.drafter
         das = DasConfig(budget=policy, max_draft_tokens=most, speculate=speculate)
@@ -160,18 +211,25 @@ class Bench:
         drafter.settle()
         drafter.catch_up()  # what was put off is about the controller before
         drafter.engine.close(list(drafter.engine.live))
-        drafter.engine.controller, drafter.timer = controller, StepTimer()
+        drafter.engine.controller = controller
+        drafter.timer = StepTimer()
         drafter.engine.counters.take()
         self.turn += 1
-        shift, version = self.turn * PROBLEMS, self.turn * WINDOW
-        kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
+        shift = self.turn * PROBLEMS
+        version = self.turn * WINDOW
+        kept = [
+            Trajectory(problem + shift, text, version + age - 2)
+            for problem, text, age in trajectories
+        ]
         self.remember(kept)
         history = Published(str(self.store.directory), self.store.generation)
         drafter.refresh(Refresh(version, history, responses(kept).tobytes()))
         if arm == "idle":
             controller.account.stop("idle")
 
-    def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
+    def arm(
+        self, name: str, requests: Any, trajectories: Any, times: Any
+    ) -> dict[str, Any]:
         """Run one arm's rollout."""
         self.prepare(name, trajectories, times)
         seconds, texts = self.run(requests)
@@ -195,11 +253,18 @@ def digest(texts: list[list[int]]) -> str:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the repetition that took least time; other processes on the machine only add to it."""
-    return {**min(rows, key=lambda r: float(r["seconds"])), "all_seconds": [round(r["seconds"], 3) for r in rows]}
+    """Return the repetition that took least time; other processes on the machine only
+    add to it.
+    """
+    return {
+        **min(rows, key=lambda r: float(r["seconds"])),
+        "all_seconds": [round(r["seconds"], 3) for r in rows],
+    }
 
 
-def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+def compare(
+    bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any
+) -> dict[str, Any]:
     """Roll out the same requests with every arm, in turns."""
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
@@ -214,7 +279,9 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
         "requests": count,
         "longest": max(map(len, texts)),
         "tokens": sum(map(len, texts)),
-        "identical_tokens": len({r["hash"] for rs in rows.values() for r in rs} | {digest(texts)}) == 1,
+        "identical_tokens": (
+            len({r["hash"] for rs in rows.values() for r in rs} | {digest(texts)}) == 1
+        ),
         "arms": found,
     }
 
@@ -236,13 +303,27 @@ def warm(bench: Bench) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="requests of a rollout")
-    parser.add_argument("--longest", type=int, default=160, help="tokens of the longest response")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8, 32, 64],
+        help="requests of a rollout",
+    )
+    parser.add_argument(
+        "--longest", type=int, default=160, help="tokens of the longest response"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--group", type=int, default=4, help="samples of a problem")
-    parser.add_argument("--at-once", type=int, default=64, help="requests that the engine runs at once")
-    parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, "k1", "k3", "k7"])
+    parser.add_argument(
+        "--at-once", type=int, default=64, help="requests that the engine runs at once"
+    )
+    parser.add_argument(
+        "--arms", nargs="+", default=["idle", *POLICIES, "k1", "k3", "k7"]
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -250,10 +331,16 @@ def main() -> None:
 
     if THREADS == 1:
         time.perf_counter = time.process_time
-    block = {"budget": "optimal", "max_draft_tokens": MOST, "verify": {"noise": "keyed"}}
+    block = {
+        "budget": "optimal",
+        "max_draft_tokens": MOST,
+        "verify": {"noise": "keyed"},
+    }
     bench = Bench(block, args.rates, args.at_once, args.group)
     times = warm(bench)
-    arguments = {name: value for name, value in vars(args).items() if name != "out"} | {"threads": THREADS}
+    arguments = {name: value for name, value in vars(args).items() if name != "out"} | {
+        "threads": THREADS
+    }
     result: dict[str, Any] = {
         "provenance": provenance(),
         "arguments": arguments,
@@ -265,9 +352,16 @@ def main() -> None:
         result["rollouts"][str(count)] = row
         save(args.out, result)
         base = row["arms"][args.arms[0]]["seconds"]
-        print(f"{count} requests, {row['tokens']} tokens, identical tokens: {row['identical_tokens']}")
+        print(
+            f"{count} requests, {row['tokens']} tokens, identical tokens:"
+            f" {row['identical_tokens']}"
+        )
         for arm, figures in row["arms"].items():
-            print(f"  {arm:10} {figures['seconds'] / base:5.2f}  {figures['all_seconds']}", flush=True)
+            print(
+                f"  {arm:10} {figures['seconds'] / base:5.2f} "
+                f" {figures['all_seconds']}",
+                flush=True,
+            )
     os._exit(0)  # vLLM's own teardown adds nothing
 
 

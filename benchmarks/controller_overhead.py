@@ -1,16 +1,18 @@
-"""Measure the processor time of V1's proposer in one decode step, and of V2's choice of draft lengths, with that of the
-controller, by batch size.
+"""Measure the processor time of V1's proposer in one decode step, and of V2's choice of
+draft lengths, with that of the controller, by batch size.
 
     python benchmarks/controller_overhead.py [--out FILE.json]
 
-The proposer drafts for requests whose texts agree with their siblings' and their history in nine tokens of ten. A step
-waits for what it does before a forward pass, after it and when its drafts are taken, and for the search: that of more
-than four requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step of the 1.5B shape at a
-context of 2048 tokens.
+The proposer drafts for requests whose texts agree with their siblings' and their
+history in nine tokens of ten. A step waits for what it does before a forward pass,
+after it and when its drafts are taken, and for the search: that of more than four
+requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step
+of the 1.5B shape at a context of 2048 tokens.
 
-On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output` takes what a step brought and
-chooses, `settle` learns from it while the device works. Of both, `core` is what the controller takes, `hear` and `take`
-what the live texts take. All figures are of the quietest of three rounds.
+On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output`
+takes what a step brought and chooses, `settle` learns from it while the device works.
+Of both, `core` is what the controller takes, `hear` and `take` what the live texts
+take. All figures are of the quietest of three rounds.
 """
 
 from __future__ import annotations
@@ -31,16 +33,30 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.roofline import Roofline
 
 BATCHES = (1, 8, 64, 256)
-GROUP, CONTEXT, VOCABULARY, STEPS = 8, 2048, 151936, 300
+GROUP = 8
+CONTEXT = 2048
+VOCABULARY = 151936
+STEPS = 300
 CORE = "search", "decide", "worth", "learn", "timed"
 CHEAP = StepModel(base=0.008, token=8e-6)
-"""Seconds of a step on V2, in which most drafts are worth verifying at each of the batch sizes."""
+"""Seconds of a step on V2, in which most drafts are worth verifying at each of the
+batch sizes.
+"""
 SCHEDULER_US = 5.0
-"""Of vLLM's scheduler for a request, after a step and before its drafts are taken: 1.36 ms for 256 on vLLM 0.27.1."""
+"""Of vLLM's scheduler for a request, after a step and before its drafts are taken: 1.36
+ms for 256 on vLLM 0.27.1.
+"""
 
 
-def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.ndarray]], roof: Roofline) -> Any:
-    """V1's proposer for requests with these texts, whose problems have a history, on that roofline."""
+def proposer(
+    texts: np.ndarray,
+    problems: list[int],
+    past: list[tuple[int, np.ndarray]],
+    roof: Roofline,
+) -> Any:
+    """V1's proposer for requests with these texts, whose problems have a history, on
+    that roofline.
+    """
     from vllm import SamplingParams
 
     from das_adapter.engine.requests import LABEL
@@ -48,7 +64,11 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
     from das_adapter.protocol.engine_args import SETTINGS_KEY
     from das_adapter.protocol.label import Label
 
-    model = {"max_model_len": texts.shape[1], "get_vocab_size": lambda: VOCABULARY, "enforce_eager": True}
+    model = {
+        "max_model_len": texts.shape[1],
+        "get_vocab_size": lambda: VOCABULARY,
+        "enforce_eager": True,
+    }
     vllm_config: Any = SimpleNamespace(
         additional_config={SETTINGS_KEY: {"drafter": "history"}},
         speculative_config=object(),
@@ -57,13 +77,20 @@ def proposer(texts: np.ndarray, problems: list[int], past: list[tuple[int, np.nd
         model_config=SimpleNamespace(**model, quantization="unknown"),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    drafter, params = Proposer(vllm_config), SamplingParams(max_tokens=None)
+    drafter = Proposer(vllm_config)
+    params = SamplingParams(max_tokens=None)
     drafter.engine.controller.account.time.engine = StepTimes(roof.line())
     requests = {
-        str(i): SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params, **{LABEL: Label(problem)})
+        str(i): SimpleNamespace(
+            prompt_token_ids=text[:8].tolist(),
+            sampling_params=params,
+            **{LABEL: Label(problem)},
+        )
         for i, (problem, text) in enumerate(zip(problems, texts, strict=True))
     }
-    drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=list(requests)))
+    drafter.runner = SimpleNamespace(
+        requests=requests, input_batch=SimpleNamespace(req_ids=list(requests))
+    )
     drafter.engine.history.index = index = OwnHistory()
     for problem, text in past:
         index.add(problem, text, 0)
@@ -75,40 +102,62 @@ def propose(batch: int) -> dict[str, float]:
     """Microseconds for which a step waits, and their share of it."""
     from das_adapter.bench.engines import SHAPES
 
-    rng, roof = np.random.default_rng(batch), Roofline.of(SHAPES["1.5b"], DEVICES["h100"])
+    rng = np.random.default_rng(batch)
+    roof = Roofline.of(SHAPES["1.5b"], DEVICES["h100"])
     problems = [i // GROUP for i in range(batch)]
-    poems = rng.integers(0, VOCABULARY, (problems[-1] + 1, CONTEXT + 8 * STEPS), dtype=np.int32)
+    poems = rng.integers(
+        0, VOCABULARY, (problems[-1] + 1, CONTEXT + 8 * STEPS), dtype=np.int32
+    )
 
     def varied(problem: int) -> np.ndarray:
         other = rng.integers(0, VOCABULARY, poems.shape[1], dtype=np.int32)
         return np.where(rng.random(poems.shape[1]) < 0.1, other, poems[problem])
 
-    texts, past = np.stack([varied(p) for p in problems]), [(p, varied(p)) for p in range(len(poems)) for _ in range(8)]
-    drafter, lengths, now = proposer(texts, problems, past, roof), rng.integers(CONTEXT // 2, CONTEXT, batch), 0.0
+    texts = np.stack([varied(p) for p in problems])
+    past = [(p, varied(p)) for p in range(len(poems)) for _ in range(8)]
+    drafter = proposer(texts, problems, past, roof)
+    lengths = rng.integers(CONTEXT // 2, CONTEXT, batch)
+    now = 0.0
     drafts: list[list[int]] = [[] for _ in problems]
-    rows, hidden = [], 1e-6 * SCHEDULER_US * batch * (batch > 4)
+    rows = []
+    hidden = 1e-6 * SCHEDULER_US * batch * (batch > 4)
     while lengths.max() + 20 < texts.shape[1]:
         carried = [len(draft) for draft in drafts]
         scheduled = SimpleNamespace(
             num_scheduled_tokens={str(i): 1 + n for i, n in enumerate(carried)},
             scheduled_new_reqs=[],
-            scheduled_spec_decode_tokens={str(i): draft for i, draft in enumerate(drafts) if draft},
+            scheduled_spec_decode_tokens={
+                str(i): draft for i, draft in enumerate(drafts) if draft
+            },
             total_num_scheduled_tokens=batch + sum(carried),
         )
-        seconds = float(roof.seconds(batch, float(lengths.mean()), sum(carried) / batch))
+        seconds = float(
+            roof.seconds(batch, float(lengths.mean()), sum(carried) / batch)
+        )
         clock = [time.thread_time()]
         drafter.begin_step(scheduled, now)
         clock.append(time.thread_time())
         drafter.catch_up()  # while the forward pass runs
-        right = [texts[i, at : at + n] == drafts[i] for i, (at, n) in enumerate(zip(lengths, carried, strict=True))]
+        right = [
+            texts[i, at : at + n] == drafts[i]
+            for i, (at, n) in enumerate(zip(lengths, carried, strict=True))
+        ]
         got = [int(np.append(agrees, False).argmin()) + 1 for agrees in right]
-        sampled = [texts[i, at : at + n].tolist() for i, (at, n) in enumerate(zip(lengths, got, strict=True))]
-        lengths, now, drafter.carried = lengths + got, now + seconds, carried if any(carried) else None
+        sampled = [
+            texts[i, at : at + n].tolist()
+            for i, (at, n) in enumerate(zip(lengths, got, strict=True))
+        ]
+        lengths = lengths + got
+        now = now + seconds
+        drafter.carried = carried if any(carried) else None
         clock.append(time.thread_time())
         drafts = drafter.propose(sampled, lengths, texts)
         clock.append(time.thread_time())
-        begin, _ = time.process_time(), drafter.engine.history.index.generation  # waits for the search
-        search, settled = time.process_time() - begin, time.thread_time()
+        # waits for the search
+        begin = time.process_time()
+        _ = drafter.engine.history.index.generation
+        search = time.process_time() - begin
+        settled = time.thread_time()
         drafter.settle()
         own = clock[1] - clock[0] + clock[3] - clock[2] + time.thread_time() - settled
         rows.append((1e6 * (own + max(0.0, search - hidden)), 1e6 * own, 1e6 * seconds))
@@ -128,7 +177,9 @@ def clocked(owner: Any, names: Iterable[str], spent: dict[str, float]) -> None:
     for name in names:
         stock = getattr(owner, name)
 
-        def call(*args: Any, name: str = name, stock: Any = stock, **kwargs: Any) -> Any:
+        def call(
+            *args: Any, name: str = name, stock: Any = stock, **kwargs: Any
+        ) -> Any:
             begin = time.thread_time()
             answer = stock(*args, **kwargs)
             spent[name] = spent.get(name, 0.0) + 1e6 * (time.thread_time() - begin)
@@ -138,11 +189,16 @@ def clocked(owner: Any, names: Iterable[str], spent: dict[str, float]) -> None:
 
 
 def choose(batch: int, unknown: float) -> list[dict[str, float]]:
-    """Return what the parts of each step took, microseconds; `unknown`: share of texts without a history."""
+    """Return what the parts of each step took, microseconds; `unknown`: share of texts
+    without a history.
+    """
     import v2_lengths
 
-    engine, rng = v2_lengths.Engine(True, CHEAP), np.random.default_rng(batch)
-    lengths, rows, spent = engine.lengths, list[dict[str, float]](), dict[str, float]()
+    engine = v2_lengths.Engine(True, CHEAP)
+    rng = np.random.default_rng(batch)
+    lengths = engine.lengths
+    rows = list[dict[str, float]]()
+    spent = dict[str, float]()
     clocked(lengths.engine.controller, CORE, spent)
     clocked(lengths.texts, ("hear", "take", "take_singles", "found"), spent)
     clocked(lengths, ("settle", "output"), spent)
@@ -151,21 +207,37 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
     def output(step: Any, sampled: list[list[int]], now: float) -> Any:
         answer = stock(step, sampled, now)
         if len(step.req_ids) == batch:
-            rows.append({"drafts": sum(step.drafts.values()), "got": sum(map(len, sampled)), **spent})
+            rows.append(
+                {
+                    "drafts": sum(step.drafts.values()),
+                    "got": sum(map(len, sampled)),
+                    **spent,
+                }
+            )
         spent.clear()
         return answer
 
     lengths.output = output
-    engine.rollout(0, [v2_lengths.Text(rng) for _ in range(batch)])  # it learns what steps cost
+    # it learns what steps cost
+    engine.rollout(0, [v2_lengths.Text(rng) for _ in range(batch)])
     rows.clear()
-    engine.rollout(1, [v2_lengths.Text(rng, 1000, (0.02, 0.05, 0.1, 0.2), unknown) for _ in range(batch)])
+    engine.rollout(
+        1,
+        [
+            v2_lengths.Text(rng, 1000, (0.02, 0.05, 0.1, 0.2), unknown)
+            for _ in range(batch)
+        ],
+    )
     assert not lengths.engine.failed
     return rows[30:]
 
 
 def chosen(batch: int) -> dict[str, float]:
-    """Microseconds of a step that drafts, of its parts, and of one of a resting engine."""
-    every, resting = choose(batch, 0.0), choose(batch, 1.0)
+    """Microseconds of a step that drafts, of its parts, and of one of a resting
+    engine.
+    """
+    every = choose(batch, 0.0)
+    resting = choose(batch, 1.0)
     drafting = [row for row in every if row["drafts"]]
     assert drafting, "no step has drafted: the drafter has failed"
 
@@ -175,26 +247,41 @@ def chosen(batch: int) -> dict[str, float]:
     found = {}
     for name, parts in {"": ("output", "settle"), "core_": CORE}.items():
         took = of(drafting, *parts)
-        found |= {f"{name}mean_us": float(took.mean()), f"{name}p50_us": float(np.median(took))}
+        found |= {
+            f"{name}mean_us": float(took.mean()),
+            f"{name}p50_us": float(np.median(took)),
+        }
     for name in ("output", "settle", "hear", "take", "found"):
         found[f"{name}_p50_us"] = float(np.median(of(drafting, name)))
     rest = of(resting, "output", "settle")
     return found | {
         "drafted_share": len(drafting) / len(every),
-        "accepted_share": float((of(drafting, "got").sum() - batch * len(drafting)) / of(drafting, "drafts").sum()),
+        "accepted_share": float(
+            (of(drafting, "got").sum() - batch * len(drafting))
+            / of(drafting, "drafts").sum()
+        ),
         "resting_mean_us": float(rest.mean()),
         "resting_p50_us": float(np.median(rest)),
     }
 
 
-def quietest(measured: Callable[[int], dict[str, float]], by: str) -> dict[int, dict[str, float]]:
-    """Measure all batches three times, one after the other; return the least figures of each, by one of them."""
+def quietest(
+    measured: Callable[[int], dict[str, float]], by: str
+) -> dict[int, dict[str, float]]:
+    """Measure all batches three times, one after the other; return the least figures of
+    each, by one of them.
+    """
     runs = [{batch: measured(batch) for batch in BATCHES} for _ in range(3)]
-    return {batch: min((run[batch] for run in runs), key=lambda row: row[by]) for batch in BATCHES}
+    return {
+        batch: min((run[batch] for run in runs), key=lambda row: row[by])
+        for batch in BATCHES
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     from provenance import provenance, save
@@ -202,10 +289,14 @@ def main() -> None:
     propose(1)  # imports what it needs
     gc.collect()
     gc.freeze()  # as vLLM does in a worker that has warmed up
-    proposers, outputs = quietest(propose, "waited_p50_us"), quietest(chosen, "p50_us")
+    proposers = quietest(propose, "waited_p50_us")
+    outputs = quietest(chosen, "p50_us")
     for name, found in {"proposer": proposers, "output": outputs}.items():
         for batch, row in found.items():
-            print(f"{name}, batch {batch:4}: " + ", ".join(f"{k} {v:.3g}" for k, v in row.items()))
+            print(
+                f"{name}, batch {batch:4}: "
+                + ", ".join(f"{k} {v:.3g}" for k, v in row.items())
+            )
     if args.out:
         parts = {"proposer_of_h100_step": proposers, "output_us_per_step": outputs}
         save(args.out, {"provenance": provenance(), **parts})

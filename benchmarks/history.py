@@ -1,4 +1,5 @@
-"""What the history is worth by its byte budget, its way to keep the budget, and its window, on recorded rollouts.
+"""What the history is worth by its byte budget, its way to keep the budget, and its
+window, on recorded rollouts.
 
 python benchmarks/history.py --traces DIR --out FILE.json
 """
@@ -66,11 +67,17 @@ class WholeProblems(WholeRollouts):
         while excess > 0 and self._texts:
             first = next(iter(self._texts))
             if self._texts[first][-1][0] < newest:
-                excess -= BYTES * sum(len(tokens) for _, tokens in self._texts.pop(first))
+                excess -= BYTES * sum(
+                    len(tokens) for _, tokens in self._texts.pop(first)
+                )
                 continue
-            oldest = min(version for texts in self._texts.values() for version, _ in texts)
+            oldest = min(
+                version for texts in self._texts.values() for version, _ in texts
+            )
             for problem, texts in list(self._texts.items()):
-                excess -= BYTES * sum(len(tokens) for version, tokens in texts if version == oldest)
+                excess -= BYTES * sum(
+                    len(tokens) for version, tokens in texts if version == oldest
+                )
                 self._texts[problem] = [t for t in texts if t[0] > oldest]
                 if not self._texts[problem]:
                     del self._texts[problem]
@@ -84,7 +91,10 @@ class RandomRollouts(WholeRollouts):
         self._rng = np.random.default_rng(0)
 
     def _drop(self, excess: int) -> None:
-        sizes = {problem: sum(len(tokens) for _, tokens in texts) for problem, texts in self._texts.items()}
+        sizes = {
+            problem: sum(len(tokens) for _, tokens in texts)
+            for problem, texts in self._texts.items()
+        }
         while excess > 0 and sizes:
             largest = max(sizes, key=lambda problem: sizes[problem])
             texts = self._texts[largest]
@@ -95,20 +105,30 @@ class RandomRollouts(WholeRollouts):
                 del self._texts[largest], sizes[largest]
 
 
-RETENTIONS = {"whole problems": WholeProblems, "random rollouts": RandomRollouts, "thinned out": OwnHistory}
+RETENTIONS = {
+    "whole problems": WholeProblems,
+    "random rollouts": RandomRollouts,
+    "thinned out": OwnHistory,
+}
 
 
-def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16) -> list[list[Rollout]]:
-    """Lay recorded rollouts out as epochs over the same problems, `a_step` of them in each training step.
+def epochs(
+    rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16
+) -> list[list[Rollout]]:
+    """Lay recorded rollouts out as epochs over the same problems, `a_step` of them in
+    each training step.
 
-    Where several policies wrote the file, each epoch is written by one of them, in their order. Else a problem's
-    rollouts are dealt out, eight an epoch, or one where a problem has fewer than sixteen.
+    Where several policies wrote the file, each epoch is written by one of them, in
+    their order. Else a problem's rollouts are dealt out, eight an epoch, or one where a
+    problem has fewer than sixteen.
 
     Args:
         problems: at most; a random choice of those that have as many epochs as any.
         most: epochs.
     """
-    written: dict[int, dict[tuple[int, int], list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    written: dict[int, dict[tuple[int, int], list[Rollout]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for r in rollouts:
         written[r.problem][r.step, r.run].append(r)
     several = len({r.step for r in rollouts}) > 1
@@ -118,7 +138,10 @@ def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 
         if not several:
             everything = list(itertools.chain.from_iterable(texts))
             size = 8 if len(everything) >= 16 else 1
-            texts = [everything[i : i + size] for i in range(0, len(everything) - size + 1, size)]
+            texts = [
+                everything[i : i + size]
+                for i in range(0, len(everything) - size + 1, size)
+            ]
         visits[p] = texts[:most]
     count = max(map(len, visits.values()))
     enough = sorted(p for p, texts in visits.items() if len(texts) == count)
@@ -135,41 +158,74 @@ def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 
 
 
 def measured(
-    laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: OwnHistory, window: int = WINDOW
+    laid_out: Sequence[Sequence[Rollout]],
+    history: HistoryConfig,
+    index: OwnHistory,
+    window: int = WINDOW,
 ) -> dict[str, Any]:
-    """Replay; return the figures of each visit, and of the requests whose problem had been seen before."""
-    outcome = replay(list(itertools.chain(*laid_out)), history=history, index=index, window=window)
+    """Replay; return the figures of each visit, and of the requests whose problem had
+    been seen before.
+    """
+    outcome = replay(
+        list(itertools.chain(*laid_out)), history=history, index=index, window=window
+    )
     again = [tally for visit, tally in outcome.by_visit.items() if visit > 1]
     return {
-        "accepted_per_round": sum(t.accepted for t in again) / sum(t.rounds for t in again),
+        "accepted_per_round": (
+            sum(t.accepted for t in again) / sum(t.rounds for t in again)
+        ),
         "hits": sum(t.hits for t in again) / sum(t.requests for t in again),
-        "by_visit": [t.accepted / t.rounds for _, t in sorted(outcome.by_visit.items())],
+        "by_visit": [
+            t.accepted / t.rounds for _, t in sorted(outcome.by_visit.items())
+        ],
         "history_bytes": outcome.bytes,
     }
 
 
 def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
-    """Measure byte budgets, in percent of what the first epoch's text takes, with each way to keep them."""
+    """Measure byte budgets, in percent of what the first epoch's text takes, with each
+    way to keep them.
+    """
     index = OwnHistory()
     for r in laid_out[0]:
         index.add(r.problem, r.tokens, 0)
     index.seal()
-    result: dict[str, Any] = {"epoch_bytes": index.nbytes, "unlimited": measured(laid_out, UNLIMITED, OwnHistory())}
+    result: dict[str, Any] = {
+        "epoch_bytes": index.nbytes,
+        "unlimited": measured(laid_out, UNLIMITED, OwnHistory()),
+    }
     for percent in BUDGETS:
         room = UNLIMITED.model_copy(update={"max_bytes": index.nbytes * percent // 100})
-        result[str(percent)] = {name: measured(laid_out, room, kind()) for name, kind in RETENTIONS.items()}
+        result[str(percent)] = {
+            name: measured(laid_out, room, kind()) for name, kind in RETENTIONS.items()
+        }
     return result
 
 
 def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """Measure windows of visits without a byte budget."""
-    return {str(window): measured(laid_out, UNLIMITED, OwnHistory(), window) for window in WINDOWS}
+    return {
+        str(window): measured(laid_out, UNLIMITED, OwnHistory(), window)
+        for window in WINDOWS
+    }
 
 
 @click.command()
-@click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz files.")
-@click.option("--problems", default=96, show_default=True, help="Problems of each file at most.")
-@click.option("--tokens", default=1_000_000, show_default=True, help="About the most tokens of each file.")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    required=True,
+    help="Directory of .npz files.",
+)
+@click.option(
+    "--problems", default=96, show_default=True, help="Problems of each file at most."
+)
+@click.option(
+    "--tokens",
+    default=1_000_000,
+    show_default=True,
+    help="About the most tokens of each file.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(traces: Path, problems: int, tokens: int, out: Path) -> None:
     """Measure what the history is worth by its byte budget and its window."""
@@ -185,7 +241,10 @@ def main(traces: Path, problems: int, tokens: int, out: Path) -> None:
             fewer = min(problems, max(16, problems * tokens // written))
             laid_out = epochs(rollouts, fewer, most)
             found = measure(laid_out)
-            figures[name][file.stem] = {"problems": len({r.problem for r in laid_out[0]}), **found}
+            figures[name][file.stem] = {
+                "problems": len({r.problem for r in laid_out[0]}),
+                **found,
+            }
             click.echo(f"{file.stem}: {name} measured")
     save(out, figures)
 

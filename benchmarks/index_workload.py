@@ -1,4 +1,6 @@
-"""Work for drafters: made-up rollouts, and recorded ones of which the last sample of each group is written again."""
+"""Work for drafters: made-up rollouts, and recorded ones of which the last sample of
+each group is written again.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,17 @@ class Group:
     """(step, tokens) of the same prompt's rollouts by earlier policies."""
 
 
-def synthetic(problems: int, samples: int, mean_tokens: int, seed: int = 0, vocabulary: int = 32_000) -> list[Rollout]:
-    """Make up rollouts: a problem's samples follow the same chain of passages, vary some of them, and change 6 % of the
-    tokens; lengths are log-normal (p99 about four times the mean), tokens follow Zipf's law. Acceptance on them is a
-    property of this generator: use it only to compare drafters.
+def synthetic(
+    problems: int,
+    samples: int,
+    mean_tokens: int,
+    seed: int = 0,
+    vocabulary: int = 32_000,
+) -> list[Rollout]:
+    """Make up rollouts: a problem's samples follow the same chain of passages, vary
+    some of them, and change 6 % of the tokens; lengths are log-normal (p99 about four
+    times the mean), tokens follow Zipf's law. Acceptance on them is a property of this
+    generator: use it only to compare drafters.
     """
     rng = np.random.default_rng(seed)
 
@@ -55,24 +64,48 @@ def synthetic(problems: int, samples: int, mean_tokens: int, seed: int = 0, voca
     return rollouts
 
 
-def groups(rollouts: Sequence[Rollout], samples: int | None = None, most: int = 5) -> list[Group]:
-    """Form groups of `samples` responses of one problem, step and run, at most `most` of each.
+def groups(
+    rollouts: Sequence[Rollout], samples: int | None = None, most: int = 5
+) -> list[Group]:
+    """Form groups of `samples` responses of one problem, step and run, at most `most`
+    of each.
 
     Args:
-        samples: None: 8 where the smallest set of siblings has that many, else as many as it has.
+        samples: None: 8 where the smallest set of siblings has that many, else as many
+            as it has.
     """
     members: dict[int, dict[tuple[int, int], list[Rollout]]] = {}
     for r in rollouts:
         members.setdefault(r.problem, {}).setdefault((r.step, r.run), []).append(r)
     if samples is None:
-        samples = min(8, min(len(texts) for policies in members.values() for texts in policies.values()))
+        samples = min(
+            8,
+            min(
+                len(texts)
+                for policies in members.values()
+                for texts in policies.values()
+            ),
+        )
     found: list[Group] = []
     for policies in members.values():
         for (step, _run), own in sorted(policies.items()):
-            earlier = [(r.step, r.tokens) for (s, _), texts in policies.items() if s < step for r in texts]
+            earlier = [
+                (r.step, r.tokens)
+                for (s, _), texts in policies.items()
+                if s < step
+                for r in texts
+            ]
             for c in range(min(most, len(own) // samples)):
                 *siblings, target = own[c * samples : (c + 1) * samples]
-                found.append(Group(len(found), target.prompt, target.tokens, [s.tokens for s in siblings], earlier))
+                found.append(
+                    Group(
+                        len(found),
+                        target.prompt,
+                        target.tokens,
+                        [s.tokens for s in siblings],
+                        earlier,
+                    )
+                )
     return found
 
 

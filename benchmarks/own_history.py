@@ -24,7 +24,9 @@ class OwnHistory(SuffixIndex):
         self.store.add(problem, tokens, version)
 
     def seal(self, window: int = ALL) -> None:
-        """Draft from what was added, from now on; `window` as in `HistoryStore.seal`."""
+        """Draft from what was added, from now on; `window` as in
+        `HistoryStore.seal`.
+        """
         self.store.seal(window)
         while self.store.work():
             pass

@@ -1,4 +1,6 @@
-"""Write the files of results/: one row a line, with command, versions, hardware and revision."""
+"""Write the files of results/: one row a line, with command, versions, hardware and
+revision.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ __all__ = ["MEASURES", "provenance", "save", "written"]
 MEASURES = {
     "agreement.py": ["das_adapter/core/index", "csrc"],
     "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
-    "graphs.py": [f"das_adapter/{part}" for part in ("protocol", "engine/v2/admission.py", "engine/v2/speculator.py")],
+    "graphs.py": [
+        f"das_adapter/{part}"
+        for part in ("protocol", "engine/v2/admission.py", "engine/v2/speculator.py")
+    ],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],
     "kernels.py": ["das_adapter/engine/v2"],
-    "noise_acceptance.py": ["das_adapter/engine/quantised.py", "csrc/quantised_linear.cpp"],
+    "noise_acceptance.py": [
+        "das_adapter/engine/quantised.py",
+        "csrc/quantised_linear.cpp",
+    ],
     "pipelines.py": [*RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],
     "run_ahead.py": [*RUN, "das_adapter/verl"],
@@ -29,8 +37,9 @@ MEASURES = {
     "training.py": [*RUN, "das_adapter/verl"],
     "v2_drafts.py": ["das_adapter/core/index", "das_adapter/engine/v2", "csrc"],
 }
-"""The code that each script measures; others measure the engine. `stale.py` lists the results of code that has changed
-since."""
+"""The code that each script measures; others measure the engine. `stale.py` lists the
+results of code that has changed since.
+"""
 
 
 def provenance() -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Recorded rollouts written again, step by step, as an engine with some history would have drafted them."""
+"""Recorded rollouts written again, step by step, as an engine with some history would
+have drafted them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Tally:
 
     @property
     def rounds(self) -> int:
-        """Forward passes that wrote the responses: each writes what was accepted and one token."""
+        """Forward passes that wrote the responses: each writes what was accepted and
+        one token.
+        """
         return self.tokens - self.accepted
 
 
@@ -55,17 +59,21 @@ def replay(
     """Write the rollouts again, drafting as an engine with this index would have.
 
     Args:
-        rollouts: of any steps; a step's rollouts are written together, `LIVE` at a time, whole groups first.
+        rollouts: of any steps; a step's rollouts are written together, `LIVE` at a
+            time, whole groups first.
         budget: maximum draft tokens of a request in a round.
         history: what is kept of earlier steps; None: the defaults.
         index: drafts and keeps the history; None: a new one.
         window: visits of a problem that are kept.
     """
     index = OwnHistory() if index is None else index
-    policy, largest = HistoryPolicy(history or HistoryConfig(), window), 0
+    policy = HistoryPolicy(history or HistoryConfig(), window)
+    largest = 0
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])
-    flat, lengths, rows = texts.tokens[None], np.diff(texts.ends), np.arange(len(rollouts))
+    flat = texts.tokens[None]
+    lengths = np.diff(texts.ends)
+    rows = np.arange(len(rollouts))
     known, handles, written, accepted = np.zeros((4, len(rollouts)), np.int64)
     for step in steps:
         (waiting, rows), live = np.split(rows, [len(step)]), rows[:0]
@@ -73,16 +81,23 @@ def replay(
             begun, waiting = np.split(waiting, [LIVE - len(live)])
             for row in begun.tolist():
                 r = texts.rollouts[row]
-                handles[row] = index.open(policy.key(r.problem), r.prompt, ahead=r.ahead)
+                handles[row] = index.open(
+                    policy.key(r.problem), r.prompt, ahead=r.ahead
+                )
                 known[row] = index.age(int(handles[row])) is not None
             live = np.append(live, begun)
             at = written[live]
-            budgets, none = np.clip(lengths[live] - 1 - at, 0, budget), live * 0
-            tokens, _, offsets = index.draft_rows(handles[live], flat, none, none, none, budgets, 0.0).result()
+            budgets = np.clip(lengths[live] - 1 - at, 0, budget)
+            none = live * 0
+            tokens, _, offsets = index.draft_rows(
+                handles[live], flat, none, none, none, budgets, 0.0
+            ).result()
             hits = texts.agreeing(live, at, tokens, offsets)
             written[live] += hits + 1
             begins = texts.ends[live]
-            index.draft_rows(handles[live], flat, none, begins + at, begins + written[live], none)
+            index.draft_rows(
+                handles[live], flat, none, begins + at, begins + written[live], none
+            )
             accepted[live] += hits
             done = written[live] >= lengths[live]
             for handle in handles[live[done]].tolist():
@@ -94,13 +109,19 @@ def replay(
         index.shrink(policy.config.max_bytes)
         largest = max(largest, index.nbytes)
         index.clear_live()
-    seen, visits = Counter[int](), list[int]()
+    seen = Counter[int]()
+    visits = list[int]()
     for step in steps:
         seen.update({r.problem for r in step})
         visits += [seen[r.problem] for r in step]
-    columns, visit = np.stack([known, lengths, accepted]), np.array(visits)
+    columns = np.stack([known, lengths, accepted])
+    visit = np.array(visits)
 
     def tally(some: np.ndarray) -> Tally:
         return Tally(int(some.sum()), *map(int, columns[:, some].sum(axis=1)))
 
-    return Outcome(largest, tally(visit > 0), {number: tally(visit == number) for number in np.unique(visit).tolist()})
+    return Outcome(
+        largest,
+        tally(visit > 0),
+        {number: tally(visit == number) for number in np.unique(visit).tolist()},
+    )

@@ -1,10 +1,11 @@
-"""What a weight sync costs and what goes over the network where a run has many nodes: real Ray, real sessions and
-histories, generated text; the engines are replaced by the index that each of their ranks maps.
+"""What a weight sync costs and what goes over the network where a run has many nodes:
+real Ray, real sessions and histories, generated text; the engines are replaced by the
+index that each of their ranks maps.
 
     python benchmarks/scale_nodes.py --out FILE.json
 
-Nodes are raylets on this machine (`ray.cluster_utils.Cluster`): bytes and calls are those of a cluster, seconds are
-those of processes that share its cores.
+Nodes are raylets on this machine (`ray.cluster_utils.Cluster`): bytes and calls are
+those of a cluster, seconds are those of processes that share its cores.
 """
 
 from __future__ import annotations
@@ -61,11 +62,16 @@ class Engines:
 
         return rpc
 
-    def rollout(self, step: int, problems: list[int], tokens: int, seconds: float) -> int:
-        """Let the engines write a group for each problem, evenly over a time; return the bytes of text."""
+    def rollout(
+        self, step: int, problems: list[int], tokens: int, seconds: float
+    ) -> int:
+        """Let the engines write a group for each problem, evenly over a time; return
+        the bytes of text.
+        """
         from das_adapter.protocol.label import Label
 
-        begin, written = time.monotonic(), 0
+        begin = time.monotonic()
+        written = 0
         for i, problem in enumerate(problems):
             session = self._sessions[i % len(self._sessions)]
             session.begun([problem])
@@ -73,7 +79,11 @@ class Engines:
             base = rng.integers(0, 100_000, tokens, dtype=np.int32)
             rng = np.random.default_rng((problem, step))
             for _ in range(GROUP):
-                text = np.where(rng.random(tokens) < 0.1, rng.integers(0, 100_000, tokens, dtype=np.int32), base)
+                text = np.where(
+                    rng.random(tokens) < 0.1,
+                    rng.integers(0, 100_000, tokens, dtype=np.int32),
+                    base,
+                )
                 session.finished(Label(problem, seed=1), text, 0.0, 1.0, step)
                 written += text.nbytes
             time.sleep(max(0.0, begin + seconds * i / len(problems) - time.monotonic()))
@@ -108,7 +118,12 @@ def count_traffic(history: Any) -> None:
         setattr(owner, name, call)
 
     counted(node, "pack", "texts", lambda content, _: len(content))
-    counted(history.writer.store, "give", "segments", lambda _, path, __: path.stat().st_size)
+    counted(
+        history.writer.store,
+        "give",
+        "segments",
+        lambda _, path, __: path.stat().st_size,
+    )
 
     class Ledger:
         """The ledger, with its calls counted."""
@@ -140,14 +155,22 @@ class Run:
     """A run on some nodes of a cluster."""
 
     def __init__(self, nodes: int, engines: int):
-        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200_000_000}
-        self.cluster, self.engines_each = Cluster(initialize_head=True, head_node_args=head), engines
+        head = {
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": 200_000_000,
+        }
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.engines_each = engines
         ray.init(self.cluster.address, log_to_driver=False)
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         from das_adapter.service.ledger import ledger
 
         self.ledger = ledger()
-        self.nodes = [self.cluster.head_node, *(self.add_node() for _ in range(nodes - 1))]
+        self.nodes = [
+            self.cluster.head_node,
+            *(self.add_node() for _ in range(nodes - 1)),
+        ]
         self.engines = [self.start(node) for node in self.nodes]
         self.version = 0
         self.sync()
@@ -157,7 +180,9 @@ class Run:
 
     def start(self, node: Any) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-        actor = ray.remote(Engines).options(num_cpus=0, scheduling_strategy=pinned, max_concurrency=2)
+        actor = ray.remote(Engines).options(
+            num_cpus=0, scheduling_strategy=pinned, max_concurrency=2
+        )
         return actor.remote(self.engines_each)
 
     def sync(self) -> list[list[float]]:
@@ -171,22 +196,39 @@ class Run:
         return [actor(history_of(node.node_id)) for node in self.nodes]
 
     def place(self, problems: list[int], at_home: float) -> list[list[int]]:
-        """Distribute problems over the nodes, a share of them where they are at home."""
+        """Distribute problems over the nodes, a share of them where they are at
+        home.
+        """
         from das_adapter.core.homes import homes
         from das_adapter.service.ledger import histories
 
-        names, rng = histories(), np.random.default_rng(self.version)
-        order = [next(i for i, node in enumerate(self.nodes) if name.endswith(node.node_id)) for name in names]
+        names = histories()
+        rng = np.random.default_rng(self.version)
+        order = [
+            next(i for i, node in enumerate(self.nodes) if name.endswith(node.node_id))
+            for name in names
+        ]
         places: list[list[int]] = [[] for _ in self.nodes]
-        for problem, home in zip(problems, homes(problems, names).tolist(), strict=True):
+        for problem, home in zip(
+            problems, homes(problems, names).tolist(), strict=True
+        ):
             away = rng.random() >= at_home
-            places[rng.integers(len(self.nodes)) if away else order[home]].append(problem)
+            places[rng.integers(len(self.nodes)) if away else order[home]].append(
+                problem
+            )
         return places
 
-    def step(self, problems: list[int], tokens: int, seconds: float, at_home: float) -> list[int]:
+    def step(
+        self, problems: list[int], tokens: int, seconds: float, at_home: float
+    ) -> list[int]:
         """A rollout; return the bytes of text that each node's engines wrote."""
         placed = zip(self.engines, self.place(problems, at_home), strict=True)
-        return ray.get([e.rollout.remote(self.version, chosen, tokens, seconds) for e, chosen in placed])
+        return ray.get(
+            [
+                e.rollout.remote(self.version, chosen, tokens, seconds)
+                for e, chosen in placed
+            ]
+        )
 
     def close(self) -> None:
         ray.shutdown()
@@ -195,16 +237,24 @@ class Run:
 
 def spread(seconds: list[float]) -> dict[str, float]:
     """Return percentiles of some times, in milliseconds."""
-    return {name: 1e3 * float(np.percentile(seconds, at)) for name, at in (("p50", 50), ("p99", 99), ("max", 100))}
+    return {
+        name: 1e3 * float(np.percentile(seconds, at))
+        for name, at in (("p50", 50), ("p99", 99), ("max", 100))
+    }
 
 
 def one_node(problems: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
-    """Measure the weight syncs of a node with eight engines; as many without anything new, for comparison."""
+    """Measure the weight syncs of a node with eight engines; as many without anything
+    new, for comparison.
+    """
     run = Run(1, 8)
     try:
-        with_text, without = [], []
+        with_text = []
+        without = []
         for step in range(steps):
-            run.step([step * problems + i for i in range(problems)], tokens, seconds, 1.0)
+            run.step(
+                [step * problems + i for i in range(problems)], tokens, seconds, 1.0
+            )
             time.sleep(2.0)  # the training that follows
             with_text += run.sync()[0]
             without += run.sync()[0]
@@ -223,7 +273,9 @@ def one_node(problems: int, tokens: int, steps: int, seconds: float) -> dict[str
     }
 
 
-def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> dict[str, Any]:
+def eight_nodes(
+    problems: int, tokens: int, seconds: float, at_home: float
+) -> dict[str, Any]:
     """Measure what each of eight nodes sends, and how much they hold together."""
     run = Run(8, 8)
     try:
@@ -242,15 +294,36 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
             run.sync()
             time.sleep(5.0)
             run.sync()
-            sent = [ray.get(history.__ray_call__.remote(traffic_of)) for history in run.histories()]
-            calls = [sum(n for what, n in one.items() if what.endswith("calls")) for one in sent]
-            size = [sum(n for what, n in one.items() if what.endswith("bytes")) for one in sent]
+            sent = [
+                ray.get(history.__ray_call__.remote(traffic_of))
+                for history in run.histories()
+            ]
+            calls = [
+                sum(n for what, n in one.items() if what.endswith("calls"))
+                for one in sent
+            ]
+            size = [
+                sum(n for what, n in one.items() if what.endswith("bytes"))
+                for one in sent
+            ]
             found[visit] = {
-                "calls_per_node_two_syncs": {"mean": float(np.mean(calls)), "max": max(calls)},
-                "bytes_per_node_over_own_share": {"mean": sum(size) / sum(shares), "max": max(size) / np.mean(shares)},
-                "sent": {what: sum(one[what] for one in sent) for what in sorted(set().union(*sent))},
+                "calls_per_node_two_syncs": {
+                    "mean": float(np.mean(calls)),
+                    "max": max(calls),
+                },
+                "bytes_per_node_over_own_share": {
+                    "mean": sum(size) / sum(shares),
+                    "max": max(size) / np.mean(shares),
+                },
+                "sent": {
+                    what: sum(one[what] for one in sent)
+                    for what in sorted(set().union(*sent))
+                },
             }
-        written, held = zip(*ray.get([h.__ray_call__.remote(size) for h in run.histories()]), strict=True)
+        written, held = zip(
+            *ray.get([h.__ray_call__.remote(size) for h in run.histories()]),
+            strict=True,
+        )
         assert sum(written) == 2 * problems * GROUP * tokens
         found["held_over_fullest_node"] = sum(held) / max(held)
         found["history_bytes"] = sum(held)
@@ -261,12 +334,24 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-@click.option("--problems", default=1024, help="Problems of a step, with eight rollouts each.")
+@click.option(
+    "--problems", default=1024, help="Problems of a step, with eight rollouts each."
+)
 @click.option("--tokens", default=2000, help="Tokens of a rollout.")
-@click.option("--steps", default=4, help="Steps of the run on one node; each has eight engines' weight syncs.")
+@click.option(
+    "--steps",
+    default=4,
+    help="Steps of the run on one node; each has eight engines' weight syncs.",
+)
 @click.option("--seconds", default=20.0, help="Length of a rollout.")
-@click.option("--at-home", default=0.9, help="Share of the problems that routing leaves on the node of their history.")
-def main(out: Path, problems: int, tokens: int, steps: int, seconds: float, at_home: float) -> None:
+@click.option(
+    "--at-home",
+    default=0.9,
+    help="Share of the problems that routing leaves on the node of their history.",
+)
+def main(
+    out: Path, problems: int, tokens: int, steps: int, seconds: float, at_home: float
+) -> None:
     """Measure, and write what was found."""
     threading.stack_size(1 << 20)
     found = {

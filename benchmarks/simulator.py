@@ -1,13 +1,19 @@
-"""Hold the simulator against the real engine: the controller benchmark's rollouts, from their own latency models.
+"""Hold the simulator against the real engine: the controller benchmark's rollouts, from
+their own latency models.
 
-    python benchmarks/simulator.py recorded --out FILE.json       # the result that lies in results/
-    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
-    python benchmarks/simulator.py varied --out FILE.json         # what changes the answer
-    python benchmarks/simulator.py ahead --traces TRACES_DIR --out FILE.json    # what run-ahead would save
+    python benchmarks/simulator.py recorded --out FILE.json
+        # the result that lies in results/
+    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json
+        # groups together or scattered
+    python benchmarks/simulator.py varied --out FILE.json
+        # what changes the answer
+    python benchmarks/simulator.py ahead --traces TRACES_DIR --out FILE.json
+        # what run-ahead would save
 
-`recorded` takes from the measured run its requests, its arms and the latency model that its engine had fitted before
-they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's policy are;
-histories are made from them by the benchmark's own recipe.
+`recorded` takes from the measured run its requests, its arms and the latency model that
+its engine had fitted before they began; nothing else, and no time of an arm. The texts
+are random tokens, as those of the benchmark's policy are; histories are made from them
+by the benchmark's own recipe.
 """
 
 from __future__ import annotations
@@ -47,11 +53,20 @@ ROUTED: dict[str, tuple[tuple[int, int, int | None], int]] = {
 }
 
 
-def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray], model: StepModel, bench: Any) -> Any:
-    """Simulate one arm's rollout on one engine; return seconds, steps, draft tokens and accepted ones."""
+def arm_seconds(
+    arm: str,
+    wanted: list[dict[str, Any]],
+    texts: list[np.ndarray],
+    model: StepModel,
+    bench: Any,
+) -> Any:
+    """Simulate one arm's rollout on one engine; return seconds, steps, draft tokens and
+    accepted ones.
+    """
     from controller import MOST, POLICIES
 
-    requests, n = Requests(), len(wanted)
+    requests = Requests()
+    n = len(wanted)
     rollouts = [
         Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
         for q, text in zip(wanted, texts, strict=True)
@@ -64,7 +79,9 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         "length": [len(t) for t in texts],
         "most": [q["most"] for q in wanted],
     }
-    rows = requests.add(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
+    rows = requests.add(
+        **{name: np.array(column, dtype=np.int64) for name, column in columns.items()}
+    )
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
@@ -78,13 +95,23 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         bench.practise(*source.indices, source.remember)
         history = [
             (problem + 10**6, ids, version + 2)
-            for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])
+            for problem, ids, version in bench.history(
+                wanted, [text.tolist() for text in texts]
+            )
         ]
         source.remember(history)
         drafting = Controlled(das, requests, 1, 1024, source)
         (controller,) = drafting.controllers
         controller.account.time.engine = StepTimes(model)
-        controller.sync(np.array([(problem, len(ids) // 4, version) for problem, ids, version in history], RESPONSE))
+        controller.sync(
+            np.array(
+                [
+                    (problem, len(ids) // 4, version)
+                    for problem, ids, version in history
+                ],
+                RESPONSE,
+            )
+        )
     engine = Fleet(1, requests, Line(model), drafting, slots=64)
     engine.submit(rows, rows * 0, rows * 0, 0.0)
     engine.run()
@@ -105,8 +132,11 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     found = []
     for row in measured["rollouts"].values():
         bench = Bench.__new__(Bench)
-        bench.seed, bench.turn, bench.at_once = 0, 0, arguments["at_once"]
-        bench.group, bench.rates = arguments["group"], arguments["rates"]
+        bench.seed = 0
+        bench.turn = 0
+        bench.at_once = arguments["at_once"]
+        bench.group = arguments["group"]
+        bench.rates = arguments["rates"]
         wanted = bench.requests(row["requests"], arguments["longest"])
         rng = np.random.default_rng(7)
         texts = [rng.integers(1, 32000, q["most"], dtype=np.int32) for q in wanted]
@@ -114,7 +144,8 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         arms = {}
         for arm, theirs in row["arms"].items():
             ours = arm_seconds(arm, wanted, texts, model, bench)
-            seconds = float(np.mean(theirs["all_seconds"]))  # the model is fitted to medians, not to the fastest
+            # the model is fitted to medians, not to the fastest
+            seconds = float(np.mean(theirs["all_seconds"]))
             arms[arm] = {
                 "measured": seconds,
                 "repeats": theirs["all_seconds"],
@@ -124,19 +155,36 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
                 "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
                 "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]],
             }
-        order = [sorted(arms, key=lambda a: arms[a][kind]) for kind in ("measured", "simulated")]
-        pairs = [(a, b) for a in arms for b in arms if arms[a]["measured"] < 0.97 * arms[b]["measured"]]
+        order = [
+            sorted(arms, key=lambda a: arms[a][kind])
+            for kind in ("measured", "simulated")
+        ]
+        pairs = [
+            (a, b)
+            for a in arms
+            for b in arms
+            if arms[a]["measured"] < 0.97 * arms[b]["measured"]
+        ]
         found.append(
             {
                 "requests": row["requests"],
                 "same_requests": same,
                 "arms": arms,
                 "order": order,
-                "pairs_in_order": [sum(arms[a]["simulated"] < arms[b]["simulated"] for a, b in pairs), len(pairs)],
+                "pairs_in_order": [
+                    sum(arms[a]["simulated"] < arms[b]["simulated"] for a, b in pairs),
+                    len(pairs),
+                ],
             }
         )
         errors = {a: f"{x['error']:+.0%}" for a, x in arms.items()}
-        print(row["requests"], f"same requests: {same}", errors, found[-1]["pairs_in_order"], flush=True)
+        print(
+            row["requests"],
+            f"same requests: {same}",
+            errors,
+            found[-1]["pairs_in_order"],
+            flush=True,
+        )
     made = {"of": measured["provenance"], "latency_model": measured["latency_model"]}
     return made | {"rollouts": found, "summary": overall(found)}
 
@@ -154,8 +202,12 @@ def overall(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -> list[Rollout]:
-    """Choose problems, and deal their samples out in groups, one a step, where the recording has no steps."""
+def dealt(
+    path: Path, problems: int, group: int, steps: int | None, seed: int
+) -> list[Rollout]:
+    """Choose problems, and deal their samples out in groups, one a step, where the
+    recording has no steps.
+    """
     found = read(path)
     names = sorted({r.problem for r in found})
     chosen = set(np.random.default_rng(seed).permutation(names)[:problems].tolist())
@@ -172,8 +224,12 @@ def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -
     return rollouts
 
 
-def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
-    """Groups together and longest first, or scattered: seconds of recorded rollouts on 8 and 64 H100."""
+def routing(
+    traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int
+) -> list[dict[str, Any]]:
+    """Groups together and longest first, or scattered: seconds of recorded rollouts on
+    8 and 64 H100.
+    """
     found = []
     for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
         dump = dealt(traces / f"{name}.npz", *shape, seed)
@@ -191,15 +247,31 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
                 },
             }
         )
-        row: dict[str, Any] = {"set": name, "seed": seed, "gpus": gpus, "waves": waves, "requests": size}
+        row: dict[str, Any] = {
+            "set": name,
+            "seed": seed,
+            "gpus": gpus,
+            "waves": waves,
+            "requests": size,
+        }
         for arm, run in Simulation(config, dump).run_all().items():
             row[arm] = {
                 "rollout_s": sum(s.rollout_s for s in run.steps),
-                "tokens_per_forward": sum(s.tokens for s in run.steps) / sum(s.forwards for s in run.steps),
+                "tokens_per_forward": (
+                    sum(s.tokens for s in run.steps)
+                    / sum(s.forwards for s in run.steps)
+                ),
                 "by_step_s": [s.rollout_s for s in run.steps],
             }
         found.append(row)
-        print(name, seed, gpus, waves, {a: round(row[a]["rollout_s"], 3) for a in config.arms}, flush=True)
+        print(
+            name,
+            seed,
+            gpus,
+            waves,
+            {a: round(row[a]["rollout_s"], 3) for a in config.arms},
+            flush=True,
+        )
     return found
 
 
@@ -222,7 +294,9 @@ def varied() -> dict[str, Any]:
                 "tokens_per_forward": arms["history"]["tokens_per_forward"],
                 "by_step": [
                     ours["rollout_s"] / max(off["rollout_s"], 1e-12)
-                    for ours, off in zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)
+                    for ours, off in zip(
+                        arms["history"]["by_step"], arms["off"]["by_step"], strict=True
+                    )
                 ],
             }
             found.setdefault(what, {})[str(value)] = row
@@ -231,20 +305,34 @@ def varied() -> dict[str, Any]:
 
 
 AHEAD = {
-    # problems of a step, samples of a group, steps of a visit; policy; GPUs and agreements
-    "rl_reasoning_gym_qwen25_3b_k3": ((96, 3, 2), "Qwen/Qwen2.5-3B", {8: (0.9, 0.99, 0.999), 64: (0.99,)}),
-    "misguided_attention_k3": ((32, 2, 2), "Qwen/Qwen3-32B", {8: (0.99, 0.999), 64: (0.99,)}),
+    # problems of a step, samples of a group, steps of a visit; policy; GPUs and
+    # agreements
+    "rl_reasoning_gym_qwen25_3b_k3": (
+        (96, 3, 2),
+        "Qwen/Qwen2.5-3B",
+        {8: (0.9, 0.99, 0.999), 64: (0.99,)},
+    ),
+    "misguided_attention_k3": (
+        (32, 2, 2),
+        "Qwen/Qwen3-32B",
+        {8: (0.99, 0.999), 64: (0.99,)},
+    ),
 }
 SPREADS = {8: (0.0, 0.4, 0.8, 1.2), 64: (0.0, 0.8)}
 """Standard deviations of the logarithm of drawn lengths, by GPUs."""
 
 
 def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout]:
-    """Choose problems and deal their responses out: a visit of all in some steps, and then another, by the recording's
-    own steps where it has several."""
+    """Choose problems and deal their responses out: a visit of all in some steps, and
+    then another, by the recording's own steps where it has several.
+    """
     found = dealt(path, problems * steps, 10**9, None, 0)
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(r.problem for r in found))}
-    own, seen, rollouts = sorted({r.step for r in found}), Counter[tuple[int, int]](), list[Rollout]()
+    numbers = {
+        name: i for i, name in enumerate(dict.fromkeys(r.problem for r in found))
+    }
+    own = sorted({r.step for r in found})
+    seen = Counter[tuple[int, int]]()
+    rollouts = list[Rollout]()
     for r in found:
         visit = min(own.index(r.step), 1)
         count = seen[r.problem, visit]
@@ -252,22 +340,32 @@ def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout
         if len(own) == 1:
             visit, count = divmod(count, group)
         if visit < 2 and count < group:
-            rollouts.append(replace(r, step=visit * steps + numbers[r.problem] // problems, run=0))
+            rollouts.append(
+                replace(r, step=visit * steps + numbers[r.problem] // problems, run=0)
+            )
     return rollouts
 
 
 def ahead_of(
-    config: dict[str, Any], dump: list[Rollout] | None, first: int, agreements: tuple[float, ...]
+    config: dict[str, Any],
+    dump: list[Rollout] | None,
+    first: int,
+    agreements: tuple[float, ...],
 ) -> list[dict[str, Any]]:
-    """Simulate without drafts, with the history and, for each agreement, with run-ahead: what first visits, up to step
-    `first` but for the first of all, and later ones take."""
+    """Simulate without drafts, with the history and, for each agreement, with
+    run-ahead: what first visits, up to step `first` but for the first of all, and later
+    ones take.
+    """
     drafts: dict[str, Any] = {"stride": 16} if dump is None else {}
     arms = {"off": {"das": {"drafter": "none"}}, "history": drafts}
     ahead = {"ahead": {"das": {"history": {"run_ahead": "auto"}}, **drafts}}
-    runs, rows = Simulation(parse({**config, "arms": arms}), dump).run_all(), []
+    runs = Simulation(parse({**config, "arms": arms}), dump).run_all()
+    rows = []
     for chance in agreements:
         accept = {**config.get("acceptance", {}), "agreement": chance}
-        runs |= Simulation(parse({**config, "acceptance": accept, "arms": ahead}), dump).run_all()
+        runs |= Simulation(
+            parse({**config, "acceptance": accept, "arms": ahead}), dump
+        ).run_all()
         rows.append({"agreement": chance})
         for visit, part in (("first", slice(1, first)), ("later", slice(first, None))):
             steps = {name: run.steps[part] for name, run in runs.items()}
@@ -278,42 +376,75 @@ def ahead_of(
 
 def compared(steps: dict[str, Any]) -> dict[str, float]:
     """Compare the steps of `off`, `history` and `ahead`."""
-    off, history, ahead = (sum(step.rollout_s for step in steps[arm]) for arm in ("off", "history", "ahead"))
+    off, history, ahead = (
+        sum(step.rollout_s for step in steps[arm])
+        for arm in ("off", "history", "ahead")
+    )
     return {
         "idle": float(np.mean([step.idle for step in steps["history"]])),
-        "written_ahead": sum(s.ahead for s in steps["ahead"]) / sum(s.tokens for s in steps["ahead"]),
+        "written_ahead": (
+            sum(s.ahead for s in steps["ahead"]) / sum(s.tokens for s in steps["ahead"])
+        ),
         "history_of_off": history / off,
         "ahead_of_off": ahead / off,
         "ahead_of_history": ahead / history,
-        "forwards_of_off": sum(s.forwards for s in steps["ahead"]) / sum(s.forwards for s in steps["off"]),
+        "forwards_of_off": (
+            sum(s.forwards for s in steps["ahead"])
+            / sum(s.forwards for s in steps["off"])
+        ),
     }
 
 
 def ahead(traces: Path) -> dict[str, Any]:
-    """What run-ahead saves where lengths spread, and what it costs where they do not; drawn and recorded rollouts."""
+    """What run-ahead saves where lengths spread, and what it costs where they do not;
+    drawn and recorded rollouts.
+    """
     found: dict[str, list[Any]] = {"drawn": [], "recorded": []}
     for gpus, spreads in SPREADS.items():
         for sigma in spreads:
             problems = 64 if gpus == 8 else 256
-            rollout = {"dataset": 4 * problems, "problems": problems, "samples": 8, "cap": 8192, "steps": 4}
+            rollout = {
+                "dataset": 4 * problems,
+                "problems": problems,
+                "samples": 8,
+                "cap": 8192,
+                "steps": 4,
+            }
             lengths = {"mean": 2000, "sigma": max(sigma, 1e-6)}
-            config = {"hardware": {"gpu": "h100", "gpus": gpus}, "rollout": {**rollout, "lengths": lengths}}
-            found["drawn"] += [{"gpus": gpus, "spread": sigma, **row} for row in ahead_of(config, None, 4, (0.99,))]
+            config = {
+                "hardware": {"gpu": "h100", "gpus": gpus},
+                "rollout": {**rollout, "lengths": lengths},
+            }
+            found["drawn"] += [
+                {"gpus": gpus, "spread": sigma, **row}
+                for row in ahead_of(config, None, 4, (0.99,))
+            ]
             print(found["drawn"][-1], flush=True)
     for name, (shape, model, agreements) in AHEAD.items():
         dump = in_visits(traces / f"{name}.npz", *shape)
         for gpus, chances in agreements.items():
-            hardware = {"gpu": "h100", "gpus": gpus, "per_engine": 2 if "32B" in model else 1}
-            config = {"model": model, "hardware": hardware, "acceptance": {"history": "index"}}
+            hardware = {
+                "gpu": "h100",
+                "gpus": gpus,
+                "per_engine": 2 if "32B" in model else 1,
+            }
+            config = {
+                "model": model,
+                "hardware": hardware,
+                "acceptance": {"history": "index"},
+            }
             found["recorded"] += [
-                {"set": name, "gpus": gpus, **row} for row in ahead_of(config, dump, shape[2], chances)
+                {"set": name, "gpus": gpus, **row}
+                for row in ahead_of(config, dump, shape[2], chances)
             ]
             print(found["recorded"][-len(chances) :], flush=True)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["recorded", "routing", "varied", "ahead"])
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -325,7 +456,9 @@ def main() -> None:
         result |= ahead(args.traces)
     elif args.what == "routing":
         result["rows"] = [
-            row for name, (shape, seeds) in ROUTED.items() for row in routing(args.traces, name, shape, seeds)
+            row
+            for name, (shape, seeds) in ROUTED.items()
+            for row in routing(args.traces, name, shape, seeds)
         ]
     else:
         result |= compare(json.loads((RESULTS / "controller.json").read_text()))

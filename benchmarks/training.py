@@ -1,10 +1,11 @@
-"""Train 200 steps through veRL on a CPU, an arm after the other: reward by step, off and with drafts.
+"""Train 200 steps through veRL on a CPU, an arm after the other: reward by step, off
+and with drafts.
 
     python benchmarks/training.py --out FILE.json
 
-`off` and `history` draw keyed noise, so that their tokens and rewards are equal in each step. The other arms have the
-history, and train the first of these steps: with other seeds of the keyed noise, which shows the noise of the curve,
-and with vLLM's own noise.
+`off` and `history` draw keyed noise, so that their tokens and rewards are equal in each
+step. The other arms have the history, and train the first of these steps: with other
+seeds of the keyed noise, which shows the noise of the curve, and with vLLM's own noise.
 """
 
 from __future__ import annotations
@@ -28,8 +29,13 @@ from prepare_data import make_rows
 
 SEEDS = (1, 2, 3)
 SEEDED = {
-    "keyed": {seed: [f"+{DAS}.verify={{noise: keyed, seed: {seed}}}"] for seed in SEEDS},
-    "stock": {seed: [f"+{DAS}.verify.noise=stock", f"actor_rollout_ref.rollout.seed={seed}"] for seed in SEEDS},
+    "keyed": {
+        seed: [f"+{DAS}.verify={{noise: keyed, seed: {seed}}}"] for seed in SEEDS
+    },
+    "stock": {
+        seed: [f"+{DAS}.verify.noise=stock", f"actor_rollout_ref.rollout.seed={seed}"]
+        for seed in SEEDS
+    },
 }
 """Settings of each kind of noise by its seeds, beside those of `history`."""
 COLUMNS = {
@@ -48,7 +54,11 @@ def train(settings: list[str], steps: int, problems: int, batch: int) -> dict[st
     """Run an arm with its settings; return its figures, a list per step each."""
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "train.parquet"
-        rows = [row for row in make_rows("train", 4 * problems, 0) if row["extra_info"]["difficulty"] <= EASY]
+        rows = [
+            row
+            for row in make_rows("train", 4 * problems, 0)
+            if row["extra_info"]["difficulty"] <= EASY
+        ]
         pd.DataFrame(rows[:problems]).to_parquet(data)
         begin = time.perf_counter()
         found = pipelines.train(
@@ -71,33 +81,64 @@ def train(settings: list[str], steps: int, problems: int, batch: int) -> dict[st
 
 
 def compare(off: dict[str, Any], figures: dict[str, Any], epoch: int) -> dict[str, Any]:
-    """Compare an arm with `off`, over the arm's steps: those with the same reward and tokens, the mean reward, and how
-    far epochs' mean rewards are apart, root mean square; `epoch`: its steps."""
-    off = {name: off[name][: len(figures["reward"])] for name in ("reward", "token_hash")}
+    """Compare an arm with `off`, over the arm's steps: those with the same reward and
+    tokens, the mean reward, and how far epochs' mean rewards are apart, root mean
+    square; `epoch`: its steps.
+    """
+    off = {
+        name: off[name][: len(figures["reward"])] for name in ("reward", "token_hash")
+    }
     return {
         "steps_with_same_reward": sum(map(eq, figures["reward"], off["reward"])),
-        "steps_with_same_tokens": sum(map(eq, figures["token_hash"], off["token_hash"])),
+        "steps_with_same_tokens": sum(
+            map(eq, figures["token_hash"], off["token_hash"])
+        ),
         "reward": float(np.mean(figures["reward"])),
-        "reward_by_quarter": [float(part.mean()) for part in np.array_split(figures["reward"], 4)],
-        "epochs_apart_rms": float(np.sqrt(np.mean((by_epoch(figures, epoch) - by_epoch(off, epoch)) ** 2))),
+        "reward_by_quarter": [
+            float(part.mean()) for part in np.array_split(figures["reward"], 4)
+        ],
+        "epochs_apart_rms": float(
+            np.sqrt(np.mean((by_epoch(figures, epoch) - by_epoch(off, epoch)) ** 2))
+        ),
     }
 
 
 def by_epoch(figures: dict[str, Any], epoch: int) -> np.ndarray:
-    """Return the mean reward of each epoch, whose steps have the same problems in every arm."""
+    """Return the mean reward of each epoch, whose steps have the same problems in every
+    arm.
+    """
     return np.array(figures["reward"], dtype=float).reshape(-1, epoch).mean(axis=1)
 
 
 @click.command()
-@click.option("--steps", "count", default=200, show_default=True, help="Training steps of a run: whole epochs.")
-@click.option("--seeded", default=60, show_default=True, help="Those of the arms with other noise.")
+@click.option(
+    "--steps",
+    "count",
+    default=200,
+    show_default=True,
+    help="Training steps of a run: whole epochs.",
+)
+@click.option(
+    "--seeded",
+    default=60,
+    show_default=True,
+    help="Those of the arms with other noise.",
+)
 @click.option("--problems", default=20, show_default=True, help="Problems in the data.")
-@click.option("--batch", default=1, show_default=True, help="Problems of a step, four samples of each.")
+@click.option(
+    "--batch",
+    default=1,
+    show_default=True,
+    help="Problems of a step, four samples of each.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(count: int, seeded: int, problems: int, batch: int, out: Path) -> None:
     """Train the arms; what is known is written after each."""
     if any(steps * batch % problems for steps in (count, seeded)):
-        raise click.UsageError(f"--steps {count} --seeded {seeded}: not whole epochs of {problems // batch} steps")
+        raise click.UsageError(
+            f"--steps {count} --seeded {seeded}: not whole epochs of"
+            f" {problems // batch} steps"
+        )
     shape = {"steps": count, "seeded": seeded, "problems": problems, "batch": batch}
     arms: dict[str, dict[str, Any]] = {}
     seeds: dict[str, dict[int, Any]] = {kind: {} for kind in SEEDED}
@@ -106,8 +147,19 @@ def main(count: int, seeded: int, problems: int, batch: int, out: Path) -> None:
         figures = train(settings, steps, problems, batch)
         off = arms["off"]["figures"] if "off" in arms else figures
         found[name] = {**compare(off, figures, problems // batch), "figures": figures}
-        save(out, {"provenance": provenance(), "settings": shape, "arms": arms, "seeds": seeds})
-        click.echo(f"{name}: reward {found[name]['reward']:.3f}, {found[name]['epochs_apart_rms']:.3f} from off")
+        save(
+            out,
+            {
+                "provenance": provenance(),
+                "settings": shape,
+                "arms": arms,
+                "seeds": seeds,
+            },
+        )
+        click.echo(
+            f"{name}: reward {found[name]['reward']:.3f},"
+            f" {found[name]['epochs_apart_rms']:.3f} from off"
+        )
 
     for arm, settings in pipelines.ARMS.items():
         run(arms, arm, count, settings)

@@ -1,13 +1,14 @@
-"""Drafts that end where their model is no longer sure, against drafts whose tokens all count alike, and against one
-length for all: on the V2 runner, in simulated H100 steps.
+"""Drafts that end where their model is no longer sure, against drafts whose tokens all
+count alike, and against one length for all: on the V2 runner, in simulated H100 steps.
 
 python benchmarks/v2_confidence.py --drafters DIRECTORY --out FILE.json
 
-DIRECTORY is that of `examples/tiny_math/make_drafters.py`. Which tokens of a drafter are accepted, and how sure it was
-of each, is recorded: texts that the tiny policy writes, drafted with the noise that they were drawn with. Responses of
-the long-tailed lengths of `v2_lengths.py` are made of these texts, one after another. The host's part is the engine's
-own, and a step takes what the roofline says of the policy's shape; a pass of the drafter takes what it says of one
-of the policy's layers and its head.
+DIRECTORY is that of `examples/tiny_math/make_drafters.py`. Which tokens of a drafter
+are accepted, and how sure it was of each, is recorded: texts that the tiny policy
+writes, drafted with the noise that they were drawn with. Responses of the long-tailed
+lengths of `v2_lengths.py` are made of these texts, one after another. The host's part
+is the engine's own, and a step takes what the roofline says of the policy's shape; a
+pass of the drafter takes what it says of one of the policy's layers and its head.
 """
 
 from __future__ import annotations
@@ -38,36 +39,59 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract
 from jobs import POLICY
 from requested import prompts
 
-MOST, QUEUE = 7, 6
+MOST = 7
+QUEUE = 6
 ARMS = ("one", "alike", "own")
 Record = tuple[np.ndarray, np.ndarray]
-"""Kinds of a drafter's tokens, uint8 [n], and whether each is the policy's token, bool [n]."""
+"""Kinds of a drafter's tokens, uint8 [n], and whether each is the policy's token, bool
+[n].
+"""
 
 
 @torch.inference_mode()
-def record(drafters: Path, texts: int, tokens: int, temperature: float) -> dict[str, list[Record]]:
+def record(
+    drafters: Path, texts: int, tokens: int, temperature: float
+) -> dict[str, list[Record]]:
     """Return what each drafter makes of texts that the policy writes."""
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
-    models = {"draft_model": AutoModelForCausalLM.from_pretrained(drafters / "draft_model", dtype=torch.float32)}
+    models = {
+        "draft_model": AutoModelForCausalLM.from_pretrained(
+            drafters / "draft_model", dtype=torch.float32
+        )
+    }
     models["self_int4"] = copied(policy, "int4")
     torch.manual_seed(0)
     found: dict[str, list[Record]] = {name: [] for name in models}
     for prompt in prompts(texts):
-        ids, noise, cache = torch.tensor([prompt]), -torch.log(torch.empty(tokens, 96).exponential_()), None
-        text, read = list[int](), ids
+        ids = torch.tensor([prompt])
+        noise = -torch.log(torch.empty(tokens, 96).exponential_())
+        cache = None
+        text = list[int]()
+        read = ids
         for drawn in noise:
             step = policy(read, past_key_values=cache, use_cache=True)
             text.append(int((step.logits[0, -1] / temperature + drawn).argmax()))
-            cache, read = step.past_key_values, torch.tensor([text[-1:]])
+            cache = step.past_key_values
+            read = torch.tensor([text[-1:]])
             if text[-1] == policy.config.eos_token_id:
                 break
-        whole, written = torch.cat([ids, torch.tensor([text])], dim=1), torch.tensor(text)
+        whole = torch.cat([ids, torch.tensor([text])], dim=1)
+        written = torch.tensor(text)
         for name, model in models.items():
             q = model(whole).logits[0, len(prompt) - 1 : -1] / temperature
             drafted = (q + noise[: len(text)]).argmax(dim=1)
-            chance = q.double().softmax(dim=1).gather(1, drafted[:, None])[:, 0].clamp(1e-12, 1 - 1e-12)
-            kinds = (torch.log2(chance / (1 - chance)).floor() + EVEN).clamp(0, KINDS - 1)
-            found[name].append((kinds.numpy().astype(np.uint8), (drafted == written).numpy()))
+            chance = (
+                q.double()
+                .softmax(dim=1)
+                .gather(1, drafted[:, None])[:, 0]
+                .clamp(1e-12, 1 - 1e-12)
+            )
+            kinds = (torch.log2(chance / (1 - chance)).floor() + EVEN).clamp(
+                0, KINDS - 1
+            )
+            found[name].append(
+                (kinds.numpy().astype(np.uint8), (drafted == written).numpy())
+            )
     return found
 
 
@@ -76,49 +100,92 @@ class Drafted(Text):
 
     def __init__(self, rng: np.random.Generator, records: Sequence[Record]) -> None:
         super().__init__(rng)
-        kinds, right = np.zeros(0, np.uint8), np.zeros(0, bool)
+        kinds = np.zeros(0, np.uint8)
+        right = np.zeros(0, bool)
         while len(kinds) < self.length + MOST:
             some = records[rng.integers(len(records))]
-            kinds, right = np.append(kinds, some[0]), np.append(right, some[1])
-        self.kinds, self.right = kinds, right
+            kinds = np.append(kinds, some[0])
+            right = np.append(right, some[1])
+        self.kinds = kinds
+        self.right = right
 
 
 class ByModel(Engine):
     """An engine with a model that drafts."""
 
     def __init__(self, arm: str, model: StepModel, one_pass: StepModel) -> None:
-        super().__init__(arm != "one", model, drafter="draft_model", draft={"model": "any"}, max_draft_tokens=MOST)
-        self._sure, self._pass = arm == "own", one_pass
+        super().__init__(
+            arm != "one",
+            model,
+            drafter="draft_model",
+            draft={"model": "any"},
+            max_draft_tokens=MOST,
+        )
+        self._sure = arm == "own"
+        self._pass = one_pass
 
-    def _draft(self, live: Any, chosen: DraftTokens, step: Step) -> dict[str, np.ndarray]:
-        count, drafts = int(chosen), self.lengths.engine.drafts
-        kinds = np.array([text.kinds[text.at :][:count] for text in live.values()], dtype=np.uint8)
+    def _draft(
+        self, live: Any, chosen: DraftTokens, step: Step
+    ) -> dict[str, np.ndarray]:
+        count = int(chosen)
+        drafts = self.lengths.engine.drafts
+        kinds = np.array(
+            [text.kinds[text.at :][:count] for text in live.values()], dtype=np.uint8
+        )
         if count:
-            seconds, began = count * self._pass.step(len(live), len(live), False), self.now
+            seconds = count * self._pass.step(len(live), len(live), False)
+            began = self.now
             self.now += seconds
             step.calls = [Call(len(live), count, True, began, self.now)]
             step.kinds = torch.from_numpy(kinds) if self._sure else None
         known = chosen.chances if self._sure else None
-        chances = np.full(kinds.shape, drafts.acceptance.rate) if known is None else known[kinds]
+        chances = (
+            np.full(kinds.shape, drafts.acceptance.rate)
+            if known is None
+            else known[kinds]
+        )
         return dict(zip(live, chances, strict=True))
 
 
-def synchronous(arm: str, requests: int, records: Sequence[Record], model: StepModel, one_pass: StepModel) -> float:
-    """Return the time of rollouts whose requests begin together, as a share of off's."""
-    rng, engine = np.random.default_rng(requests), ByModel(arm, model, one_pass)
-    rollouts = [[Drafted(rng, records) for _ in range(requests)] for _ in range(ROLLOUTS)]
+def synchronous(
+    arm: str,
+    requests: int,
+    records: Sequence[Record],
+    model: StepModel,
+    one_pass: StepModel,
+) -> float:
+    """Return the time of rollouts whose requests begin together, as a share of
+    off's.
+    """
+    rng = np.random.default_rng(requests)
+    engine = ByModel(arm, model, one_pass)
+    rollouts = [
+        [Drafted(rng, records) for _ in range(requests)] for _ in range(ROLLOUTS)
+    ]
     took = [engine.rollout(number, texts) for number, texts in enumerate(rollouts)]
     return sum(took[1:]) / sum(plain(texts, model) for texts in rollouts[1:])
 
 
-def asynchronous(arm: str, requests: int, records: Sequence[Record], model: StepModel, one_pass: StepModel) -> float:
-    """Return the time of a token where a request takes the place of each that ends, as a share of off's. Of those that
-    begin together a part is written already."""
-    rng, engine = np.random.default_rng(requests), ByModel(arm, model, one_pass)
-    rollouts = [[Drafted(rng, records) for _ in range(QUEUE * requests)] for _ in range(2)]
+def asynchronous(
+    arm: str,
+    requests: int,
+    records: Sequence[Record],
+    model: StepModel,
+    one_pass: StepModel,
+) -> float:
+    """Return the time of a token where a request takes the place of each that ends, as
+    a share of off's. Of those that begin together a part is written already.
+    """
+    rng = np.random.default_rng(requests)
+    engine = ByModel(arm, model, one_pass)
+    rollouts = [
+        [Drafted(rng, records) for _ in range(QUEUE * requests)] for _ in range(2)
+    ]
     for text in (text for texts in rollouts for text in texts[:requests]):
         text.length = int(rng.integers(1, text.length + 1))
-    took = [engine.rollout(number, texts, requests) for number, texts in enumerate(rollouts)]
+    took = [
+        engine.rollout(number, texts, requests) for number, texts in enumerate(rollouts)
+    ]
     off = model.step(requests, requests, False) / requests
     return took[1] / sum(text.at for text in rollouts[1]) / off
 
@@ -143,9 +210,12 @@ def main(
     out: Path | None,
 ) -> None:
     """Write a row for each temperature, drafter and batch."""
-    shape, rows = sizes(policy), []
+    shape = sizes(policy)
+    rows = []
     whole, part = (
-        Roofline.of({**shape, "num_hidden_layers": layers}, DEVICES[gpu]).line().at(PROMPT + MEDIAN)
+        Roofline.of({**shape, "num_hidden_layers": layers}, DEVICES[gpu])
+        .line()
+        .at(PROMPT + MEDIAN)
         for layers in (shape["num_hidden_layers"], 1)
     )
     for heat in temperature:
@@ -153,13 +223,28 @@ def main(
             accepted = float(np.concatenate([right for _, right in records]).mean())
             for count in requests:
                 for workload in (synchronous, asynchronous):
-                    row = {"drafter": name, "temperature": heat, "accepted": accepted, "requests": count}
+                    row = {
+                        "drafter": name,
+                        "temperature": heat,
+                        "accepted": accepted,
+                        "requests": count,
+                    }
                     row |= {"workload": workload.__name__}
-                    row |= {arm: workload(arm, count, records, whole, part) for arm in ARMS}
+                    row |= {
+                        arm: workload(arm, count, records, whole, part) for arm in ARMS
+                    }
                     rows.append(row)
                     print(row, flush=True)
     if out is not None:
-        save(out, {"provenance": provenance(), "policy": policy, "gpu": gpu, "time_of_off": rows})
+        save(
+            out,
+            {
+                "provenance": provenance(),
+                "policy": policy,
+                "gpu": gpu,
+                "time_of_off": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

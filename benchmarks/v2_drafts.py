@@ -1,8 +1,10 @@
-"""What the V2 runner's device index drafts on recorded rollouts, beside the host's index; and what it costs in memory.
+"""What the V2 runner's device index drafts on recorded rollouts, beside the host's
+index; and what it costs in memory.
 
 python benchmarks/v2_drafts.py --traces DIR --groups 64 --out FILE.json
 
-Its kernels are computed by their plain reference (`tests/contract/device_reference.py`), which drafts the same.
+Its kernels are computed by their plain reference
+(`tests/contract/device_reference.py`), which drafts the same.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from das_adapter.sim import rollouts as dumps
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
 from device_reference import launch
 
-SLOTS, BUDGET = 32, 8
+SLOTS = 32
+BUDGET = 8
 
 
 class Device(Ours):
@@ -54,10 +57,13 @@ class Device(Ours):
         self.device.texts[slot, : len(prompt)] = torch.from_numpy(prompt)
         self._total[slot] = self._begin[slot] = len(prompt)
         self.device.open([(slot, problem, len(prompt))])
-        arena, before = self.device.arena, self.device.arena.used
+        arena = self.device.arena
+        before = self.device.arena.used
         self.device.arena.bring(self.index)
         if arena.used > before:
-            self.sealed_bytes.append(4 * (arena.used - before) / int(arena.tables.sealed_count[slot]))
+            self.sealed_bytes.append(
+                4 * (arena.used - before) / int(arena.tables.sealed_count[slot])
+            )
         return slot
 
     def extend(self, handles: list[int], texts: list[Int32]) -> None:
@@ -68,10 +74,16 @@ class Device(Ours):
 
     def draft(self, handles: list[int], budget: int) -> list[Int32]:
         writing = [slot for slot in handles if self._total[slot] > self._begin[slot]]
-        slots, sampled = torch.tensor(writing, dtype=torch.int64), torch.ones(len(writing), dtype=torch.int32)
+        slots = torch.tensor(writing, dtype=torch.int64)
+        sampled = torch.ones(len(writing), dtype=torch.int32)
         drafts = self.device.draft(slots, sampled, self._total)
         lengths = self.device.real[: len(writing)].tolist()
-        found = {s: d[:n] for s, d, n in zip(writing, drafts.numpy().astype(np.int32), lengths, strict=True)}
+        found = {
+            s: d[:n]
+            for s, d, n in zip(
+                writing, drafts.numpy().astype(np.int32), lengths, strict=True
+            )
+        }
         return [found.get(slot, np.zeros(0, dtype=np.int32)) for slot in handles]
 
     def close(self, handles: list[int]) -> None:
@@ -81,7 +93,9 @@ class Device(Ours):
 
 
 class FirstRound(Ours):
-    """The host's index without the drafts before the first token, which an engine on the V2 runner has sampled then."""
+    """The host's index without the drafts before the first token, which an engine on
+    the V2 runner has sampled then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,14 +107,34 @@ class FirstRound(Ours):
 
     def draft(self, handles: list[int], budget: int) -> list[Int32]:
         none = np.zeros(0, dtype=np.int32)
-        return [d if h in self._writing else none for h, d in zip(handles, super().draft(handles, budget), strict=True)]
+        return [
+            d if h in self._writing else none
+            for h, d in zip(handles, super().draft(handles, budget), strict=True)
+        ]
 
 
 @click.command()
-@click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz.")
-@click.option("--groups", "most", default=64, show_default=True, help="Groups of each file, drawn at random.")
-@click.option("--longest", default=4096, show_default=True, help="Leave longer responses out.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures here, and as a table beside it.")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    required=True,
+    help="Directory of .npz.",
+)
+@click.option(
+    "--groups",
+    "most",
+    default=64,
+    show_default=True,
+    help="Groups of each file, drawn at random.",
+)
+@click.option(
+    "--longest", default=4096, show_default=True, help="Leave longer responses out."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the figures here, and as a table beside it.",
+)
 def main(traces: Path, most: int, longest: int, out: Path | None) -> None:
     """Compare accepted draft tokens per round."""
     work: dict[str, Any] = {}
@@ -112,7 +146,11 @@ def main(traces: Path, most: int, longest: int, out: Path | None) -> None:
             g.siblings = [s[:longest] for s in g.siblings[:3]]
         room = max((len(g.prompt) for g in chosen), default=0) + longest + BUDGET + 1
         for setting in SETTINGS:
-            some = [g for g in chosen if g.earlier] if setting.startswith("earlier") else chosen
+            some = (
+                [g for g in chosen if g.earlier]
+                if setting.startswith("earlier")
+                else chosen
+            )
             if not some:
                 continue
             device = Device(room)
@@ -125,7 +163,9 @@ def main(traces: Path, most: int, longest: int, out: Path | None) -> None:
                 "ratio": mine["accepted"] / host["accepted"],
                 "rounds": mine["rounds"],
             }
-            figures["sealed_bytes_per_token"] = float(np.mean(device.sealed_bytes)) if device.sealed_bytes else None
+            figures["sealed_bytes_per_token"] = (
+                float(np.mean(device.sealed_bytes)) if device.sealed_bytes else None
+            )
             work.setdefault(file.stem, {})[setting] = figures
             click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
     if out:

@@ -1,16 +1,19 @@
-"""Each request's own number of draft tokens against one length for all, on the V2 runner, in simulated H100 steps.
+"""Each request's own number of draft tokens against one length for all, on the V2
+runner, in simulated H100 steps.
 
 PYTHONPATH=.venv/newest python benchmarks/v2_lengths.py --out FILE.json
 
-The host's part is the engine's own (`engine/v2/lengths.py`): it hears of drafts when the runner would tell it, and
-chooses for steps whose drafts do not exist yet. The device's part and the time are simulated: it verifies the first
-tokens of each draft, or, with own numbers, those of greatest chance times worth; a step takes what the roofline says of
-the policy's shape, for the tokens of the CUDA graph that it replays: vLLM captures them for 256 requests. Responses are
-long-tailed. A quarter of the requests have no history; that of the others is their text with mistakes, in stretches of
-16 tokens at one rate of 2 to 40 %, and finds nothing for 2 tokens after a mistake.
+The host's part is the engine's own (`engine/v2/lengths.py`): it hears of drafts when
+the runner would tell it, and chooses for steps whose drafts do not exist yet. The
+device's part and the time are simulated: it verifies the first tokens of each draft,
+or, with own numbers, those of greatest chance times worth; a step takes what the
+roofline says of the policy's shape, for the tokens of the CUDA graph that it replays:
+vLLM captures them for 256 requests. Responses are long-tailed. A quarter of the
+requests have no history; that of the others is their text with mistakes, in stretches
+of 16 tokens at one rate of 2 to 40 %, and finds nothing for 2 tokens after a mistake.
 
-`oracle` is who has own lengths, and knows the true chances of this very step's drafts: it takes as many tokens as give
-the most text in a second.
+`oracle` is who has own lengths, and knows the true chances of this very step's drafts:
+it takes as many tokens as give the most text in a second.
 """
 
 from __future__ import annotations
@@ -38,8 +41,13 @@ from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
 from das_adapter.sim.models import sizes
 
-MOST, STRETCH, BLIND, PROMPT = 16, 16, 2, 100
-LONGEST, MEDIAN, SPREAD = 3000, 400, 0.8
+MOST = 16
+STRETCH = 16
+BLIND = 2
+PROMPT = 100
+LONGEST = 3000
+MEDIAN = 400
+SPREAD = 0.8
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 REQUESTS = 256
 """Of an engine at once, at most."""
@@ -51,10 +59,18 @@ class Text:
     """A response, and what its history says of each token."""
 
     def __init__(
-        self, rng: np.random.Generator, length: int | None = None, rates: Sequence[float] = RATES, unknown: float = 0.25
+        self,
+        rng: np.random.Generator,
+        length: int | None = None,
+        rates: Sequence[float] = RATES,
+        unknown: float = 0.25,
     ) -> None:
-        """`length`: tokens, None: as the distribution says; `rates`: of mistakes; `unknown`: chance of no history."""
-        self.length = length or int(min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10))
+        """`length`: tokens, None: as the distribution says; `rates`: of mistakes;
+        `unknown`: chance of no history.
+        """
+        self.length = length or int(
+            min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10)
+        )
         rates = np.repeat(rng.choice(rates, self.length // STRETCH + 2), STRETCH)
         self.chance = (1.0 - rates).astype(np.float32)
         self.right = rng.random(len(self.chance)) >= rates
@@ -62,12 +78,18 @@ class Text:
         self.at = 0
 
     def draft(self) -> np.ndarray:
-        """Return the chance of each token of the draft here, given those before it, float32 [n]."""
-        blind = not self.known or not self.right[max(0, self.at - BLIND) : self.at].all()
+        """Return the chance of each token of the draft here, given those before it,
+        float32 [n].
+        """
+        blind = (
+            not self.known or not self.right[max(0, self.at - BLIND) : self.at].all()
+        )
         return self.chance[self.at : self.at + (0 if blind else MOST)]
 
     def write(self, drafted: int) -> int:
-        """Verify so many tokens of the draft here; return how many tokens are written."""
+        """Verify so many tokens of the draft here; return how many tokens are
+        written.
+        """
         right = self.right[self.at : self.at + drafted]
         got = min(int(np.append(right, False).argmin()) + 1, self.length - self.at)
         self.at += got
@@ -81,51 +103,90 @@ class Engine:
         config = parse({"drafter": "history", "max_draft_tokens": MOST} | das)
         vllm_config: Any = SimpleNamespace(
             model_config=SimpleNamespace(
-                max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=not model.sizes, quantization=None
+                max_model_len=8192,
+                get_vocab_size=lambda: 100,
+                enforce_eager=not model.sizes,
+                quantization=None,
             ),
-            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=model.sizes),
+            compilation_config=SimpleNamespace(
+                cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=model.sizes
+            ),
         )
-        self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
+        self.lengths = DraftLengths(config, vllm_config)
+        self._own = own
+        self._model = model
+        self.now = 0.0
         self._aborted: set[str] = set()
         if own:
             self.lengths.engine.controller.gives_own(model.drafted_sizes or ())
 
-    def rollout(self, number: int, texts: Sequence[Text], at_once: int | None = None) -> float:
-        """Write all texts; return the seconds. `at_once`: so many at a time, until none waits any more."""
-        began, chosen, scheduled = self.now, [DraftTokens(0)] * 2, DraftTokens(0)
-        waiting, live, ended = list(enumerate(texts)), dict[str, Text](), self._aborted
+    def rollout(
+        self, number: int, texts: Sequence[Text], at_once: int | None = None
+    ) -> float:
+        """Write all texts; return the seconds. `at_once`: so many at a time, until none
+        waits any more.
+        """
+        began = self.now
+        chosen = [DraftTokens(0)] * 2
+        scheduled = DraftTokens(0)
+        waiting = list(enumerate(texts))
+        live = dict[str, Text]()
+        ended = self._aborted
         offers: dict[str, np.ndarray] = {}
         while waiting or (live and at_once is None):
             room = (at_once or len(texts)) - len(live)
-            joined, waiting = waiting[:room], waiting[room:]
+            joined = waiting[:room]
+            waiting = waiting[room:]
             begun = [_begun(f"{number} {i}", i, text) for i, text in joined]
-            live |= {one.req_id: text for one, (_, text) in zip(begun, joined, strict=True)}
+            live |= {
+                one.req_id: text for one, (_, text) in zip(begun, joined, strict=True)
+            }
             given = self._given(list(live), offers, scheduled)
-            step = Step(begun, frozenset(ended), given, True, self.now, req_ids=list(live))
+            step = Step(
+                begun, frozenset(ended), given, True, self.now, req_ids=list(live)
+            )
             if self._own:
                 step.admitted = np.array(list(given.values()))
             tokens = len(live) + sum(given.values())
             self.now += self._model.step(tokens, len(live), tokens > len(live))
-            real = {req_id: min(count, len(offers.get(req_id, ()))) for req_id, count in given.items()}  # no fillers
+            # no fillers
+            real = {
+                req_id: min(count, len(offers.get(req_id, ())))
+                for req_id, count in given.items()
+            }
             got = [text.write(real[req_id]) for req_id, text in live.items()]
             scheduled = chosen[0]
             offers = self._draft(live, scheduled, step)
             self.lengths.settle()
             new = self.lengths.output(step, [[1] * count for count in got], self.now)
-            chosen = [chosen[1], new if isinstance(new, DraftTokens) else DraftTokens(new)]
+            chosen = [
+                chosen[1],
+                new if isinstance(new, DraftTokens) else DraftTokens(new),
+            ]
             ended = {req_id for req_id, text in live.items() if text.at >= text.length}
-            live = {req_id: text for req_id, text in live.items() if req_id not in ended}
+            live = {
+                req_id: text for req_id, text in live.items() if req_id not in ended
+            }
         self._aborted = set(live)
         self.lengths.refresh(Refresh(version=number + 1))
         return self.now - began
 
-    def _draft(self, live: dict[str, Text], chosen: DraftTokens, step: Step) -> dict[str, np.ndarray]:
-        """Return the chances of each request's draft at the end of a step, as `Text.draft`, and tell the host."""
-        offers = {r: text.draft() if chosen.looks else np.zeros(0, np.float32) for r, text in live.items()}
+    def _draft(
+        self, live: dict[str, Text], chosen: DraftTokens, step: Step
+    ) -> dict[str, np.ndarray]:
+        """Return the chances of each request's draft at the end of a step, as
+        `Text.draft`, and tell the host.
+        """
+        offers = {
+            r: text.draft() if chosen.looks else np.zeros(0, np.float32)
+            for r, text in live.items()
+        }
         step.offer = _offer(list(offers.values())) if chosen.looks else None
         return offers
 
-    def _given(self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftTokens) -> dict[str, int]:
+    def _given(
+        self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftTokens
+    ) -> dict[str, int]:
         """Return how many draft tokens of each request the step verifies."""
         if not self._own:
             return dict.fromkeys(req_ids, int(chosen))
@@ -138,11 +199,23 @@ class Engine:
             worth[row, limit:] = -1.0
         total = min(chosen.total, sum(most))
         rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST
-        return dict(zip(req_ids, np.bincount(rows, minlength=len(req_ids)).tolist(), strict=True))
+        return dict(
+            zip(
+                req_ids, np.bincount(rows, minlength=len(req_ids)).tolist(), strict=True
+            )
+        )
 
 
 def _begun(req_id: str, problem: int, text: Text) -> LiveRequest:
-    return LiveRequest(req_id, problem, PROMPT, PROMPT + text.length, True, length=PROMPT, stops=frozenset([2]))
+    return LiveRequest(
+        req_id,
+        problem,
+        PROMPT,
+        PROMPT + text.length,
+        True,
+        length=PROMPT,
+        stops=frozenset([2]),
+    )
 
 
 def _offer(drafts: list[np.ndarray]) -> Any:
@@ -150,11 +223,17 @@ def _offer(drafts: list[np.ndarray]) -> Any:
     for row, draft in enumerate(drafts):
         chances[row, : len(draft)] = torch.from_numpy(draft)
     lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int32)
-    return SimpleNamespace(lengths=lengths, chances=chances, by_model=torch.zeros(len(drafts), dtype=torch.int64))
+    return SimpleNamespace(
+        lengths=lengths,
+        chances=chances,
+        by_model=torch.zeros(len(drafts), dtype=torch.int64),
+    )
 
 
 def captured(model: StepModel) -> list[StepModel]:
-    """Return a model with the sizes of the CUDA graphs that vLLM captures: off, with one length, with own lengths."""
+    """Return a model with the sizes of the CUDA graphs that vLLM captures: off, with
+    one length, with own lengths.
+    """
     from das_adapter.engine.v2.admission import capture_plain_steps
     from das_adapter.protocol.engine_args import v2_speculative_config
 
@@ -162,15 +241,25 @@ def captured(model: StepModel) -> list[StepModel]:
     speculative = v2_speculative_config(DasConfig(max_draft_tokens=MOST))
     ways = (None, False), (speculative, False), (speculative, True)
     engines = [graphs.manager(REQUESTS, *way) for way in ways]
-    captures = [tuple(sorted(engine.compilation_config.cudagraph_capture_sizes)) for engine in engines]
+    captures = [
+        tuple(sorted(engine.compilation_config.cudagraph_capture_sizes))
+        for engine in engines
+    ]
     off, one, own = (replace(model, sizes=each, launch=LAUNCH) for each in captures)
-    drafted = {d.num_tokens for d in engines[-1]._capture_descs[CUDAGraphMode.FULL] if d.max_query_len}
+    drafted = {
+        d.num_tokens
+        for d in engines[-1]._capture_descs[CUDAGraphMode.FULL]
+        if d.max_query_len
+    }
     return [off, one, replace(own, drafted_sizes=tuple(sorted(drafted)))]
 
 
 def oracle(texts: list[Text], model: StepModel) -> float:
-    """Return the seconds of a rollout in which each step's draft tokens are chosen by their own chances."""
-    live, taken = texts, 0.0
+    """Return the seconds of a rollout in which each step's draft tokens are chosen by
+    their own chances.
+    """
+    live = texts
+    taken = 0.0
     while live:
         reached = np.zeros((len(live), MOST))
         for row, text in enumerate(live):
@@ -181,7 +270,9 @@ def oracle(texts: list[Text], model: StepModel) -> float:
         times = model.seconds(len(live) + drafted, len(live), drafted > 0)
         most = int(((len(live) + np.append(0.0, best).cumsum()) / times).argmax())
         rows = np.argsort(-reached, axis=None, kind="stable")[:most] // MOST
-        for text, drafts in zip(live, np.bincount(rows, minlength=len(live)).tolist(), strict=True):
+        for text, drafts in zip(
+            live, np.bincount(rows, minlength=len(live)).tolist(), strict=True
+        ):
             text.write(drafts)
         taken += float(times[most])
         live = [text for text in live if text.at < text.length]
@@ -198,7 +289,9 @@ def plain(texts: list[Text], model: StepModel) -> float:
 def seconds(requests: int, model: StepModel, own: bool, **das: Any) -> float:
     """Return what the counted rollouts of a batch take."""
     engine = Engine(own, model, **das)
-    return sum([engine.rollout(n, batch) for n, batch in enumerate(batches(requests))][1:])
+    return sum(
+        [engine.rollout(n, batch) for n, batch in enumerate(batches(requests))][1:]
+    )
 
 
 def batches(requests: int) -> list[list[Text]]:
@@ -210,13 +303,22 @@ def batches(requests: int) -> list[list[Text]]:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path))
 @click.option("--requests", multiple=True, type=int, default=(8, 30, 56, 64, 100, 256))
-@click.option("--policy", multiple=True, default=("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"))
+@click.option(
+    "--policy", multiple=True, default=("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B")
+)
 @click.option("--budget", multiple=True, default=("optimal", "das"))
-def main(out: Path | None, requests: tuple[int, ...], policy: tuple[str, ...], budget: tuple[str, ...]) -> None:
+def main(
+    out: Path | None,
+    requests: tuple[int, ...],
+    policy: tuple[str, ...],
+    budget: tuple[str, ...],
+) -> None:
     """Write a row for each budget, policy and batch."""
     rows: dict[str, list[Any]] = {kind: [] for kind in budget}
     for name in policy:
-        without, one, own = captured(Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN))
+        without, one, own = captured(
+            Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
+        )
         for count in requests:
             off = sum(plain(texts, without) for texts in batches(count)[1:])
             best = sum(oracle(texts, own) for texts in batches(count)[1:])

@@ -1,4 +1,5 @@
-// Runs loops on the threads of PyTorch's own operators, so that the two never compete for cores.
+// Runs loops on the threads of PyTorch's own operators, so that the two never compete
+// for cores.
 #pragma once
 
 #include <dlfcn.h>
@@ -8,12 +9,14 @@
 
 namespace das {
 
-// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process, not linked: PyTorch loads its own,
-// and the threads of a second one would compete with it. Without one, or with threads < 2, the loop is serial.
+// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process,
+// not linked: PyTorch loads its own, and the threads of a second one would compete with
+// it. Without one, or with threads < 2, the loop is serial.
 template <typename Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-  static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  static const auto parallel =
+      reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   struct Shared {
     std::atomic<int64_t> next{0};
     int64_t count, chunk;

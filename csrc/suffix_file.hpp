@@ -1,4 +1,5 @@
-// A file of segments: header, table of contents, then each segment's bytes. It is mapped or read, and checked.
+// A file of segments: header, table of contents, then each segment's bytes. It is
+// mapped or read, and checked.
 #pragma once
 
 #include <fcntl.h>
@@ -29,11 +30,14 @@ struct FileError : std::runtime_error {  // the contents of a file are wrong
   FileError(const std::string& path, const std::string& what)
       : std::runtime_error("suffix index file '" + path + "': " + what) {}
 };
-[[noreturn]] inline void fail(const std::string& path) {  // a file can't be read or written; errno says why
-  throw std::filesystem::filesystem_error("", path, std::error_code(errno, std::generic_category()));
+[[noreturn]] inline void fail(
+    const std::string& path) {  // a file can't be read or written; errno says why
+  throw std::filesystem::filesystem_error(
+      "", path, std::error_code(errno, std::generic_category()));
 }
 
-// Checksum of some bytes, eight 8-byte words at a time. Any change within one word changes the result.
+// Checksum of some bytes, eight 8-byte words at a time. Any change within one word
+// changes the result.
 inline uint64_t checksum(const void* data, size_t bytes) {
   std::array<uint64_t, 8> lanes;
   for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = 0xcbf29ce484222325 + i;
@@ -63,18 +67,20 @@ struct FileHeader {
   int64_t newest = 0;     // the newest version that was ever sealed
   uint64_t count = 0;     // of entries in the table
   uint64_t number = 0;    // of the file; of a manifest: its generation
-  uint64_t extra = 0;     // manifest: files, which come before the segments in the table
-  uint64_t table = 0;     // checksum of the table
+  uint64_t extra = 0;  // manifest: files, which come before the segments in the table
+  uint64_t table = 0;  // checksum of the table
   uint64_t checksum = 0;  // of all above
 
   uint64_t sum() const { return das::checksum(this, offsetof(FileHeader, checksum)); }
 };
-constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a little-endian machine
+constexpr uint64_t kSegmentMagic =
+    0x3247455358534144;  // "DASXSEG2" on a little-endian machine
 constexpr uint64_t kManifestMagic = 0x334e414d58534144;  // "DASXMAN3"
-constexpr uint64_t kWholeMagic = 0x334c4c4158534144;     // "DASXALL3"
+constexpr uint64_t kWholeMagic = 0x334c4c4158534144;  // "DASXALL3"
 
-// Bytes of a file, mapped or, where `need` asks for them, read into memory: what lies on another machine is not mapped,
-// because a read that fails there is an error, and not a signal. `own`: it must be this user's, and no link.
+// Bytes of a file, mapped or, where `need` asks for them, read into memory: what lies
+// on another machine is not mapped, because a read that fails there is an error, and
+// not a signal. `own`: it must be this user's, and no link.
 class Bytes {
  public:
   Bytes(std::string path, bool map, bool own) : path_(std::move(path)), mapped_(map) {
@@ -83,11 +89,13 @@ class Bytes {
     struct stat status;
     if (fstat(file_.number, &status)) fail(path_);
     if (!S_ISREG(status.st_mode)) throw FileError(path_, "it is not a file");
-    if (own && status.st_uid != geteuid()) throw FileError(path_, "it is another user's");
+    if (own && status.st_uid != geteuid())
+      throw FileError(path_, "it is another user's");
     size_ = static_cast<size_t>(status.st_size);
     if (!size_) return;
-    void* const data = map ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_.number, 0)
-                           : mmap(nullptr, size_, PROT_READ | PROT_WRITE, kUnread, -1, 0);
+    void* const data =
+        map ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_.number, 0)
+            : mmap(nullptr, size_, PROT_READ | PROT_WRITE, kUnread, -1, 0);
     if (data == MAP_FAILED) fail(path_);
     data_ = static_cast<char*>(data);
     if (map) file_.close();
@@ -104,7 +112,8 @@ class Bytes {
   // Makes sure that bytes at `from`, which the file has, can be used.
   void need(size_t from, size_t bytes) const {
     for (size_t at = from; !mapped_ && at < from + bytes;) {
-      const ssize_t got = ::pread(file_.number, data_ + at, from + bytes - at, static_cast<off_t>(at));
+      const ssize_t got =
+          ::pread(file_.number, data_ + at, from + bytes - at, static_cast<off_t>(at));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) fail(path_);
       if (!got) throw FileError(path_, "it became shorter while it was read");
@@ -114,12 +123,14 @@ class Bytes {
   // Gives back the memory of bytes that were read.
   void forget(size_t from, size_t bytes) const {
     const size_t page = sysconf(_SC_PAGESIZE);
-    const size_t begin = (from + page - 1) / page * page, end = (from + bytes) / page * page;
+    const size_t begin = (from + page - 1) / page * page,
+                 end = (from + bytes) / page * page;
     if (!mapped_ && begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
   }
 
  private:
-  static constexpr int kUnread = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // takes memory where it is written
+  static constexpr int kUnread =
+      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // takes memory where it is written
   struct File {
     int number = -1;
     void close() {
@@ -136,7 +147,8 @@ class Bytes {
   size_t size_ = 0;
 };
 
-// Reads the header, and checks it and the table of `Entry` behind it; the other bytes are not read.
+// Reads the header, and checks it and the table of `Entry` behind it; the other bytes
+// are not read.
 template <class Entry>
 FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t magic) {
   FileHeader h;
@@ -146,13 +158,15 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
   std::memcpy(&h, bytes.data(), sizeof h);
   if (h.magic != magic) throw FileError(path, "it is not a file of a suffix index");
   if (h.format != ours.format)
-    throw FileError(path, "its format version is " + std::to_string(h.format) + ", this program reads " +
-                              std::to_string(ours.format));
-  if (h.checksum != h.sum()) throw FileError(path, "the checksum of its header is wrong");
+    throw FileError(path, "its format version is " + std::to_string(h.format) +
+                              ", this program reads " + std::to_string(ours.format));
+  if (h.checksum != h.sum())
+    throw FileError(path, "the checksum of its header is wrong");
   if (h.bytes != bytes.size())
-    throw FileError(path,
-                    "it has " + std::to_string(bytes.size()) + " bytes, its header says " + std::to_string(h.bytes));
-  if (h.depth != kDepth) throw FileError(path, "its depth is " + std::to_string(h.depth));
+    throw FileError(path, "it has " + std::to_string(bytes.size()) +
+                              " bytes, its header says " + std::to_string(h.bytes));
+  if (h.depth != kDepth)
+    throw FileError(path, "its depth is " + std::to_string(h.depth));
   if (h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
     throw FileError(path, "its header contradicts itself");
   bytes.need(sizeof h, h.count * sizeof(Entry));
@@ -173,26 +187,33 @@ class SegmentFile {
     Segment::Shape shape() const { return {tokens, places, runs}; }
   };
 
-  SegmentFile(std::string path, bool map, bool own) : path_(std::move(path)), bytes_(path_, map, own) {
+  SegmentFile(std::string path, bool map, bool own)
+      : path_(std::move(path)), bytes_(path_, map, own) {
     header_ = read_header<Entry>(bytes_, path_, kSegmentMagic);
     uint64_t end = sizeof header_ + header_.count * sizeof(Entry);
     for (size_t i = 0; i < header_.count; ++i) {
       const Entry& e = entry(i);
-      const bool sane = e.offset == end && e.runs && e.places && e.runs < e.tokens && e.places < e.tokens &&
-                        e.tokens <= Segment::kCapacity;
-      if (!sane || e.shape().bytes() > header_.bytes - end) throw FileError(path_, "its table contradicts itself");
+      const bool sane = e.offset == end && e.runs && e.places && e.runs < e.tokens &&
+                        e.places < e.tokens && e.tokens <= Segment::kCapacity;
+      if (!sane || e.shape().bytes() > header_.bytes - end)
+        throw FileError(path_, "its table contradicts itself");
       end += e.shape().bytes();
     }
     if (end != header_.bytes) throw FileError(path_, "its table contradicts itself");
     checked_ = std::make_unique<std::atomic<bool>[]>(header_.count);
   }
 
-  uint64_t alive = 0;  // bytes of its segments that count; known to the process that writes
+  uint64_t alive =
+      0;  // bytes of its segments that count; known to the process that writes
 
   const std::string& path() const { return path_; }
   const FileHeader& header() const { return header_; }
-  uint64_t body() const { return header_.bytes - sizeof header_ - header_.count * sizeof(Entry); }
-  const Entry& entry(size_t i) const { return reinterpret_cast<const Entry*>(bytes_.data() + sizeof header_)[i]; }
+  uint64_t body() const {
+    return header_.bytes - sizeof header_ - header_.count * sizeof(Entry);
+  }
+  const Entry& entry(size_t i) const {
+    return reinterpret_cast<const Entry*>(bytes_.data() + sizeof header_)[i];
+  }
 
   // Returns a segment that keeps the file alive. Its bytes are not read before `check`.
   static Segment segment(const std::shared_ptr<SegmentFile>& file, size_t i) {
@@ -208,9 +229,11 @@ class SegmentFile {
     const Entry& e = entry(i);
     bytes_.need(e.offset, e.shape().bytes());
     if (e.checksum != checksum(bytes_.data() + e.offset, e.shape().bytes()))
-      throw FileError(path_, "the checksum of problem " + std::to_string(e.problem) + " is wrong");
+      throw FileError(
+          path_, "the checksum of problem " + std::to_string(e.problem) + " is wrong");
     if (!Segment(bytes_.data() + e.offset, e.shape(), nullptr).sound())
-      throw FileError(path_, "the arrays of problem " + std::to_string(e.problem) + " contradict each other");
+      throw FileError(path_, "the arrays of problem " + std::to_string(e.problem) +
+                                 " contradict each other");
     checked_[i] = true;
   }
   // Gives back the memory of a segment that nobody uses.
@@ -230,8 +253,9 @@ inline void check(const Segment& segment) {
   if (segment.file) segment.file->check(segment.entry);
 }
 
-// Writes a file under a temporary name and renames it, so that other processes see all of it or nothing. `lasting`: it
-// is on the disk before that, with the permissions that the user gives new files; else only this user can read it.
+// Writes a file under a temporary name and renames it, so that other processes see all
+// of it or nothing. `lasting`: it is on the disk before that, with the permissions that
+// the user gives new files; else only this user can read it.
 template <class Write>
 void write_file(const std::string& path, bool lasting, Write&& write) {
   const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";
@@ -245,8 +269,9 @@ void write_file(const std::string& path, bool lasting, Write&& write) {
   std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
   if (!file) fail();
   bool sound = true;
-  write(
-      [&](const void* data, size_t bytes) { sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes); });
+  write([&](const void* data, size_t bytes) {
+    sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes);
+  });
   sound = sound && !std::fflush(file) && !(lasting && fsync(descriptor));
   const int error = errno;
   sound = !std::fclose(file) && sound;
@@ -262,14 +287,16 @@ void seal_header(FileHeader& header, const std::vector<Entry>& table, uint64_t b
   header.checksum = header.sum();
 }
 
-inline void write_segments(const std::string& path, bool lasting, FileHeader header,
-                           const std::vector<std::pair<uint64_t, const Segment*>>& segments) {
+inline void write_segments(
+    const std::string& path, bool lasting, FileHeader header,
+    const std::vector<std::pair<uint64_t, const Segment*>>& segments) {
   std::vector<SegmentFile::Entry> table;
   const uint64_t begin = sizeof header + segments.size() * sizeof(SegmentFile::Entry);
   uint64_t end = begin;
   for (const auto& [problem, s] : segments) {
     const auto shape = s->shape();
-    table.push_back({problem, end, shape.tokens, shape.places, shape.runs, checksum(s->bytes(), shape.bytes())});
+    table.push_back({problem, end, shape.tokens, shape.places, shape.runs,
+                     checksum(s->bytes(), shape.bytes())});
     end += shape.bytes();
   }
   header.magic = kSegmentMagic;

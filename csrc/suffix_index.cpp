@@ -1,5 +1,5 @@
-// Suffix index: see suffix_index.hpp; das_adapter/core/index/ is its Python side, tests/unit/reference_index.py the
-// same index in Python.
+// Suffix index: see suffix_index.hpp; das_adapter/core/index/ is its Python side,
+// tests/unit/reference_index.py the same index in Python.
 #include "suffix_index.hpp"
 
 #include <algorithm>
@@ -18,31 +18,43 @@ namespace das {
 namespace {
 
 constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
-constexpr uint64_t kCounts = 75;  // percent of a file's bytes that count, or the others are written again
-constexpr uint64_t kAlike = 16;  // files of about one size, or they are written again as one
-constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
-constexpr uint64_t kThinned = 1 << 20;  // most tokens of a problem that are thinned out, which takes a second
+constexpr uint64_t kCounts =
+    75;  // percent of a file's bytes that count, or the others are written again
+constexpr uint64_t kAlike =
+    16;  // files of about one size, or they are written again as one
+constexpr uint64_t kLeast =
+    256;  // bytes that a problem keeps before whole problems are dropped
+constexpr uint64_t kThinned =
+    1 << 20;  // most tokens of a problem that are thinned out, which takes a second
 
-// Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
-void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
+// Collects the votes on the next token, `step` tokens after the places at which the
+// candidates were found.
+void poll(const std::vector<Candidate>& candidates, uint32_t step,
+          std::vector<Vote>& votes) {
   votes.clear();
   for (const Candidate& c : candidates) {
     if (c.over()) continue;
-    const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
-    auto it = std::find_if(votes.begin(), votes.end(), [&](const Vote& v) { return v.token == *c.next; });
+    const uint32_t strength =
+        std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
+    auto it = std::find_if(votes.begin(), votes.end(),
+                           [&](const Vote& v) { return v.token == *c.next; });
     if (it == votes.end()) it = votes.insert(it, {*c.next, 0, 0, 0, true});
-    it->votes += vote_table()[strength] * c.weight, ++it->count, it->strength = std::max(it->strength, strength);
+    it->votes += vote_table()[strength] * c.weight, ++it->count,
+        it->strength = std::max(it->strength, strength);
     it->own &= c.own;
   }
 }
 
 }  // namespace
 
-void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64_t version) {
+void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count,
+                      int64_t version) {
   const auto narrow = static_cast<int32_t>(version);
   if (narrow != version)
-    throw std::invalid_argument("version: found " + std::to_string(version) + ", allowed: 32 bits");
-  if (count > Segment::kCapacity - 3) throw std::invalid_argument("tokens: found 2^24 or more, allowed: fewer");
+    throw std::invalid_argument("version: found " + std::to_string(version) +
+                                ", allowed: 32 bits");
+  if (count > Segment::kCapacity - 3)
+    throw std::invalid_argument("tokens: found 2^24 or more, allowed: fewer");
   if (!count) return;
   auto& staged = problems_[problem].staged;
   if (staged.empty()) staged_.push_back(problem);
@@ -70,7 +82,8 @@ uint64_t SuffixIndex::nbytes(const History& history) {
 
 void SuffixIndex::count(const Problem& problem, int64_t sign) {
   for (const Segment& segment : problem.history) {
-    bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(), segments_ += sign;
+    bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(),
+        segments_ += sign;
     if (segment.file) segment.file->alive += sign * segment.nbytes();
   }
   known_ += problem.history.empty() ? 0 : sign;
@@ -102,13 +115,15 @@ void SuffixIndex::Problem::look() {
 }
 
 uint64_t SuffixIndex::Problem::age(int64_t version) const {
-  return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
+  return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) -
+         visits.begin();
 }
 
 int64_t SuffixIndex::Problem::fitting(uint64_t most) const {
   std::map<int64_t, uint64_t, std::greater<>> sizes;
   for (const Segment& segment : history)
-    for (const auto& run : segment.runs) sizes[run.version] += segment.end(run) - run.start;
+    for (const auto& run : segment.runs)
+      sizes[run.version] += segment.end(run) - run.start;
   int64_t from = sizes.begin()->first;
   uint64_t sum = 0;
   for (const auto& [version, tokens] : sizes) {
@@ -126,13 +141,16 @@ uint64_t SuffixIndex::seal(size_t window, size_t least, uint64_t tokens) {
     if (staged.empty() || sealed >= tokens || staged.size() < least) continue;
     chosen.push_back(id);
     sealed_group_ = std::max(sealed_group_, staged.size());
-    for (const auto& [version, text] : staged) sealed += text.size(), newest_ = std::max<int64_t>(newest_, version);
+    for (const auto& [version, text] : staged)
+      sealed += text.size(), newest_ = std::max<int64_t>(newest_, version);
   }
   const auto waits = [&](uint64_t id) { return !problems_.at(id).staged.empty(); };
   const auto forget = [&](void*) {
-    staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)), staged_.end());
+    staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)),
+                  staged_.end());
   };
-  const std::unique_ptr<void, decltype(forget)> forgets(this, forget);  // whatever is thrown
+  const std::unique_ptr<void, decltype(forget)> forgets(this,
+                                                        forget);  // whatever is thrown
   {
     const Change change(*this, chosen);
     for (uint64_t id : chosen) {
@@ -141,7 +159,8 @@ uint64_t SuffixIndex::seal(size_t window, size_t least, uint64_t tokens) {
       for (const Segment& segment : history) check(segment);  // before anything changes
       Builder fresh;
       for (const auto& [version, text] : problem.staged) {
-        if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder();
+        if (!fresh.fits(text.size() + 1))
+          history.push_back(fresh.build()), fresh = Builder();
         fresh.add(text.data(), text.size(), version);
       }
       history.push_back(fresh.build());
@@ -152,7 +171,8 @@ uint64_t SuffixIndex::seal(size_t window, size_t least, uint64_t tokens) {
         history = merged(history, problem.visits.back());
       else
         drop_before(problem, problem.visits.back());
-      if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
+      if (history.size() > kSegments)
+        history.erase(history.begin(), history.end() - kSegments);
     }
   }
   return sealed;
@@ -183,7 +203,8 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
       const Change change(*this, {id});
       auto& history = it->second.history;
       const auto first = history.end() - static_cast<ptrdiff_t>(count);
-      for (auto segment = first; segment != history.end(); ++segment) check(*segment), merged += segment->token_count();
+      for (auto segment = first; segment != history.end(); ++segment)
+        check(*segment), merged += segment->token_count();
       *first = das::merged({first, history.end()}).front();
       history.erase(first + 1, history.end());
     }
@@ -205,13 +226,15 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
     if (problem.history.empty()) continue;
     Owner owner{&problem, nbytes(problem.history), {INT64_MIN, id}};
     for (const Segment& segment : problem.history)
-      for (const auto& run : segment.runs) owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
+      for (const auto& run : segment.runs)
+        owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
     least += std::min(owner.bytes, kLeast);
     owners.push_back(owner);
   }
   Shrunk shrunk{token_count(), 0, 0, 0};
   if (least > max_bytes) {  // not all problems can keep something
-    std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
+    std::sort(owners.begin(), owners.end(),
+              [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
     for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
       Owner& owner = owners.back();
       least -= std::min(owner.bytes, kLeast);
@@ -219,17 +242,21 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
       owner.problem->history.clear(), owner.problem->visits.clear();
     }
   }
-  std::sort(owners.begin(), owners.end(),
-            [](const Owner& a, const Owner& b) { return std::tie(a.bytes, a.seen) < std::tie(b.bytes, b.seen); });
-  uint64_t level = 0, below = 0;  // the most bytes of a problem with which all fit; bytes of the problems below it
+  std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) {
+    return std::tie(a.bytes, a.seen) < std::tie(b.bytes, b.seen);
+  });
+  uint64_t level = 0, below = 0;  // the most bytes of a problem with which all fit;
+                                  // bytes of the problems below it
   for (size_t i = 0; i < owners.size(); below += owners[i++].bytes) {
     level = (max_bytes - below) / (owners.size() - i);
     if (level <= owners[i].bytes) break;
   }
   level_ = std::min(level_, level);
-  // The largest are thinned out to less than that, so that a problem is not thinned out every time.
+  // The largest are thinned out to less than that, so that a problem is not thinned out
+  // every time.
   const uint64_t to = level_ / 4 * 3;
-  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens && !owners.empty(); owners.pop_back(), ++shrunk.thinned) {
+  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens && !owners.empty();
+       owners.pop_back(), ++shrunk.thinned) {
     Problem& problem = *owners.back().problem;
     const Change change(*this, {owners.back().seen.second});
     read += token_count(problem.history);
@@ -245,15 +272,20 @@ void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
   problem.look();
   const uint64_t tokens = token_count(problem.history);
   if (tokens > kThinned && problem.visits.size() > 1) {
-    const double share = static_cast<double>(max_bytes) / static_cast<double>(nbytes(problem.history));
-    drop_before(problem, problem.fitting(static_cast<uint64_t>(share * static_cast<double>(tokens))));
+    const double share =
+        static_cast<double>(max_bytes) / static_cast<double>(nbytes(problem.history));
+    drop_before(
+        problem,
+        problem.fitting(static_cast<uint64_t>(share * static_cast<double>(tokens))));
   } else {
     const std::vector<Segment> all = merged(problem.history);
     const uint64_t bytes = nbytes(all);
     problem.history.clear();
     for (const Segment& segment : all) {
       Builder rest;
-      Thinning(segment).into(rest, static_cast<uint64_t>(static_cast<double>(max_bytes) * segment.nbytes() / bytes));
+      Thinning(segment).into(rest,
+                             static_cast<uint64_t>(static_cast<double>(max_bytes) *
+                                                   segment.nbytes() / bytes));
       if (!rest.empty()) problem.history.push_back(rest.build());
     }
   }
@@ -272,14 +304,19 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   Problem problem;
   problem.history = history;
   problem.look();
-  if (history.size() > 1) problem.history = merged(history, problem.fitting(Segment::kCapacity - 2));
+  if (history.size() > 1)
+    problem.history = merged(history, problem.fitting(Segment::kCapacity - 2));
   // There are several where the newest visit alone is too large.
-  Segment segment = *std::max_element(problem.history.begin(), problem.history.end(),
-                                      [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });
+  Segment segment = *std::max_element(
+      problem.history.begin(), problem.history.end(),
+      [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });
   if (words(segment) > most) {
     Builder rest;
-    const double share = static_cast<double>(most) / static_cast<double>(words(segment));
-    Thinning(segment).into(rest, static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
+    const double share =
+        static_cast<double>(most) / static_cast<double>(words(segment));
+    Thinning(segment).into(
+        rest,
+        static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
     if (rest.empty()) return out;
     segment = rest.build();
     if (words(segment) > most) return out;
@@ -287,14 +324,17 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   out.tokens.assign(segment.tokens.begin(), segment.tokens.end());
   std::vector<uint32_t> ages;
   for (const Segment::Run& run : segment.runs)
-    ages.push_back(static_cast<uint32_t>(std::min<uint64_t>(problem.age(run.version), UINT8_MAX)));
+    ages.push_back(
+        static_cast<uint32_t>(std::min<uint64_t>(problem.age(run.version), UINT8_MAX)));
   out.places.reserve(segment.places.size);
   for (const Segment::Place& p : segment.places)
-    out.places.push_back(p.position | ages[&segment.run(p.position) - segment.runs.begin()] << 24);
+    out.places.push_back(p.position |
+                         ages[&segment.run(p.position) - segment.runs.begin()] << 24);
   return out;
 }
 
-int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const Token* ahead, size_t ahead_count) {
+int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count,
+                          const Token* ahead, size_t ahead_count) {
   Problem& problem = problems_[id];
   problem.look();
   if (ahead_count) {
@@ -306,8 +346,10 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const 
   auto stream = std::make_unique<Stream>();
   if (count) {
     stream->prompt = problem.prompt.lock();
-    const auto* known = stream->prompt ? &stream->prompt->front().tokens : nullptr;  // kStart, the prompt, kStart
-    if (!known || !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
+    const auto* known = stream->prompt ? &stream->prompt->front().tokens
+                                       : nullptr;  // kStart, the prompt, kStart
+    if (!known ||
+        !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
       Builder text;
       text.add(prompt, count, 0);
       stream->prompt = std::make_shared<std::vector<Segment>>(1, text.build());
@@ -315,14 +357,17 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const 
     problem.prompt = stream->prompt;
   }
   live_.insert(id);
-  requests_[next_handle_] = {&problem, stream.get(), id, Text(ahead, ahead + ahead_count), {}, {}};
+  requests_[next_handle_] = {
+      &problem, stream.get(), id, Text(ahead, ahead + ahead_count), {}, {}};
   problem.live.streams.push_back(std::move(stream));
   return next_handle_++;
 }
 
 const SuffixIndex::Request& SuffixIndex::request(int64_t handle) const {
   const auto it = requests_.find(handle);
-  if (it == requests_.end()) throw std::invalid_argument("request handle " + std::to_string(handle) + ": not open");
+  if (it == requests_.end())
+    throw std::invalid_argument("request handle " + std::to_string(handle) +
+                                ": not open");
   return it->second;
 }
 
@@ -338,14 +383,18 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
     if (!accepted) break;
   }
   if (count) r.drafted.clear(), r.kinds.clear();
-  const size_t at = r.stream->text.size() - 1, rest = r.ahead.size() - std::min(r.ahead.size(), at);
-  if (count >= rest || !std::equal(tokens, tokens + count, r.ahead.begin() + at)) r.ahead = {};
+  const size_t at = r.stream->text.size() - 1,
+               rest = r.ahead.size() - std::min(r.ahead.size(), at);
+  if (count >= rest || !std::equal(tokens, tokens + count, r.ahead.begin() + at))
+    r.ahead = {};
   r.problem->live.extend(*r.stream, tokens, count);
 }
 
 int64_t SuffixIndex::age(int64_t handle) const {
   const auto& visits = request(handle).problem->visits;
-  return visits.empty() ? -1 : std::max<int64_t>(0, newest_ - visits.front());  // a guest's may be newer
+  return visits.empty() ? -1
+                        : std::max<int64_t>(
+                              0, newest_ - visits.front());  // a guest's may be newer
 }
 
 void SuffixIndex::close(int64_t handle, bool keep) {
@@ -365,7 +414,8 @@ void SuffixIndex::clear_live() {
     const uint64_t id = *it;
     const auto problem = problems_.find(id);
     if (problem != problems_.end()) problem->second.live.forget_closed();
-    const bool stays = problem != problems_.end() && !problem->second.live.streams.empty();
+    const bool stays =
+        problem != problems_.end() && !problem->second.live.streams.empty();
     it = stays ? std::next(it) : live_.erase(it);
     if (!stays) forget_if_empty(id);
   }
@@ -385,74 +435,94 @@ void SuffixIndex::clear_history(Problem& problem) {
 uint64_t SuffixIndex::live_bytes() const {
   uint64_t sum = 0;
   for (uint64_t id : live_)
-    if (const auto it = problems_.find(id); it != problems_.end()) sum += it->second.live.nbytes();
+    if (const auto it = problems_.find(id); it != problems_.end())
+      sum += it->second.live.nbytes();
   return sum;
 }
 
 template <class Visit>
-void SuffixIndex::search(const Request& request, Context response, Context whole, Visit&& visit) const {
-  das::search(request.problem->history, response,
-              [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
-                const uint64_t age = request.problem->age(segment.run(p.position).version);
-                const uint32_t weight = fading()[std::min<uint64_t>(age, fading().size() - 1)];
-                visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight, false);
-              });
-  request.problem->live.search(response, [&](const Stream& stream, uint32_t position, uint32_t length) {
-    const bool own = &stream == request.stream;
-    visit(response, &stream.text[position], stream.text.data() + stream.text.size(), length, own ? kOwn : kSibling,
-          own);
-  });
+void SuffixIndex::search(const Request& request, Context response, Context whole,
+                         Visit&& visit) const {
+  das::search(
+      request.problem->history, response,
+      [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
+        const uint64_t age = request.problem->age(segment.run(p.position).version);
+        const uint32_t weight = fading()[std::min<uint64_t>(age, fading().size() - 1)];
+        visit(response, &segment.tokens[p.position], segment.tokens.end(), length,
+              weight, false);
+      });
+  request.problem->live.search(
+      response, [&](const Stream& stream, uint32_t position, uint32_t length) {
+        const bool own = &stream == request.stream;
+        visit(response, &stream.text[position], stream.text.data() + stream.text.size(),
+              length, own ? kOwn : kSibling, own);
+      });
   if (request.stream->prompt)
-    das::search(*request.stream->prompt, whole, [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
-      visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
-    });
+    das::search(*request.stream->prompt, whole,
+                [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
+                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length,
+                        kPrompt, true);
+                });
 }
 
 void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
-  // The end of the response with its draft, as far as it is compared; and the same after the prompt, without kStart.
+  // The end of the response with its draft, as far as it is compared; and the same
+  // after the prompt, without kStart.
   auto& [candidates, votes, response_text, whole_text] = scratch;
   const size_t window = kDepth + kBeyond + 2;
   const Text& text = request.stream->text;
   response_text.assign(text.end() - std::min(text.size(), window), text.end());
-  response_text.insert(response_text.end(), request.drafted.begin(), request.drafted.end());
+  response_text.insert(response_text.end(), request.drafted.begin(),
+                       request.drafted.end());
   whole_text.clear();
   if (request.stream->prompt) {
     const auto& prompt = request.stream->prompt->front().tokens;
     if (text.size() <= window)
-      whole_text.assign(prompt.end() - 1 - std::min(prompt.size - 2, window), prompt.end() - 1);
-    whole_text.insert(whole_text.end(), response_text.begin() + (response_text.front() == kStart), response_text.end());
+      whole_text.assign(prompt.end() - 1 - std::min(prompt.size - 2, window),
+                        prompt.end() - 1);
+    whole_text.insert(whole_text.end(),
+                      response_text.begin() + (response_text.front() == kStart),
+                      response_text.end());
   }
-  const auto ending = [](const Text& t) { return Context{t.data() + t.size(), static_cast<uint32_t>(t.size())}; };
-  const Context response = ending(response_text), whole = whole_text.empty() ? response : ending(whole_text);
+  const auto ending = [](const Text& t) {
+    return Context{t.data() + t.size(), static_cast<uint32_t>(t.size())};
+  };
+  const Context response = ending(response_text),
+                whole = whole_text.empty() ? response : ending(whole_text);
 
   candidates.clear();
   uint32_t strongest = 0;
   search(request, response, whole,
-         [&, out = &candidates](Context context, const Stored* last, const Stored* end, uint32_t length,
-                                uint32_t weight, bool own) {
-           const uint32_t beyond = length < kDepth ? match_beyond(context, last, length, kBeyond) : 0;
+         [&, out = &candidates](Context context, const Stored* last, const Stored* end,
+                                uint32_t length, uint32_t weight, bool own) {
+           const uint32_t beyond =
+               length < kDepth ? match_beyond(context, last, length, kBeyond) : 0;
            out->push_back({last + 1, end, strength(length, beyond), weight, own});
            strongest = std::max(strongest, out->back().strength);
          });
   if (strongest >= kSure || response.size < 2) return;
   const Token written = response[0];
   search(request, response.without_last(), whole.without_last(),
-         [&, out = &candidates](Context, const Stored* last, const Stored* end, uint32_t length, uint32_t weight,
-                                bool own) {
+         [&, out = &candidates](Context, const Stored* last, const Stored* end,
+                                uint32_t length, uint32_t weight, bool own) {
            if (last[1] == written) return;  // found by the search above
-           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
+           out->push_back(
+               {last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
          });
 }
 
-std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
+std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles,
+                                                   const int64_t* budgets, size_t count,
                                                    double min_chance) {
   std::vector<Draft> drafts(count);
   Scratch scratch;
-  for (size_t i = 0; i < count; ++i) draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
+  for (size_t i = 0; i < count; ++i)
+    draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
   return drafts;
 }
 
-void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const {
+void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& scratch,
+                        Draft& out) const {
   auto& candidates = scratch.candidates;
   r.drafted.clear(), r.kinds.clear();
   if (budget <= 0) return;
@@ -461,7 +531,8 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   const auto add = [&](Token token, uint16_t kind) {
     r.drafted.push_back(token), r.kinds.push_back(kind);
     chance *= acceptance_.chance(kind);
-    if (r.drafted.size() > static_cast<size_t>(budget) || chance < min_chance) return false;
+    if (r.drafted.size() > static_cast<size_t>(budget) || chance < min_chance)
+      return false;
     out.tokens.push_back(token);
     out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
     return true;
@@ -472,7 +543,8 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   const auto repeated = static_cast<uint32_t>(r.drafted.size());
   for (uint32_t step = repeated, searched = repeated;; ++step) {
     poll(candidates, step - searched, scratch.votes);
-    if (scratch.votes.empty() && step > searched) {  // all candidates ended here: search with the draft too
+    if (scratch.votes.empty() &&
+        step > searched) {  // all candidates ended here: search with the draft too
       gather(r, scratch);
       poll(candidates, 0, scratch.votes);
       searched = step;
@@ -480,19 +552,23 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
     if (scratch.votes.empty()) return;
     uint64_t all = 0;
     for (const Vote& v : scratch.votes) all += v.votes;
-    const Vote best = *std::min_element(scratch.votes.begin(), scratch.votes.end(), [](const Vote& a, const Vote& b) {
-      return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
-    });
-    const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count, best.own);
+    const Vote best = *std::min_element(
+        scratch.votes.begin(), scratch.votes.end(), [](const Vote& a, const Vote& b) {
+          return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
+        });
+    const uint16_t kind =
+        Acceptance::kind(best.votes, all, best.strength, best.count, best.own);
     if (!add(best.token, kind)) return;
     size_t agreeing = 0;
     for (const Candidate& c : candidates)
-      if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};
+      if (!c.over() && *c.next == best.token)
+        candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};
     candidates.resize(agreeing);
   }
 }
 
-bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const {
+bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count,
+                      int64_t version) const {
   const auto it = problems_.find(problem);
   if (it == problems_.end()) return false;
   for (const Segment& s : it->second.history) {
@@ -502,7 +578,8 @@ bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64
       const Stored* const end = &s.tokens[s.end(run)];
       for (const Stored *text = &s.tokens[run.start], *next; text != end; text = next) {
         next = std::find_if(text + 1, end, [](Token token) { return token < 0; });
-        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count)) return true;
+        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count))
+          return true;
       }
     }
   }
@@ -512,13 +589,15 @@ bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64
 Saving SuffixIndex::saving() const {
   Saving found{header(), {}};
   for (const auto& [id, problem] : problems_)
-    for (const Segment& segment : problem.history) found.segments.emplace_back(id, segment);
+    for (const Segment& segment : problem.history)
+      found.segments.emplace_back(id, segment);
   return found;
 }
 
 void Saving::write(const std::string& path) const {
   Store::Table all;
-  for (const auto& [id, segment] : segments) check(segment), all.emplace_back(id, &segment);
+  for (const auto& [id, segment] : segments)
+    check(segment), all.emplace_back(id, &segment);
   write_segments(path, true, header, all);
 }
 
@@ -526,7 +605,8 @@ void SuffixIndex::give(const std::string& path, const Ids& problems) const {
   std::vector<std::pair<uint64_t, const Segment*>> all;
   for (uint64_t id : problems)
     if (const auto it = problems_.find(id); it != problems_.end())
-      for (const Segment& segment : it->second.history) check(segment), all.emplace_back(id, &segment);
+      for (const Segment& segment : it->second.history)
+        check(segment), all.emplace_back(id, &segment);
   write_segments(path, false, header(), all);
 }
 
@@ -539,7 +619,8 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     if (!problems.count(id)) continue;
     file->check(i);
     histories[id].push_back(SegmentFile::segment(file, i));
-    histories[id].back().file = nullptr;  // it is in memory only, so that a store writes it
+    histories[id].back().file =
+        nullptr;  // it is in memory only, so that a store writes it
   }
   std::vector<uint64_t> taken;
   for (const auto& [id, list] : histories) taken.push_back(id);
@@ -552,7 +633,8 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     if (history.size() <= kSegments) continue;
     for (const Segment& segment : history) check(segment);
     history = das::merged(history);
-    if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
+    if (history.size() > kSegments)
+      history.erase(history.begin(), history.end() - kSegments);
   }
 }
 
@@ -583,7 +665,8 @@ void SuffixIndex::attach(const std::string& directory, bool write) {
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
-  if (!store_ || (!generation && !store_->generation() && !store_->exists())) return;  // nothing is published yet
+  if (!store_ || (!generation && !store_->generation() && !store_->exists()))
+    return;  // nothing is published yet
   auto read = store_->read(generation);
   take(std::move(read.histories), read.whole, read.header, "manifest");
   read.histories.clear();
@@ -601,8 +684,11 @@ uint64_t SuffixIndex::write(bool hurry) {
   };
   for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
     move(*it, [](const Segment& segment) { return !segment.file; });
-  std::map<int, uint64_t> alike;  // files that are not full, by the power of kAlike that their bytes are
-  const auto power = [](const SegmentFile& file) { return std::ilogb(file.alive) / std::ilogb(kAlike); };
+  std::map<int, uint64_t>
+      alike;  // files that are not full, by the power of kAlike that their bytes are
+  const auto power = [](const SegmentFile& file) {
+    return std::ilogb(file.alive) / std::ilogb(kAlike);
+  };
   for (const auto& [number, file] : store_->files())
     if (file->alive && file->alive < kWritten) ++alike[power(*file)];
   for (const auto& [number, file] : store_->files()) {
@@ -610,7 +696,9 @@ uint64_t SuffixIndex::write(bool hurry) {
     const bool small = file->alive < kWritten && alike[power(*file)] >= kAlike;
     if (!small && 100 * file->alive >= kCounts * file->body()) continue;
     for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
-      move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
+      move(file->entry(i).problem, [&, at = file.get()](const Segment& s) {
+        return s.file == at && s.entry == i;
+      });
   }
   if (moving.empty()) return 0;
   for (const auto& [id, segment] : moving) check(*segment);
@@ -622,7 +710,8 @@ uint64_t SuffixIndex::write(bool hurry) {
 void SuffixIndex::publish(bool hurry) {
   while (write(hurry) >= kWritten) {
   }
-  const auto list = [&](Store::Table& table, uint64_t id, const std::vector<Segment>& history) {
+  const auto list = [&](Store::Table& table, uint64_t id,
+                        const std::vector<Segment>& history) {
     if (history.empty()) table.emplace_back(id, nullptr);
     for (const Segment& segment : history) table.emplace_back(id, &segment);
   };
@@ -651,9 +740,11 @@ FileHeader SuffixIndex::header() const {
 }
 
 // Replaces histories by segments from files: all of them, or none if one is damaged.
-void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader& header, const std::string& path) {
+void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader& header,
+                       const std::string& path) {
   for (const auto& [id, list] : histories) {
-    if (list.size() > kSegments) throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
+    if (list.size() > kSegments)
+      throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
     const auto it = problems_.find(id);
     if (it == problems_.end() || it->second.live.streams.empty()) continue;
     for (const Segment& segment : list) check(segment);

@@ -1,4 +1,5 @@
-// Live text: the responses of one problem's live requests, searched by hashes of their last tokens.
+// Live text: the responses of one problem's live requests, searched by hashes of their
+// last tokens.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,8 @@
 
 namespace das {
 
-// One request: kStart and its response so far. Its prompt is searched for this request only.
+// One request: kStart and its response so far. Its prompt is searched for this request
+// only.
 struct Stream {
   Text text{kStart};
   std::shared_ptr<const std::vector<Segment>> prompt;  // one segment
@@ -20,15 +22,18 @@ struct Stream {
   uint32_t found_from = 0;  // places before are found no more
 };
 
-// Places in live text; for each i, places with the same last kGrams[i] tokens form a chain, the latest first.
+// Places in live text; for each i, places with the same last kGrams[i] tokens form a
+// chain, the latest first.
 class Live {
  public:
   static constexpr std::array<uint32_t, 3> kGrams{4, 2, 1};
-  static constexpr uint32_t kFound = 1 << 14;  // tokens at a text's end that are found; at times twice as many are
+  static constexpr uint32_t kFound =
+      1 << 14;  // tokens at a text's end that are found; at times twice as many are
 
   std::vector<std::unique_ptr<Stream>> streams;
 
-  // Appends tokens to one of the streams. A place enters the chains once its next token is known.
+  // Appends tokens to one of the streams. A place enters the chains once its next token
+  // is known.
   void extend(Stream& stream, const Token* tokens, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       insert(stream, static_cast<uint32_t>(stream.text.size() - 1));
@@ -51,9 +56,9 @@ class Live {
     if (any) sweep();
   }
 
-  // Visits places whose last tokens equal the context's, the latest first: up to kMost per chain, those of the longest
-  // grams first, those of shorter grams only while fewer than half of kMost are found.
-  // visit(stream, position, match length)
+  // Visits places whose last tokens equal the context's, the latest first: up to kMost
+  // per chain, those of the longest grams first, those of shorter grams only while
+  // fewer than half of kMost are found. visit(stream, position, match length)
   template <class Visit>
   void search(Context context, Visit&& visit) const {
     if (slots_.empty()) return;
@@ -61,7 +66,8 @@ class Live {
     for (size_t level = 0; level < kGrams.size() && 2 * found < kMost; ++level) {
       std::array<const Place*, kMost> walked;
       uint32_t count = 0;
-      for (uint32_t i = head(gram(context, level)); i != kNone && count < kMost; i = log_[i].previous[level]) {
+      for (uint32_t i = head(gram(context, level)); i != kNone && count < kMost;
+           i = log_[i].previous[level]) {
         const Place& p = log_[i];
         if (p.position < p.stream->found_from) continue;
         __builtin_prefetch(&p.stream->text[p.position]);
@@ -70,7 +76,8 @@ class Live {
       for (uint32_t i = 0; i < count; ++i) {
         const Stream& stream = *walked[i]->stream;
         const Match m = match(context, &stream.text[walked[i]->position]);
-        if (level && (m.ended || m.length >= kGrams[level - 1])) continue;  // visited in the previous chain
+        if (level && (m.ended || m.length >= kGrams[level - 1]))
+          continue;  // visited in the previous chain
         visit(stream, walked[i]->position, m.length);
         ++found;
       }
@@ -79,7 +86,8 @@ class Live {
 
   uint64_t nbytes() const {
     uint64_t text = 0;
-    for (const auto& stream : streams) text += sizeof *stream + stream->text.size() * sizeof(Stored);
+    for (const auto& stream : streams)
+      text += sizeof *stream + stream->text.size() * sizeof(Stored);
     return text + log_.size() * sizeof(Place) + slots_.size() * sizeof(Slot);
   }
 
@@ -95,22 +103,25 @@ class Live {
     uint32_t latest = kNone;
   };
 
-  // Forgets the text of a stream before a position. Its places stay in the chains, where searches skip them, until they
-  // outnumber the others.
+  // Forgets the text of a stream before a position. Its places stay in the chains,
+  // where searches skip them, until they outnumber the others.
   void forget_before(Stream& stream, uint32_t position) {
     forgotten_ += position - stream.found_from;
     stream.found_from = position;
     if (2 * forgotten_ > log_.size() + streams.size()) sweep();
   }
 
-  // Rebuilds the chains without forgotten streams, and without what is found no more of the others.
+  // Rebuilds the chains without forgotten streams, and without what is found no more of
+  // the others.
   void sweep() {
     const std::vector<Place> log = std::move(log_);
     log_ = {}, slots_ = {}, used_ = 0, forgotten_ = 0;
     for (const Place& p : log)
-      if (p.stream->state != Stream::kForgotten && p.position >= p.stream->found_from) insert(*p.stream, p.position);
+      if (p.stream->state != Stream::kForgotten && p.position >= p.stream->found_from)
+        insert(*p.stream, p.position);
     streams.erase(
-        std::remove_if(streams.begin(), streams.end(), [](const auto& s) { return s->state == Stream::kForgotten; }),
+        std::remove_if(streams.begin(), streams.end(),
+                       [](const auto& s) { return s->state == Stream::kForgotten; }),
         streams.end());
   }
 
@@ -163,7 +174,8 @@ class Live {
   std::vector<Place> log_;  // in the order of their arrival
   std::vector<Slot> slots_;  // open addressing; a power of two
   size_t used_ = 0;       // slots that are taken
-  size_t forgotten_ = 0;  // tokens that were forgotten since the last sweep, kStart included
+  size_t forgotten_ =
+      0;  // tokens that were forgotten since the last sweep, kStart included
 };
 
 }  // namespace das

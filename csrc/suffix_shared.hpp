@@ -14,8 +14,8 @@
 
 namespace das {
 
-// Any thread may call, with or without Python's lock: calls wait for each other, and never for Python. This is the only
-// way to an index that threads share.
+// Any thread may call, with or without Python's lock: calls wait for each other, and
+// never for Python. This is the only way to an index that threads share.
 class SharedIndex {
  public:
   SharedIndex() = default;
@@ -32,9 +32,10 @@ class SharedIndex {
     return call(index_);
   }
 
-  // Begins call(index) in a thread; all later calls wait for it, and make it themselves if the thread has not begun.
-  // `check(index)` is called at once, and may throw. `wake`: whether the thread is woken, which takes as long as a
-  // draft or two; else the next call makes it.
+  // Begins call(index) in a thread; all later calls wait for it, and make it themselves
+  // if the thread has not begun. `check(index)` is called at once, and may throw.
+  // `wake`: whether the thread is woken, which takes as long as a draft or two; else
+  // the next call makes it.
   template <class Check, class Call>
   std::shared_future<void> begin(Check&& check, bool wake, Call call) {
     return use([&](SuffixIndex& index) {
@@ -50,7 +51,8 @@ class SharedIndex {
  private:
   using Work = std::packaged_task<void()>;
 
-  // Where work lies until somebody takes it: the thread, which is there as long as the desk is open, or who waits.
+  // Where work lies until somebody takes it: the thread, which is there as long as the
+  // desk is open, or who waits.
   struct Desk {
     std::mutex mutex;
     std::condition_variable changed;
@@ -93,7 +95,8 @@ class SharedIndex {
     desk_ = std::make_shared<Desk>();
     try {
       std::thread([desk = desk_] { desk->serve(); }).detach();
-    } catch (const std::system_error&) {  // the system gives none: whoever waits does the work
+    } catch (const std::system_error&) {  // the system gives none: whoever waits does
+                                          // the work
     }
   }
 

@@ -1,4 +1,5 @@
-// A directory of segment files, written by one process and mapped by any number of others.
+// A directory of segment files, written by one process and mapped by any number of
+// others.
 #pragma once
 
 #include <cinttypes>
@@ -16,18 +17,23 @@
 
 namespace das {
 
-// Files never change; nobody but their user can read them. `manifest-N` lists what generation N changed: problems with
-// all their segments, and the files that these lie in. `whole-N` lists a generation completely, now and then;
-// `manifest` is the newest of these. A file that a generation no longer needs stays for kKept more; one that none has
-// had goes at once.
+// Files never change; nobody but their user can read them. `manifest-N` lists what
+// generation N changed: problems with all their segments, and the files that these lie
+// in. `whole-N` lists a generation completely, now and then; `manifest` is the newest
+// of these. A file that a generation no longer needs stays for kKept more; one that
+// none has had goes at once.
 class Store {
  public:
   using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;
-  using Histories = std::unordered_map<uint64_t, std::vector<Segment>>;  // by problem, oldest first
-  using Table = std::vector<std::pair<uint64_t, const Segment*>>;  // problems, each with its segments, or with nullptr
+  using Histories =
+      std::unordered_map<uint64_t, std::vector<Segment>>;  // by problem, oldest first
+  using Table =
+      std::vector<std::pair<uint64_t, const Segment*>>;  // problems, each with its
+                                                         // segments, or with nullptr
   struct Generation {
     FileHeader header;  // its checksum is the generation's identity
-    bool whole = true;  // whether problems that are not in `histories` have no history, else what they had
+    bool whole = true;  // whether problems that are not in `histories` have no history,
+                        // else what they had
     Files files;
     Histories histories;
   };
@@ -45,13 +51,16 @@ class Store {
     return sum;
   }
 
-  // Maps a generation; 0: the newest. What the generation that was given to `keep` has is not read again.
+  // Maps a generation; 0: the newest. What the generation that was given to `keep` has
+  // is not read again.
   Generation read(uint64_t generation) const {
     for (int attempts = 8;; --attempts) {
       try {
         return read_once(generation);
-      } catch (const std::filesystem::filesystem_error& e) {  // a newer generation may have been published meanwhile
-        if (generation || attempts == 1 || e.code().value() != ENOENT || !exists()) throw;
+      } catch (const std::filesystem::filesystem_error&
+                   e) {  // a newer generation may have been published meanwhile
+        if (generation || attempts == 1 || e.code().value() != ENOENT || !exists())
+          throw;
       }
     }
   }
@@ -63,7 +72,8 @@ class Store {
       it = it->second.use_count() == 1 ? files_.erase(it) : std::next(it);
   }
 
-  // Takes over the directory as the last writer left it; called by the process that will write.
+  // Takes over the directory as the last writer left it; called by the process that
+  // will write.
   void take_over() {
     for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
       const std::string file = entry.path().filename();
@@ -82,8 +92,10 @@ class Store {
     unpublished_ = next_;
   }
 
-  // Writes segments to a new file, and replaces them by what is mapped of it. `header` has the newest version.
-  void write(const std::vector<std::pair<uint64_t, Segment*>>& segments, FileHeader header) {
+  // Writes segments to a new file, and replaces them by what is mapped of it. `header`
+  // has the newest version.
+  void write(const std::vector<std::pair<uint64_t, Segment*>>& segments,
+             FileHeader header) {
     header.number = next_++;
     const Table table(segments.begin(), segments.end());
     const std::string target = path(name("segments", header.number));
@@ -105,12 +117,14 @@ class Store {
     }
   }
 
-  // Publishes the next generation: `changed` has what is new in it, `all()` everything. A complete manifest is written
-  // when it costs no more than those of the changes since the last one did.
+  // Publishes the next generation: `changed` has what is new in it, `all()` everything.
+  // A complete manifest is written when it costs no more than those of the changes
+  // since the last one did.
   template <class All>
   void publish(const Table& changed, uint64_t count, All&& all, FileHeader header) {
     header.number = generation() + 1;
-    header = write_manifest({name("manifest", header.number)}, kManifestMagic, header_.checksum, changed, header);
+    header = write_manifest({name("manifest", header.number)}, kManifestMagic,
+                            header_.checksum, changed, header);
     header_ = header, unpublished_ = next_;
     manifests_.insert(header.number);
     since_ += changed.size();
@@ -128,10 +142,12 @@ class Store {
   }
 
  private:
-  static constexpr uint64_t kSmall = 1024;  // segments that a complete manifest may always have
+  static constexpr uint64_t kSmall =
+      1024;  // segments that a complete manifest may always have
   static constexpr uint64_t kGone = UINT64_MAX;
-  // Of a manifest's table: the identity of the generation before (in a complete one: of itself); then files: number,
-  // bytes, checksum of the header; then segments: problem, which of the files (kGone: it has none), entry in it.
+  // Of a manifest's table: the identity of the generation before (in a complete one: of
+  // itself); then files: number, bytes, checksum of the header; then segments: problem,
+  // which of the files (kGone: it has none), entry in it.
   struct Line {
     uint64_t first, second, third;
   };
@@ -154,27 +170,32 @@ class Store {
   static Manifest open(const std::string& path, uint64_t magic) {
     const Bytes bytes(path, false, true);
     Manifest found{read_header<Line>(bytes, path, magic), {}};
-    if (found.header.count < 1 + found.header.extra) throw FileError(path, "its table contradicts itself");
-    const auto* lines = reinterpret_cast<const Line*>(bytes.data() + sizeof found.header);
+    if (found.header.count < 1 + found.header.extra)
+      throw FileError(path, "its table contradicts itself");
+    const auto* lines =
+        reinterpret_cast<const Line*>(bytes.data() + sizeof found.header);
     found.lines.assign(lines, lines + found.header.count);
     return found;
   }
 
   // Takes in where a manifest's problems have their segments.
-  static void collect(const Manifest& manifest, const std::string& path, Places& places) {
+  static void collect(const Manifest& manifest, const std::string& path,
+                      Places& places) {
     const auto& lines = manifest.lines;
     const uint64_t files = manifest.header.extra;
     for (size_t i = 1 + files; i < lines.size(); ++i) {
       auto& list = places[lines[i].first];
       if (i == 1 + files || lines[i].first != lines[i - 1].first) list.clear();
       if (lines[i].second == kGone) continue;
-      if (lines[i].second >= files) throw FileError(path, "its table contradicts itself");
+      if (lines[i].second >= files)
+        throw FileError(path, "its table contradicts itself");
       const Line& file = lines[1 + lines[i].second];
       list.push_back({file.first, file.third, lines[i].third});
     }
   }
 
-  // Reads the changes after the generation of `header`, up to `last` (0: all); returns whether they are there.
+  // Reads the changes after the generation of `header`, up to `last` (0: all); returns
+  // whether they are there.
   bool follow(FileHeader& header, uint64_t last, Places& places) const {
     while (header.number != last) {
       const std::string next = path(name("manifest", header.number + 1));
@@ -190,7 +211,8 @@ class Store {
   // Whether the generation that is kept is still one of the directory's.
   bool current() const {
     const std::string own = path(name("manifest", generation()));
-    return std::filesystem::exists(own) && open(own, kManifestMagic).header.checksum == header_.checksum;
+    return std::filesystem::exists(own) &&
+           open(own, kManifestMagic).header.checksum == header_.checksum;
   }
 
   // The newest complete manifest of a generation up to `last`; 0: of all.
@@ -198,7 +220,9 @@ class Store {
     if (!last) return path("manifest");
     uint64_t found = 0, number = 0;
     for (const auto& entry : std::filesystem::directory_iterator(directory_))
-      if (std::sscanf(entry.path().filename().c_str(), "whole-%" SCNx64, &number) == 1 && number <= last)
+      if (std::sscanf(entry.path().filename().c_str(), "whole-%" SCNx64, &number) ==
+              1 &&
+          number <= last)
         found = std::max(found, number);
     return path(name("whole", found));
   }
@@ -206,12 +230,14 @@ class Store {
   Generation read_once(uint64_t generation) const {
     Generation out{header_, false, files_, {}};
     Places places;
-    const bool ahead = this->generation() && (!generation || generation >= this->generation());
+    const bool ahead =
+        this->generation() && (!generation || generation >= this->generation());
     if (!ahead || !current() || !follow(out.header, generation, places)) {
       const std::string file = whole(generation);
       const Manifest all = open(file, kWholeMagic);
       places.clear(), collect(all, file, places);
-      out.header = all.header, out.header.checksum = all.lines[0].first, out.whole = true;
+      out.header = all.header, out.header.checksum = all.lines[0].first,
+      out.whole = true;
       if (!follow(out.header, generation, places)) {
         errno = ENOENT;
         fail(path(name("manifest", generation ? generation : out.header.number + 1)));
@@ -222,10 +248,12 @@ class Store {
       for (const Place& place : list) {
         auto& file = out.files[place.file];
         const std::string named = path(name("segments", place.file));
-        if (!file || file->header().checksum != place.checksum) file = std::make_shared<SegmentFile>(named, true, true);
+        if (!file || file->header().checksum != place.checksum)
+          file = std::make_shared<SegmentFile>(named, true, true);
         if (file->header().checksum != place.checksum)
           throw FileError(named, "it is not the file that the manifest names");
-        if (place.entry >= file->header().count || file->entry(place.entry).problem != problem)
+        if (place.entry >= file->header().count ||
+            file->entry(place.entry).problem != problem)
           throw FileError(path("manifest"), "its table contradicts itself");
         segments.push_back(SegmentFile::segment(file, place.entry));
       }
@@ -233,16 +261,19 @@ class Store {
     return out;
   }
 
-  FileHeader write_manifest(const std::vector<std::string>& targets, uint64_t magic, uint64_t identity,
-                            const Table& table, FileHeader header) const {
+  FileHeader write_manifest(const std::vector<std::string>& targets, uint64_t magic,
+                            uint64_t identity, const Table& table,
+                            FileHeader header) const {
     std::unordered_map<const SegmentFile*, uint64_t> order;
     std::vector<Line> lines{{identity, 0, 0}};
     for (const auto& [problem, s] : table)
       if (s && order.emplace(s->file, order.size()).second)
-        lines.push_back({s->file->header().number, s->file->header().bytes, s->file->header().checksum});
+        lines.push_back({s->file->header().number, s->file->header().bytes,
+                         s->file->header().checksum});
     header.extra = order.size();
     for (const auto& [problem, s] : table)
-      lines.push_back(s ? Line{problem, order[s->file], s->entry} : Line{problem, kGone, 0});
+      lines.push_back(s ? Line{problem, order[s->file], s->entry}
+                        : Line{problem, kGone, 0});
     header.magic = magic;
     seal_header(header, lines, 0);
     for (const std::string& target : targets)
@@ -259,11 +290,13 @@ class Store {
       if (!stays) std::filesystem::remove(path(name("segments", it->first)));
       it = stays ? std::next(it) : dead_.erase(it);
     }
-    uint64_t oldest = 0;  // the complete manifest from which the oldest generation that is kept can be read
+    uint64_t oldest = 0;  // the complete manifest from which the oldest generation that
+                          // is kept can be read
     for (uint64_t number : wholes_)
       if (number + kKept <= generation()) oldest = number;
     const auto remove = [&](const char* kind, std::set<uint64_t>& numbers) {
-      for (; !numbers.empty() && *numbers.begin() < oldest; numbers.erase(numbers.begin()))
+      for (; !numbers.empty() && *numbers.begin() < oldest;
+           numbers.erase(numbers.begin()))
         std::filesystem::remove(path(name(kind, *numbers.begin())));
     };
     remove("manifest", manifests_), remove("whole", wholes_);
@@ -272,10 +305,13 @@ class Store {
   std::string directory_;
   FileHeader header_;
   Files files_;
-  std::map<uint64_t, uint64_t> dead_;  // file number: the first generation that does not need it
+  std::map<uint64_t, uint64_t>
+      dead_;  // file number: the first generation that does not need it
   std::set<uint64_t> manifests_, wholes_;
   uint64_t since_ = 0;  // segments in the manifests since the last complete one
-  uint64_t next_ = 1, unpublished_ = 1;  // numbers of the next file, and of the first that no generation has
+  uint64_t next_ = 1,
+           unpublished_ =
+               1;  // numbers of the next file, and of the first that no generation has
 };
 
 }  // namespace das

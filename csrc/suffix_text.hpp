@@ -1,4 +1,5 @@
-// Token text read backwards: the meaning of "context", "match" and "differing token" in the whole index.
+// Token text read backwards: the meaning of "context", "match" and "differing token" in
+// the whole index.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +11,11 @@ namespace das {
 
 using Token = int32_t;
 constexpr Token kMaxToken = (1 << 23) - 1;  // real tokens are 0 to this
-constexpr Token kStart = -1;                // precedes the first token of every response
-constexpr Token kGap = -2;  // precedes a stretch of a response of which what came before is not there; matches nothing
-constexpr uint32_t kMost = 16;  // places that one search of a text visits (live text: per chain)
+constexpr Token kStart = -1;  // precedes the first token of every response
+constexpr Token kGap = -2;  // precedes a stretch of a response of which what came
+                            // before is not there; matches nothing
+constexpr uint32_t kMost =
+    16;  // places that one search of a text visits (live text: per chain)
 constexpr uint32_t kDepth = 64;  // tokens of left context that are compared
 
 // A token as texts hold it, in three bytes.
@@ -23,7 +26,9 @@ class Stored {
     std::memcpy(low_, &low, sizeof low);
   }
   operator Token() const { return low() | high_ * 65536; }
-  bool same(const Stored& other) const { return !((low() ^ other.low()) | (high_ ^ other.high_)); }
+  bool same(const Stored& other) const {
+    return !((low() ^ other.low()) | (high_ ^ other.high_));
+  }
   bool begins() const { return high_ < 0; }  // kStart or kGap
 
  private:
@@ -45,31 +50,41 @@ struct Context {
   const Stored* end;
   uint32_t size;
 
-  Token operator[](uint32_t back) const { return end[-1 - static_cast<ptrdiff_t>(back)]; }
+  Token operator[](uint32_t back) const {
+    return end[-1 - static_cast<ptrdiff_t>(back)];
+  }
   Context without_last() const { return {end - 1, size - 1}; }
 };
 
-// Match of a context with a place in a text whose last context token is *last; the text begins with kStart or kGap.
+// Match of a context with a place in a text whose last context token is *last; the text
+// begins with kStart or kGap.
 struct Match {
   uint32_t length;  // equal tokens, the text's beginning included, at most `most`
-  bool ended;  // nothing lies beyond it: a beginning matched, `most` was reached, or the context ran out
+  bool ended;  // nothing lies beyond it: a beginning matched, `most` was reached, or
+               // the context ran out
 };
 
-inline Match match(Context context, const Stored* last, uint32_t from = 0, uint32_t most = kDepth) {
+inline Match match(Context context, const Stored* last, uint32_t from = 0,
+                   uint32_t most = kDepth) {
   const uint32_t limit = context.size < most ? context.size : most;
   for (uint32_t i = from; i < limit; ++i) {
-    const Stored &token = context.end[-1 - static_cast<ptrdiff_t>(i)], &other = last[-static_cast<ptrdiff_t>(i)];
+    const Stored &token = context.end[-1 - static_cast<ptrdiff_t>(i)],
+                 &other = last[-static_cast<ptrdiff_t>(i)];
     if (!token.same(other)) return {i, false};
     if (token.begins()) return {i + 1, true};
   }
   return {limit, true};
 }
 
-// Equal tokens beyond a single differing one at `length` (a substitution), at most `limit`.
-inline uint32_t match_beyond(Context context, const Stored* last, uint32_t length, uint32_t limit) {
+// Equal tokens beyond a single differing one at `length` (a substitution), at most
+// `limit`.
+inline uint32_t match_beyond(Context context, const Stored* last, uint32_t length,
+                             uint32_t limit) {
   const Stored* place = last - length;
   if (length >= context.size || *place < 0) return 0;
-  return match({context.end - length - 1, context.size - length - 1}, place - 1, 0, limit).length;
+  return match({context.end - length - 1, context.size - length - 1}, place - 1, 0,
+               limit)
+      .length;
 }
 
 }  // namespace das

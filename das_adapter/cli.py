@@ -12,8 +12,9 @@ from das_adapter.errors import DasError
 
 
 class _Commands(click.Group):
-    """Commands that end with a message, without a traceback, where das-adapter refuses something, or where a file can't
-    be read or written."""
+    """Commands that end with a message, without a traceback, where das-adapter refuses
+    something, or where a file can't be read or written.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -23,7 +24,9 @@ class _Commands(click.Group):
         except (DasError, OSError) as error:
             raise _error(ctx)(str(error)) from None
         except ModuleNotFoundError as error:
-            extra = "; the page needs das-adapter[plot]" if error.name == "plotly" else ""
+            extra = (
+                "; the page needs das-adapter[plot]" if error.name == "plotly" else ""
+            )
             raise _error(ctx)(f"{error}{extra}") from None
 
 
@@ -33,7 +36,9 @@ class _CompareError(click.ClickException):
 
 def _error(ctx: click.Context) -> type[click.ClickException]:
     """Return the error with which the command that was called ends."""
-    return _CompareError if ctx.invoked_subcommand == "compare" else click.ClickException
+    return (
+        _CompareError if ctx.invoked_subcommand == "compare" else click.ClickException
+    )
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

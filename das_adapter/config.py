@@ -1,4 +1,6 @@
-"""The `das:` block as pydantic models. Importing this loads no torch, no vLLM and no host framework."""
+"""The `das:` block as pydantic models. Importing this loads no torch, no vLLM and no
+host framework.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,27 @@ from pydantic import (
     ValidationError,
 )
 
-from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, unwritable, wrong
+from das_adapter.config_errors import (
+    check_draft,
+    check_effects,
+    message,
+    resembles_das,
+    unwritable,
+    wrong,
+)
 from das_adapter.errors import ConfigError
 
 _Neural = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
-_WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model", "history+dflash", "history+dspark"]
-Drafter = Literal["none", "history", "self", "history+self", _Neural, _WithHistory, "ngram"]
+_WithHistory = Literal[
+    "history+eagle3",
+    "history+mtp",
+    "history+draft_model",
+    "history+dflash",
+    "history+dspark",
+]
+Drafter = Literal[
+    "none", "history", "self", "history+self", _Neural, _WithHistory, "ngram"
+]
 _HISTORY = ("history", "history+self", *get_args(_WithHistory))
 _COPY = ("self", "history+self")
 _NEURAL = (*get_args(_Neural), *get_args(_WithHistory))
@@ -34,13 +51,19 @@ _PARALLEL = ("dflash", "dspark")
 def _read_speculate(when: Any) -> Any:
     if when in ("auto", "always") or (type(when) is int and when >= 1):
         return when
-    raise ValueError("allowed: 'auto', 'always', or a number of running requests, 1 or more")
+    raise ValueError(
+        "allowed: 'auto', 'always', or a number of running requests, 1 or more"
+    )
 
 
 def _read_size(size: Any) -> Any:
-    if isinstance(size, int | str) and re.fullmatch(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", str(size), re.I):
+    if isinstance(size, int | str) and re.fullmatch(
+        r"\d+(\.\d+)? *([kmgtpe]i?)?b?", str(size), re.I
+    ):
         return size
-    raise ValueError("allowed: a number of bytes, 65536 or more, or a size such as 512MiB")
+    raise ValueError(
+        "allowed: a number of bytes, 65536 or more, or a size such as 512MiB"
+    )
 
 
 def _read_load(load: Any) -> Any:
@@ -62,7 +85,11 @@ UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 
 class _Block(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        strict=True,
+        allow_inf_nan=False,
     )
 
 
@@ -74,42 +101,61 @@ class HistoryConfig(_Block):
     """What `history`, alone or with a second drafter, drafts from."""
 
     scope: Literal["problem", "trusted", "global", "request"] = "problem"
-    """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts, the
-    newest 134 million tokens at most; `request`: its own text alone. `trusted`, for an engine without a host, all of
-    whose clients trust each other: also those of the first turn that its prompt begins with, or of the problem that it
-    names (`das_problem`), whatever its `cache_salt`. Hosts label requests themselves, and refuse it."""
+    """Whose text a request drafts from. `problem`: the rollouts of its own prompt;
+    `global`: those of all prompts, the newest 134 million tokens at most; `request`:
+    its own text alone. `trusted`, for an engine without a host, all of whose clients
+    trust each other: also those of the first turn that its prompt begins with, or of
+    the problem that it names (`das_problem`), whatever its `cache_salt`. Hosts label
+    requests themselves, and refuse it.
+    """
     max_bytes: Size = ByteSize(8 * 2**30)
-    """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
-    worth most for their bytes, above a million tokens to the newest visits; all keep some if 256 bytes of each fit."""
+    """Size of a node's history, such as 512MiB. Above it the largest problems are
+    thinned out to the stretches of text worth most for their bytes, above a million
+    tokens to the newest visits; all keep some if 256 bytes of each fit.
+    """
     device_bytes: Size = ByteSize(2**30)
-    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
-    a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
-    drafts on the host and has none."""
+    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device,
+    the history of the problems of a rollout, 8 bytes a token, and finished siblings'
+    text. It stays taken while the engine sleeps. The V1 runner drafts on the host and
+    has none.
+    """
     run_ahead: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = "off"
-    """Whether idle engines write what the next steps' requests will begin with; in synchronous runs of veRL and
-    NeMo-RL."""
-    load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None
-    """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
-    empty history, or with its own where it resumes. `false`: it is neither saved in checkpoints nor read from them."""
+    """Whether idle engines write what the next steps' requests will begin with; in
+    synchronous runs of veRL and NeMo-RL.
+    """
+    load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = (
+        None
+    )
+    """Directory `das_history` of another run's checkpoint, to start with its history.
+    None: the run starts with an empty history, or with its own where it resumes.
+    `false`: it is neither saved in checkpoints nor read from them.
+    """
 
 
 class SelfConfig(_Block):
     """The quantised copy of the policy, with which `self` and `history+self` draft."""
 
     weights: Literal["int4", "int8", "fp8"] = "int4"
-    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU). The copy
-    lies with the policy's weights: it sleeps and wakes with them."""
+    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU);
+    `int4`, `fp8` (GPU). The copy lies with the policy's weights: it sleeps and wakes
+    with them.
+    """
 
 
 class DraftConfig(_Block):
-    """The neural drafter of `eagle3`, `mtp`, `draft_model`, `dflash` and `dspark`, alone or beside the history."""
+    """The neural drafter of `eagle3`, `mtp`, `draft_model`, `dflash` and `dspark`,
+    alone or beside the history.
+    """
 
     model: UserPath | None = None
-    """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp` drafts with the layers in the
-    policy's own checkpoint."""
+    """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp`
+    drafts with the layers in the policy's own checkpoint.
+    """
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
-    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run; `trainer`: the trainer sends
-    them at each weight sync, with `draft.` before their names (`mtp`: under their names in the policy's checkpoint)."""
+    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run;
+    `trainer`: the trainer sends them at each weight sync, with `draft.` before their
+    names (`mtp`: under their names in the policy's checkpoint).
+    """
     options: dict[str, Any] = {}
     """Further keys of vLLM's `speculative_config`."""
 
@@ -118,8 +164,9 @@ class VerifyConfig(_Block):
     """How draft tokens are verified."""
 
     noise: Literal["keyed", "stock"] | None = None
-    """Sampling noise. `keyed`: tokens do not depend on the drafter; `stock`: vLLM's own sampler. None: `keyed` with any
-    drafter, `stock` with `drafter: none`."""
+    """Sampling noise. `keyed`: tokens do not depend on the drafter; `stock`: vLLM's own
+    sampler. None: `keyed` with any drafter, `stock` with `drafter: none`.
+    """
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of the keyed noise: runs with equal seeds draw equal tokens."""
 
@@ -128,31 +175,44 @@ class DasConfig(_Block):
     """The whole `das:` block."""
 
     drafter: Drafter = "history"
-    """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
-    (`eagle3`, `mtp`, `draft_model`, `dflash`, `dspark`); whichever of two is worth more (`history+self`,
-    `history+eagle3`, ...); the request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may
-    stay as they are."""
+    """Where draft tokens come from: the run's `history`; a quantised copy of the policy
+    (`self`); a neural drafter (`eagle3`, `mtp`, `draft_model`, `dflash`, `dspark`);
+    whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
+    request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys
+    may stay as they are.
+    """
     max_draft_tokens: Annotated[int | None, Field(ge=1, le=128)] = None
-    """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`). None: 16 with the history or
-    `ngram`, 5 with `self`, 7 with `dflash` and `dspark`, 3 with other neural drafters. A model drafts at most 16, and
-    beside the history no more than those 5, 7 or 3; how many of them pay is measured."""
+    """Most draft tokens of a request in a decode step (vLLM's
+    `num_speculative_tokens`). None: 16 with the history or `ngram`, 5 with `self`, 7
+    with `dflash` and `dspark`, 3 with other neural drafters. A model drafts at most 16,
+    and beside the history no more than those 5, 7 or 3; how many of them pay is
+    measured.
+    """
     speculate: Annotated[Speculate, BeforeValidator(_read_speculate)] = "auto"
-    """When a batch is drafted for. `auto`: when the latency model, fitted to the engine's own steps (before the first
-    ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: regardless of what was
-    measured, and with a `budget` other than `optimal` even at a predicted loss; a number: while at most so many
-    requests run in the engine, or, once it drafts, a quarter more."""
+    """When a batch is drafted for. `auto`: when the latency model, fitted to the
+    engine's own steps (before the first ones, on a known GPU, the roofline of model and
+    device), predicts a speed-up; `always`: regardless of what was measured, and with a
+    `budget` other than `optimal` even at a predicted loss; a number: while at most so
+    many requests run in the engine, or, once it drafts, a quarter more.
+    """
     budget: Budget = "optimal"
-    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`:
-    DAS's optimum for the whole rollout, none for requests that end early anyway; `uniform`: the maximum for all;
-    `unlimited`: as far as the drafter goes, however unlikely its tokens are."""
+    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by
+    more than it costs; `das`: DAS's optimum for the whole rollout, none for requests
+    that end early anyway; `uniform`: the maximum for all; `unlimited`: as far as the
+    drafter goes, however unlikely its tokens are.
+    """
     routing: Literal["longest_first", "least_loaded", "host"] = "longest_first"
-    """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
-    from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long
-    start first, and where requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to the
-    replica with the fewest requests in flight; `host`: the host's own balancer."""
+    """Which replica a request goes to. `longest_first`: samples of one prompt go to the
+    same replica, where they draft from each other, and are spread where the rollout is
+    predicted to end earlier that way; those predicted to be long start first, and where
+    requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to
+    the replica with the fewest requests in flight; `host`: the host's own balancer.
+    """
     log_dir: UserPath | None = None
-    """Directory into which every engine writes its decisions, which `das-adapter report` shows; a relative one is in
-    the directory of the host's driver. All nodes must see it. None: they are not written."""
+    """Directory into which every engine writes its decisions, which `das-adapter
+    report` shows; a relative one is in the directory of the host's driver. All nodes
+    must see it. None: they are not written.
+    """
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
     draft: DraftConfig = DraftConfig()
@@ -161,11 +221,18 @@ class DasConfig(_Block):
     @property
     def in_every_step(self) -> bool:
         """Whether a neural drafter drafts in every step, as vLLM has it."""
-        return self.neural and not self.uses_history and self.speculate == "always" and self.budget == "unlimited"
+        return (
+            self.neural
+            and not self.uses_history
+            and self.speculate == "always"
+            and self.budget == "unlimited"
+        )
 
     @property
     def controlled(self) -> bool:
-        """Whether das-adapter's controller decides on the draft tokens; then they may be any number in a step."""
+        """Whether das-adapter's controller decides on the draft tokens; then they may
+        be any number in a step.
+        """
         return self.drafter != "none" and not self.in_every_step
 
     @property
@@ -175,7 +242,9 @@ class DasConfig(_Block):
 
     @property
     def looked_up(self) -> HistoryConfig | None:
-        """Where drafts are looked up: the run's history, the request's own text (`ngram`), or, None, nowhere."""
+        """Where drafts are looked up: the run's history, the request's own text
+        (`ngram`), or, None, nowhere.
+        """
         if self.drafter == "ngram":
             return HistoryConfig(scope="request")
         return self.history if self.uses_history else None
@@ -217,9 +286,15 @@ class DasConfig(_Block):
 
     @property
     def model_tokens(self) -> int:
-        """Most tokens that a model drafts for a request in a step: the policy copy, or the neural drafter."""
+        """Most tokens that a model drafts for a request in a step: the policy copy, or
+        the neural drafter.
+        """
         usual = 7 if self.parallel else 3 if self.neural else 5
-        return min(usual, self.num_draft_tokens) if self.looked_up else self.max_draft_tokens or usual
+        return (
+            min(usual, self.num_draft_tokens)
+            if self.looked_up
+            else self.max_draft_tokens or usual
+        )
 
     @property
     def num_draft_tokens(self) -> int:
@@ -229,10 +304,14 @@ class DasConfig(_Block):
     @property
     def keyed(self) -> bool:
         """Whether tokens are sampled with keyed noise."""
-        return self.verify.noise == "keyed" or (self.verify.noise is None and self.drafter != "none")
+        return self.verify.noise == "keyed" or (
+            self.verify.noise is None and self.drafter != "none"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain containers that `parse` reads back to an equal config: the values that are not the default."""
+        """Return plain containers that `parse` reads back to an equal config: the
+        values that are not the default.
+        """
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -240,32 +319,40 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.max_bytes": {"history.scope": _SHARED},
     "history.device_bytes": {"history.scope": _SHARED},
-    "history.run_ahead": {"history.scope": _SHARED, "routing": ("longest_first", "least_loaded")},
+    "history.run_ahead": {
+        "history.scope": _SHARED,
+        "routing": ("longest_first", "least_loaded"),
+    },
     "history.load": {"history.scope": _SHARED},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},
     "verify.seed": {"verify.noise": ("keyed", None)},
 }
-"""The values of other keys that a key needs to have an effect. The entry of a block holds for each of its keys, unless
-the key's own entry names the same setting. Keys without an entry act with every drafter."""
+"""The values of other keys that a key needs to have an effect. The entry of a block
+holds for each of its keys, unless the key's own entry names the same setting. Keys
+without an entry act with every drafter.
+"""
 
 
 def parse(block: Any) -> DasConfig | None:
     """Read a `das:` block: None, a mapping (an OmegaConf node too) or a `DasConfig`.
 
     Returns:
-        The config; None when there is no block or when it leaves the host as it is (`drafter: none` without
-        keyed noise).
+        The config; None when there is no block or when it leaves the host as it is
+        (`drafter: none` without keyed noise).
 
     Raises:
-        ConfigError: names each key that is unknown, ill-typed, out of range or without effect.
+        ConfigError: names each key that is unknown, ill-typed, out of range or without
+            effect.
     """
     if block is None:
         return None
     try:
         config = DasConfig.model_validate(_plain(block))
     except ValidationError as error:
-        raise ConfigError("\n".join(message(e, DasConfig) for e in error.errors())) from None
+        raise ConfigError(
+            "\n".join(message(e, DasConfig) for e in error.errors())
+        ) from None
     if config.drafter != "none":
         check_effects(config, NEEDS)
         check_draft(config)
@@ -273,8 +360,10 @@ def parse(block: Any) -> DasConfig | None:
 
 
 def read(source: str) -> Any:
-    """Read a block that an environment variable holds: JSON, or the path of a YAML file, in which `das:` may stand
-    above it; None where it is empty. `parse` takes the answer. ConfigError: no such file, or not readable as YAML."""
+    """Read a block that an environment variable holds: JSON, or the path of a YAML
+    file, in which `das:` may stand above it; None where it is empty. `parse` takes the
+    answer. ConfigError: no such file, or not readable as YAML.
+    """
     if not source.strip():
         return None
     found = read_mapping(source)
@@ -282,48 +371,74 @@ def read(source: str) -> Any:
 
 
 def read_mapping(source: str) -> Mapping[str, Any]:
-    """Read JSON, or a YAML file (which may hold JSON) whose path is given. ConfigError: as of `read`."""
+    """Read JSON, or a YAML file (which may hold JSON) whose path is given. ConfigError:
+    as of `read`.
+    """
     import yaml
 
     try:
-        text = source if source.lstrip().startswith("{") else Path(source).expanduser().read_text()
+        text = (
+            source
+            if source.lstrip().startswith("{")
+            else Path(source).expanduser().read_text()
+        )
         try:  # YAML knows no tabs between JSON's values
             found = json.loads(text)
         except ValueError:
             found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path: {error}") from None
+        raise ConfigError(
+            f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path:"
+            f" {error}"
+        ) from None
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{source}: found {found!r}, expected a das: block, such as `drafter: history`")
+        raise ConfigError(
+            f"{source}: found {found!r}, expected a das: block, such as `drafter:"
+            " history`"
+        )
     return found
 
 
 def block_of(parent: Any, where: str) -> Any:
-    """Return the `das:` block in a node of a host's config, None where there is none; `where`: the node's full key.
-    ConfigError: the block is empty, or a key is probably meant to be `das`."""
+    """Return the `das:` block in a node of a host's config, None where there is none;
+    `where`: the node's full key. ConfigError: the block is empty, or a key is probably
+    meant to be `das`.
+    """
     if not isinstance(parent, Mapping):
         return None
     if "das" not in parent:
         for key in filter(resembles_das, map(str, parent)):
             raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
     elif parent["das"] is None:
-        raise ConfigError(f"{where}.das: found an empty block: write `drafter: none`, or `das: {{}}` for the defaults")
+        raise ConfigError(
+            f"{where}.das: found an empty block: write `drafter: none`, or `das: {{}}`"
+            " for the defaults"
+        )
     return parent.get("das")
 
 
 def check_files(config: DasConfig) -> None:
-    """Refuse files and directories of the block that are not on this machine, or can't be written to."""
+    """Refuse files and directories of the block that are not on this machine, or can't
+    be written to.
+    """
     if config.drafter == "none":
         return
     if config.history.load and not os.path.isdir(config.history.load):
-        raise wrong("history.load", config.history.load, "expected a directory that exists")
+        raise wrong(
+            "history.load", config.history.load, "expected a directory that exists"
+        )
     if config.log_dir is not None and (there := unwritable(config.log_dir)):
-        raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
+        raise wrong(
+            "log_dir",
+            config.log_dir,
+            f"expected a directory that can be written to: {there} is none",
+        )
 
 
 def make_absolute(block: MutableMapping[str, Any], config: DasConfig) -> None:
-    """Make the directories of a block absolute in the containers of its host, whose other processes may have other
-    working directories than its driver."""
+    """Make the directories of a block absolute in the containers of its host, whose
+    other processes may have other working directories than its driver.
+    """
     if config.log_dir is not None:
         block["log_dir"] = os.path.abspath(config.log_dir)
     if config.history.load:
@@ -331,7 +446,9 @@ def make_absolute(block: MutableMapping[str, Any], config: DasConfig) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """Turn a host's containers (OmegaConf's, say) into plain ones with strings as keys."""
+    """Turn a host's containers (OmegaConf's, say) into plain ones with strings as
+    keys.
+    """
     if isinstance(node, Mapping):
         return {str(key): _plain(value) for key, value in node.items()}
     if isinstance(node, Sequence) and not isinstance(node, str | bytes):

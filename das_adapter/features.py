@@ -1,7 +1,8 @@
-"""What of das-adapter is missing where a host lacks a part: everything else works without it.
+"""What of das-adapter is missing where a host lacks a part: everything else works
+without it.
 
-A patch says which feature it is for (`Patch.feature`), and so does a symbol that is relied on. Of a module that a host
-may drop as a whole, this table says it.
+A patch says which feature it is for (`Patch.feature`), and so does a symbol that is
+relied on. Of a module that a host may drop as a whole, this table says it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ PARTS = {
 
 
 def feature_of(module: str, given: str = "") -> str:
-    """Return the feature that a module of a host is for, else the given one; empty: every run needs it."""
-    found = (feature for part, feature in PARTS.items() if module == part or module.startswith(f"{part}."))
+    """Return the feature that a module of a host is for, else the given one; empty:
+    every run needs it.
+    """
+    found = (
+        feature
+        for part, feature in PARTS.items()
+        if module == part or module.startswith(f"{part}.")
+    )
     return next(found, given)

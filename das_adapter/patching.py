@@ -1,8 +1,10 @@
-"""The form in which das-adapter changes other packages, and the list of what it changes.
+"""The form in which das-adapter changes other packages, and the list of what it
+changes.
 
-A patch is a function that gets what stands at its target and returns what stands there from then on; where that is a
-function, it gets the name and the signature of the one whose place it takes. The patch's docstring says what fails
-without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a module of
+A patch is a function that gets what stands at its target and returns what stands there
+from then on; where that is a function, it gets the name and the signature of the one
+whose place it takes. The patch's docstring says what fails without it, and ends with
+"Remove this patch when ...". Nothing happens before `apply`, and importing a module of
 patches imports none of their targets.
 """
 
@@ -32,9 +34,13 @@ class Patch:
     """Attributes of another package that are replaced or added."""
 
     targets: tuple[str, ...]
-    """`package.module:Class.attribute` each; of a Ray actor the class that it was made of."""
+    """`package.module:Class.attribute` each; of a Ray actor the class that it was made
+    of.
+    """
     replacement: Callable[..., Any]
-    """Called with what stands there, None where nothing does, and what `apply` was given."""
+    """Called with what stands there, None where nothing does, and what `apply` was
+    given.
+    """
     adds: bool = False
     """Whether nothing stands there in the package itself."""
     since: str = ""
@@ -42,15 +48,22 @@ class Patch:
     needs: str = ""
     """Parameters of the targets that the patch relies on, separated by commas."""
     feature: str = ""
-    """What is missing in das-adapter where the package lacks a target; empty: every run needs the patch, unless
-    `features.PARTS` has the target's module."""
+    """What is missing in das-adapter where the package lacks a target; empty: every run
+    needs the patch, unless `features.PARTS` has the target's module.
+    """
     optional: bool = False
-    """Whether the package may lack a target's class or function because nothing is to be changed then."""
+    """Whether the package may lack a target's class or function because nothing is to
+    be changed then.
+    """
 
     @property
     def reasons(self) -> dict[str, str]:
-        """What its docstring says: what fails without the patch (`why`), and when it can be removed (`until`)."""
-        why, _, until = " ".join((self.replacement.__doc__ or "").split()).partition("Remove this patch when ")
+        """What its docstring says: what fails without the patch (`why`), and when it
+        can be removed (`until`).
+        """
+        why, _, until = " ".join((self.replacement.__doc__ or "").split()).partition(
+            "Remove this patch when "
+        )
         return {"why": why.strip(), "until": until.rstrip(".")}
 
     def apply(self, *context: Any, owner: Any = None) -> None:
@@ -58,7 +71,8 @@ class Patch:
 
         Args:
             context: further arguments of the replacement.
-            owner: the object whose attribute is replaced, where that is one instance of the target's class.
+            owner: the object whose attribute is replaced, where that is one instance of
+                the target's class.
 
         Raises:
             DasError: another patch of ours is there.
@@ -67,8 +81,11 @@ class Patch:
         for target in self.targets:
             self._apply_to(target, owner, context)
 
-    def _apply_to(self, target: str, owner: Any = None, context: tuple[Any, ...] = ()) -> None:
-        name, (module, _, dotted) = self.replacement.__name__, target.partition(":")
+    def _apply_to(
+        self, target: str, owner: Any = None, context: tuple[Any, ...] = ()
+    ) -> None:
+        name = self.replacement.__name__
+        (module, _, dotted) = target.partition(":")
         *path, attribute = dotted.split(".")
         if owner is None:
             owner = importlib.import_module(module)
@@ -92,18 +109,26 @@ class Patch:
             setattr(owner, attribute, replaced)
 
     def try_apply(self) -> None:
-        """Apply it where that is possible: a package that has changed must not disturb a run without a `das:` block.
-        One with a block is stopped by `compat.require`."""
+        """Apply it where that is possible: a package that has changed must not disturb
+        a run without a `das:` block. One with a block is stopped by
+        `compat.require`.
+        """
         _try(self.apply)
 
     def when_imported(self) -> None:
         """Apply it to each target when the target's module is imported."""
         for target in self.targets:
-            when_imported(target.partition(":")[0], lambda _, to=target: self._apply_to(to))  # type: ignore[misc]
+            module = target.partition(":")[0]
+            when_imported(module, functools.partial(self._apply_when_loaded, target))
+
+    def _apply_when_loaded(self, target: str, _module: object) -> None:
+        self._apply_to(target)
 
 
 def when_imported(module: str, act: Callable[[Any], object]) -> None:
-    """Do something with a module when it is imported, if it has what is relied on (see `try_apply`)."""
+    """Do something with a module when it is imported, if it has what is relied on (see
+    `try_apply`).
+    """
     wrapt.when_imported(module)(lambda imported: _try(lambda: act(imported)))
 
 
@@ -115,21 +140,28 @@ def _try(act: Callable[[], object]) -> None:
 
 
 def patch(*targets: str, **described: Any) -> Callable[[Callable[..., Any]], Patch]:
-    """Make a function the patch of its targets, which may name constants of its module; `described`: further fields."""
+    """Make a function the patch of its targets, which may name constants of its module;
+    `described`: further fields.
+    """
     return lambda replacement: Patch(targets, replacement, **described)
 
 
 @functools.cache
 def patches() -> tuple[Patch, ...]:
-    """List what das-adapter changes in other packages. Of the modules with patches only these and what their targets
-    name are executed: nothing is imported."""
+    """List what das-adapter changes in other packages. Of the modules with patches only
+    these and what their targets name are executed: nothing is imported.
+    """
     root = Path(__file__).parent
     found: list[Patch] = []
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\n@patch(" in text:
-            kept = [node for node in ast.parse(text).body if _constant(node) or _patch(node)]
-            module = ".".join((__package__, *path.relative_to(root).with_suffix("").parts))
+            kept = [
+                node for node in ast.parse(text).body if _constant(node) or _patch(node)
+            ]
+            module = ".".join(
+                (__package__, *path.relative_to(root).with_suffix("").parts)
+            )
             names: dict[str, Any] = {"__name__": module, "patch": patch}
             exec(compile(ast.Module(kept, []), str(path), "exec"), names)
             found += [value for value in names.values() if isinstance(value, Patch)]

@@ -1,7 +1,9 @@
-"""Whether the tests have run on the code of a host that is installed: not on its version number, on what it does.
+"""Whether the tests have run on the code of a host that is installed: not on its
+version number, on what it does.
 
-Of every function that is patched, overridden or called, and of the code that calls das-adapter or whose records it
-reads, a digest is recorded for each version that the tests have run on. `tools/digests.py` writes the record.
+Of every function that is patched, overridden or called, and of the code that calls
+das-adapter or whose records it reads, a digest is recorded for each version that the
+tests have run on. `tools/digests.py` writes the record.
 """
 
 from __future__ import annotations
@@ -28,28 +30,41 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the code of an installed host differs from the code that the tests have run on."""
+    """How the code of an installed host differs from the code that the tests have run
+    on.
+    """
 
     installed: str
     """Version of the installed package."""
     nearest: str
-    """The version, of those that were tried, of whose functions the fewest have changed; the newest of several."""
+    """The version, of those that were tried, of whose functions the fewest have
+    changed; the newest of several.
+    """
     changed: tuple[str, ...]
-    """These functions and classes, by module and name: what they do has changed, or they are gone, or new."""
+    """These functions and classes, by module and name: what they do has changed, or
+    they are gone, or new.
+    """
 
     @property
     def state(self) -> str:
         """Say in a few words how far the tests count for the installed package."""
         if self.changed:
             return f"changed since {self.nearest}"
-        return "tried" if self.installed.split("+")[0] == self.nearest else f"same code as {self.nearest}"
+        return (
+            "tried"
+            if self.installed.split("+")[0] == self.nearest
+            else f"same code as {self.nearest}"
+        )
 
 
 def watched(host: str) -> dict[str, tuple[Symbol, bool]]:
-    """Return the symbols of a host whose code has a digest, by module and name: each with whether that of a class
-    counts as a whole."""
+    """Return the symbols of a host whose code has a digest, by module and name: each
+    with whether that of a class counts as a whole.
+    """
     known = compat.HOSTS[host]
-    relied_on = (symbol for one in (known, *_SETS.get(host, ())) for symbol in one.symbols)
+    relied_on = (
+        symbol for one in (known, *_SETS.get(host, ())) for symbol in one.symbols
+    )
     found = {symbol.path: (symbol, False) for symbol in relied_on}
     return found | {symbol.path: (symbol, True) for symbol in known.callers}
 
@@ -62,14 +77,19 @@ def digests(host: str, directory: Path | None = None) -> dict[str, str]:
         directory: of the package; None: where Python would import it from.
     """
     sources = Sources(compat.HOSTS[host].package, directory)
-    found = {path: sources.digest(symbol, whole) for path, (symbol, whole) in sorted(watched(host).items())}
+    found = {
+        path: sources.digest(symbol, whole)
+        for path, (symbol, whole) in sorted(watched(host).items())
+    }
     return {path: digest for path, digest in found.items() if digest is not None}
 
 
 def recorded(host: str) -> dict[str, dict[str, str]]:
     """Return the recorded digests of a host's functions, by version."""
     versions: dict[str, dict[str, str]] = {}
-    for path, found in json.loads(RECORD.read_text(encoding="utf-8")).get(host, {}).items():
+    for path, found in (
+        json.loads(RECORD.read_text(encoding="utf-8")).get(host, {}).items()
+    ):
         for digest, same in found.items():
             for version in same:
                 versions.setdefault(version, {})[path] = digest
@@ -78,7 +98,8 @@ def recorded(host: str) -> dict[str, dict[str, str]]:
 
 @functools.cache
 def compare(host: str, directory: Path | None = None) -> Comparison | None:
-    """Compare the code of a host with that of the versions on which the tests have run. None: it is not installed.
+    """Compare the code of a host with that of the versions on which the tests have run.
+    None: it is not installed.
 
     Args:
         host: key of `compat.HOSTS`.
@@ -87,8 +108,10 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     installed = compat.version(host, directory)
     if installed is None:
         return None
-    found, known = digests(host, directory), recorded(host)
-    tried = (version for version in compat.HOSTS[host].tried if version in known)  # a test holds that all are
+    found = digests(host, directory)
+    known = recorded(host)
+    # a test holds that all are
+    tried = (version for version in compat.HOSTS[host].tried if version in known)
     changed = {version: _differences(found, known[version]) for version in tried}
     fewest = min(map(len, changed.values()))
     alike = [version for version in changed if len(changed[version]) == fewest]
@@ -112,7 +135,8 @@ def warn(host: str) -> None:
     found = compare(host)
     if found is not None and found.changed:
         logger.warning(
-            "das: das-adapter's tests have not run on the code of %s %s: changed since %s: %s",
+            "das: das-adapter's tests have not run on the code of %s %s: changed since"
+            " %s: %s",
             host,
             found.installed,
             found.nearest,

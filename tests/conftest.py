@@ -12,26 +12,37 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A busy machine is no failure, and a revision passes or fails every time; make long draws new examples.
+# A busy machine is no failure, and a revision passes or fails every time; make long
+# draws new examples.
 hypothesis.settings.register_profile("das", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("das")
 
 
 def pytest_sessionstart() -> None:
-    """Refuse to run on the package of another checkout: an editable install stands before `PYTHONPATH`."""
+    """Refuse to run on the package of another checkout: an editable install stands
+    before `PYTHONPATH`.
+    """
     package = importlib.util.find_spec("das_adapter")
-    found = Path(package.origin).parent if package is not None and package.origin else None
-    if found is not None and found != ROOT / "das_adapter" and (ROOT / "das_adapter") not in found.parents:
+    found = (
+        Path(package.origin).parent if package is not None and package.origin else None
+    )
+    if (
+        found is not None
+        and found != ROOT / "das_adapter"
+        and (ROOT / "das_adapter") not in found.parents
+    ):
         raise pytest.UsageError(
-            f"das_adapter is imported from {found}, these tests are in {ROOT}: a worktree needs an environment of its "
-            "own (make env)"
+            f"das_adapter is imported from {found}, these tests are in {ROOT}: a"
+            " worktree needs an environment of its own (make env)"
         )
 
 
 @pytest.fixture(autouse=True)
 def _root_logger_passes_warnings() -> None:
-    """What vLLM's HTTP server imports has it and its handlers pass errors alone, in all later tests of a process."""
+    """What vLLM's HTTP server imports has it and its handlers pass errors alone, in all
+    later tests of a process.
+    """
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for handler in root.handlers:
@@ -45,9 +56,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that take longest first, then those of engines, so that few of pytest's workers start some; of
-    those that are marked so, each case on one vLLM build."""
-    items.sort(key=lambda item: ("/e2e/" not in item.nodeid, "engine_of" not in getattr(item, "fixturenames", ())))
+    """Run the tests that take longest first, then those of engines, so that few of
+    pytest's workers start some; of those that are marked so, each case on one vLLM
+    build.
+    """
+    items.sort(
+        key=lambda item: (
+            "/e2e/" not in item.nodeid,
+            "engine_of" not in getattr(item, "fixturenames", ()),
+        )
+    )
     for item in items:
         if item.get_closest_marker("one_build") and isinstance(item, pytest.Function):
             build = item.callspec.params["vllm_env"]
@@ -58,8 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several pytest workers, tests that share an expensive fixture stay on one: a file's tests on one vLLM build,
-    and those of the same training runs."""
+    """With several pytest workers, tests that share an expensive fixture stay on one: a
+    file's tests on one vLLM build, and those of the same training runs.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Shared(LoadScopeScheduling):

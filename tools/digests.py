@@ -1,10 +1,12 @@
-"""Write the record of what the code of the tried versions does, `das_adapter/tried_digests.json`.
+"""Write the record of what the code of the tried versions does,
+`das_adapter/tried_digests.json`.
 
     python tools/digests.py [HOST:VERSION=DIRECTORY ...]
 
-Without arguments: of the versions of vLLM in `compat.HOSTS`, whose wheels `tools/matrix.py` unpacks into build/matrix,
-and of the other hosts that are installed here. DIRECTORY is the package itself, such as a checkout's `nemo_rl`. What
-is not computed again keeps its digests.
+Without arguments: of the versions of vLLM in `compat.HOSTS`, whose wheels
+`tools/matrix.py` unpacks into build/matrix, and of the other hosts that are installed
+here. DIRECTORY is the package itself, such as a checkout's `nemo_rl`. What is not
+computed again keeps its digests.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def main() -> None:
         for version in set(versions) - set(compat.HOSTS[host].tried):
             del versions[version]
         for version, digests in versions.items():
-            versions[version] = {path: digest for path, digest in digests.items() if path in watched}
+            versions[version] = {
+                path: digest for path, digest in digests.items() if path in watched
+            }
     tried.RECORD.write_text(written(found), encoding="utf-8")
 
 
@@ -42,7 +46,10 @@ def given(arguments: list[str]) -> Iterator[tuple[str, str, Path]]:
     for argument in arguments:
         parts = re.fullmatch(r"(\w+):([^=]+)=(.+)", argument)
         if parts is None or parts[1] not in compat.HOSTS:
-            raise SystemExit(f"{argument!r}: expected HOST:VERSION=DIRECTORY, HOST one of {', '.join(compat.HOSTS)}")
+            raise SystemExit(
+                f"{argument!r}: expected HOST:VERSION=DIRECTORY, HOST one of"
+                f" {', '.join(compat.HOSTS)}"
+            )
         yield parts[1], parts[2], Path(parts[3]).absolute()
 
 
@@ -60,15 +67,24 @@ def at_hand() -> Iterator[tuple[str, str, Path | None]]:
 
 
 def written(record: dict[str, Versions]) -> str:
-    """Write a record: by host and function, one a line, the versions that have each digest."""
+    """Write a record: by host and function, one a line, the versions that have each
+    digest.
+    """
     hosts = []
     for host, versions in record.items():
         functions: dict[str, dict[str, list[str]]] = {}
         for version, digests in versions.items():
             for path, digest in digests.items():
                 functions.setdefault(path, {}).setdefault(digest, []).append(version)
-        lines = ",\n".join(f"    {json.dumps(path)}: {json.dumps(functions[path])}" for path in sorted(functions))
-        hosts.append(f"  {json.dumps(host)}: {{\n{lines}\n  }}" if lines else f"  {json.dumps(host)}: {{}}")
+        lines = ",\n".join(
+            f"    {json.dumps(path)}: {json.dumps(functions[path])}"
+            for path in sorted(functions)
+        )
+        hosts.append(
+            f"  {json.dumps(host)}: {{\n{lines}\n  }}"
+            if lines
+            else f"  {json.dumps(host)}: {{}}"
+        )
     return "{\n" + ",\n".join(hosts) + "\n}\n"
 
 

@@ -1,4 +1,6 @@
-"""What `mkdocs build` adds to docs/: the repository's own pages, and charts of benchmarks/results/."""
+"""What `mkdocs build` adds to docs/: the repository's own pages, and charts of
+benchmarks/results/.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,25 @@ BLUE, ORANGE, GREY = "#2a6f97", "#e07b1a", "#8fa3b3"
 
 
 EPOCHS: dict[str, list[float]] = {
-    label: figures.values(figures.result(f"{name}.json"), "comparison.history.rollout_ratio_by_epoch")
-    for name, label in (("demo", "8 problems, 6 epochs"), ("epochs", "100 problems, 3 epochs"))
+    label: figures.values(
+        figures.result(f"{name}.json"), "comparison.history.rollout_ratio_by_epoch"
+    )
+    for name, label in (
+        ("demo", "8 problems, 6 epochs"),
+        ("epochs", "100 problems, 3 epochs"),
+    )
 }
-"""Rollout time by epoch relative to the run with speculation off, of both trainings that the README shows."""
+"""Rollout time by epoch relative to the run with speculation off, of both trainings
+that the README shows.
+"""
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and the charts."""
     for name in PAGES:
-        files.append(File.generated(config, name, content=_of_site((ROOT / name).read_text())))
+        files.append(
+            File.generated(config, name, content=_of_site((ROOT / name).read_text()))
+        )
     for name, draw in CHARTS.items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=_svg(draw)))
     return files
@@ -47,7 +58,9 @@ def _of_site(text: str) -> str:
 
 
 def epochs() -> bytes:
-    """Return the picture of the README, docs/pictures/chart_epochs.svg, with its figures as the description."""
+    """Return the picture of the README, docs/pictures/chart_epochs.svg, with its
+    figures as the description.
+    """
     return _svg(_epochs, json.dumps(EPOCHS))
 
 
@@ -64,7 +77,9 @@ def _svg(draw: Any, description: str | None = None) -> bytes:
     axis.set_axisbelow(True)
     draw(axis)
     buffer = io.BytesIO()
-    picture.savefig(buffer, format="svg", metadata={"Date": None, "Description": description})
+    picture.savefig(
+        buffer, format="svg", metadata={"Date": None, "Description": description}
+    )
     pyplot.close(picture)
     return buffer.getvalue()
 
@@ -90,10 +105,18 @@ def _drafters(axis: Any) -> None:
     ratios = figures.drafters()
     cells = [cell for cell in ratios["history"] if cell.startswith("256/")]
     for arm, colour in colours.items():
-        axis.plot(range(len(cells)), [ratios[arm][cell] for cell in cells], "o-", color=colour, label=arm)
+        axis.plot(
+            range(len(cells)),
+            [ratios[arm][cell] for cell in cells],
+            "o-",
+            color=colour,
+            label=arm,
+        )
     axis.axhline(1, color=GREY, linewidth=1)
     axis.set_xticks(range(len(cells)), [cell.partition("/")[2] for cell in cells])
-    axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.2))
+    axis.set(
+        xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.2)
+    )
     axis.legend(frameon=False, ncols=2)
 
 
@@ -101,10 +124,26 @@ def _controller(axis: Any) -> None:
     rollouts = figures.result("controller.json")["rollouts"]
     arms = {"optimal": ORANGE, "k1": "#c3d4df", "k3": "#7fa8c1", "k7": BLUE}
     for name, colour in arms.items():
-        ratios = [r["arms"][name]["seconds"] / r["arms"]["idle"]["seconds"] for r in rollouts.values()]
-        label = "the controller" if name == "optimal" else f"{name[1:]} draft tokens for each"
-        axis.plot(list(rollouts), ratios, "o-", color=colour, label=label, linewidth=3 if name == "optimal" else 1.5)
-    axis.set(xlabel="requests at the start", ylabel="time, of no drafts", ylim=(0, 1.15))
+        ratios = [
+            r["arms"][name]["seconds"] / r["arms"]["idle"]["seconds"]
+            for r in rollouts.values()
+        ]
+        label = (
+            "the controller"
+            if name == "optimal"
+            else f"{name[1:]} draft tokens for each"
+        )
+        axis.plot(
+            list(rollouts),
+            ratios,
+            "o-",
+            color=colour,
+            label=label,
+            linewidth=3 if name == "optimal" else 1.5,
+        )
+    axis.set(
+        xlabel="requests at the start", ylabel="time, of no drafts", ylim=(0, 1.15)
+    )
     axis.legend(frameon=False)
 
 

@@ -1,9 +1,11 @@
-"""The figures of the pages, from benchmarks/results/; `python tools/reference.py` writes them.
+"""The figures of the pages, from benchmarks/results/; `python tools/reference.py`
+writes them.
 
-`<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a result: keys with dots between them,
-`*` for all entries. Several values are written one after the other, after `range` as the least and the greatest; `A of
-B` is a quotient, entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of seconds).
-`<!-- table NAME -->` begins a table, of those in `TABLES`.
+`<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a
+result: keys with dots between them, `*` for all entries. Several values are written one
+after the other, after `range` as the least and the greatest; `A of B` is a quotient,
+entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of
+seconds). `<!-- table NAME -->` begins a table, of those in `TABLES`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import demo  # noqa: E402
 from stale import origin  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MARKED = re.compile(r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end -->)")
+MARKED = re.compile(
+    r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end"
+    r" -->)"
+)
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
     "": (lambda value: value, ""),
@@ -34,7 +39,10 @@ SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
 
 def update(text: str) -> str:
     """Return a page with its figures as the result files have them."""
-    return TABLE.sub(lambda mark: mark[1] + _rows(TABLES[mark[2]]()) + mark[3], MARKED.sub(_figure, text))
+    return TABLE.sub(
+        lambda mark: mark[1] + _rows(TABLES[mark[2]]()) + mark[3],
+        MARKED.sub(_figure, text),
+    )
 
 
 def result(name: str) -> Any:
@@ -51,33 +59,55 @@ def values(content: Any, path: str) -> list[float]:
     found = [content]
     for key in path.split("."):
         if key == "*":
-            found = [entry for value in found for entry in (value.values() if isinstance(value, dict) else value)]
+            found = [
+                entry
+                for value in found
+                for entry in (value.values() if isinstance(value, dict) else value)
+            ]
         else:
-            found = [value[int(key)] if isinstance(value, list) else value[key] for value in found]
+            found = [
+                value[int(key)] if isinstance(value, list) else value[key]
+                for value in found
+            ]
     return [
-        number for value in found for number in (value if isinstance(value, list) else [value]) if number is not None
+        number
+        for value in found
+        for number in (value if isinstance(value, list) else [value])
+        if number is not None
     ]
 
 
 def _demo() -> dict[str, Iterable[Any]]:
     """Return the columns of the demo's table: a row per epoch."""
     content = result("demo.json")
-    count, arms = content["epochs"], content["arms"]
+    count = content["epochs"]
+    arms = content["arms"]
     steps = len(arms["off"]["reward"]) / count
-    seconds = {arm: [steps * mean for mean in demo.by_epoch(arms[arm]["rollout_s"], count)] for arm in arms}
+    seconds = {
+        arm: [steps * mean for mean in demo.by_epoch(arms[arm]["rollout_s"], count)]
+        for arm in arms
+    }
     return {
         "epoch": range(1, count + 1),
-        "reward": [f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)],
+        "reward": [
+            f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)
+        ],
         "off: rollout s": [f"{value:.1f}" for value in seconds["off"]],
         "history: rollout s": [f"{value:.1f}" for value in seconds["history"]],
-        "faster": [f"{1 / value:.1f}x" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
-        "tokens per forward": [f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)],
+        "faster": [
+            f"{1 / value:.1f}x"
+            for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]
+        ],
+        "tokens per forward": [
+            f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)
+        ],
     }
 
 
 def drafters() -> dict[str, dict[str, float]]:
-    """Return the rollout time of each drafter relative to off, of both visits together, by cell: tokens of a prompt /
-    requests in the batch."""
+    """Return the rollout time of each drafter relative to off, of both visits together,
+    by cell: tokens of a prompt / requests in the batch.
+    """
     seconds: dict[str, dict[str, float]] = {}
     for arm, measured in result("drafters.json")["results"].items():
         by_cell = seconds.setdefault(arm, {})
@@ -85,21 +115,34 @@ def drafters() -> dict[str, dict[str, float]]:
             cell = name.rpartition("/")[0]
             by_cell[cell] = by_cell.get(cell, 0.0) + found["rollout_s"]
     off = seconds.pop("off")
-    return {arm: {cell: took / off[cell] for cell, took in by_cell.items()} for arm, by_cell in seconds.items()}
+    return {
+        arm: {cell: took / off[cell] for cell, took in by_cell.items()}
+        for arm, by_cell in seconds.items()
+    }
 
 
 def _drafters() -> dict[str, Iterable[Any]]:
     """Return the columns of the drafters' table: a row per drafter."""
     ratios = drafters()
-    cells = {cell: " / ".join(reversed(cell.split("/"))) for cell in next(iter(ratios.values()))}
+    cells = {
+        cell: " / ".join(reversed(cell.split("/")))
+        for cell in next(iter(ratios.values()))
+    }
     return {
-        "requests / tokens of a prompt": [f"`{arm.partition(':')[0]}`" for arm in ratios],
-        **{title: [f"{of[cell]:.2f}" for of in ratios.values()] for cell, title in cells.items()},
+        "requests / tokens of a prompt": [
+            f"`{arm.partition(':')[0]}`" for arm in ratios
+        ],
+        **{
+            title: [f"{of[cell]:.2f}" for of in ratios.values()]
+            for cell, title in cells.items()
+        },
     }
 
 
 def _agreement() -> dict[str, Iterable[Any]]:
-    """Return the columns of the table of how far texts agree: a row per temperature and learning rate."""
+    """Return the columns of the table of how far texts agree: a row per temperature and
+    learning rate.
+    """
     rows = result("agreement.json")["rows"]
     return {
         "temperature": [f"{row['temperature']:g}" for row in rows],
@@ -119,13 +162,21 @@ def _agreement() -> dict[str, Iterable[Any]]:
 
 
 def _ahead() -> dict[str, Iterable[Any]]:
-    """Return the columns of the table of simulated run-ahead: a row per spread of drawn lengths, or per recording."""
+    """Return the columns of the table of simulated run-ahead: a row per spread of drawn
+    lengths, or per recording.
+    """
     content = result("simulator_ahead.json")
-    names = {"rl_reasoning_gym_qwen25_3b_k3": "reasoning gym, 3B", "misguided_attention_k3": "long thoughts, 32B"}
+    names = {
+        "rl_reasoning_gym_qwen25_3b_k3": "reasoning gym, 3B",
+        "misguided_attention_k3": "long thoughts, 32B",
+    }
     rows = [*content["drawn"], *content["recorded"]]
     first = [row["first"] for row in rows]
     return {
-        "first visits": [names[row["set"]] if "set" in row else f"drawn, spread {row['spread']:g}" for row in rows],
+        "first visits": [
+            names[row["set"]] if "set" in row else f"drawn, spread {row['spread']:g}"
+            for row in rows
+        ],
         "H100": [row["gpus"] for row in rows],
         "agreement": [row.get("agreement", 0.99) for row in rows],
         "idle": [f"{of['idle']:.0%}" for of in first],
@@ -136,34 +187,53 @@ def _ahead() -> dict[str, Iterable[Any]]:
 
 
 def _routing() -> dict[str, Iterable[Any]]:
-    """Return the columns of the table of simulated placements: a row per recording, number of GPUs and waves."""
-    names = {"code_humaneval_codegen16b_k100": "code", "tot_gpt4_game24_cot_k100": "game of 24"}
+    """Return the columns of the table of simulated placements: a row per recording,
+    number of GPUs and waves.
+    """
+    names = {
+        "code_humaneval_codegen16b_k100": "code",
+        "tot_gpt4_game24_cot_k100": "game of 24",
+    }
     names["rl_reasoning_gym_qwen25_3b_k3"] = "reasoning-gym, 3 samples"
     drawings: dict[tuple[str, int, int], list[Any]] = {}
     for row in result("simulator_routing.json")["rows"]:
-        drawings.setdefault((names[row["set"]], row["gpus"], row["waves"]), []).append(row)
+        drawings.setdefault((names[row["set"]], row["gpus"], row["waves"]), []).append(
+            row
+        )
 
     def mean(of: list[Any], placement: str, name: str) -> float:
         return sum(row[placement][name] for row in of) / len(of)
 
-    placements, rows = ("scattered", "longest first"), drawings.values()
+    placements = ("scattered", "longest first")
+    rows = drawings.values()
     took = [[mean(of, arm, "rollout_s") for arm in placements] for of in rows]
-    tokens = [[mean(of, arm, "tokens_per_forward") for arm in placements] for of in rows]
+    tokens = [
+        [mean(of, arm, "tokens_per_forward") for arm in placements] for of in rows
+    ]
     return {
-        **dict(zip(("rollouts", "GPUs", "waves"), zip(*drawings, strict=True), strict=True)),
+        **dict(
+            zip(("rollouts", "GPUs", "waves"), zip(*drawings, strict=True), strict=True)
+        ),
         "longest first": [f"{ours / scattered:.2f}" for scattered, ours in took],
-        "tokens per forward: scattered, longest first": [f"{a:.2f}, {b:.2f}" for a, b in tokens],
+        "tokens per forward: scattered, longest first": [
+            f"{a:.2f}, {b:.2f}" for a, b in tokens
+        ],
     }
 
 
 def _varied() -> dict[str, Iterable[Any]]:
-    """Return the columns of the table of what changes the answer: a row for each thing that is varied."""
+    """Return the columns of the table of what changes the answer: a row for each thing
+    that is varied.
+    """
     found = result("simulator_varied.json")["drawn"]
     names = {"epochs": "epochs, one step each", "lag": "lag, steps"}
     return {
         "what": [names.get(what, what) for what in found],
         "values": [", ".join(of) for of in found.values()],
-        "of off": [", ".join(f"{row['rollout_of_off']:.2f}" for row in of.values()) for of in found.values()],
+        "of off": [
+            ", ".join(f"{row['rollout_of_off']:.2f}" for row in of.values())
+            for of in found.values()
+        ],
     }
 
 
@@ -173,21 +243,34 @@ def _lengths() -> dict[str, Iterable[Any]]:
     for budget, rows in result("v2_lengths.json")["time_of_off"].items():
         columns["requests"] = sorted({row["requests"] for row in rows})
         for row in rows:
-            took = columns.setdefault(f"{row['policy'].rpartition('-')[2]}, `{budget}`", [])
+            took = columns.setdefault(
+                f"{row['policy'].rpartition('-')[2]}, `{budget}`", []
+            )
             took.append(f"{row['one']:.3f} / {row['own']:.3f}")
     for row in rows:
-        columns.setdefault(f"{row['policy'].rpartition('-')[2]}, oracle", []).append(f"{row['oracle']:.3f}")
+        columns.setdefault(f"{row['policy'].rpartition('-')[2]}, oracle", []).append(
+            f"{row['oracle']:.3f}"
+        )
     return columns
 
 
 def _results() -> dict[str, Iterable[Any]]:
-    """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
-    made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
-    processors = [str(of.get("hardware", {}).get("cpu", "not recorded")) for of in made.values()]
+    """Return the columns of the table of results: a row for each, with the revision
+    whose code it measured.
+    """
+    made = {
+        file.name: origin(result(file.name))
+        for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    }
+    processors = [
+        str(of.get("hardware", {}).get("cpu", "not recorded")) for of in made.values()
+    ]
     return {
         "result": [f"`{name}`" for name in made],
         "revision": [of.get("revision") or "not recorded" for of in made.values()],
-        "processor": [cpu.removesuffix(" Processor").replace("(R)", "") for cpu in processors],
+        "processor": [
+            cpu.removesuffix(" Processor").replace("(R)", "") for cpu in processors
+        ],
     }
 
 
@@ -206,7 +289,9 @@ TABLES = {
 def _rows(columns: dict[str, Iterable[Any]]) -> str:
     rows = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     return (
-        "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows).replace("| --- ", "|---").replace("--- |", "---|")
+        "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
     )
 
 
@@ -215,7 +300,9 @@ def _figure(mark: re.Match[str]) -> str:
     content = result(file)
     numbers = values(content, path)
     if divisor:
-        numbers = [a / b for a, b in zip(numbers, values(content, divisor), strict=True)]
+        numbers = [
+            a / b for a, b in zip(numbers, values(content, divisor), strict=True)
+        ]
     kind, unit = re.fullmatch(r"(\.\d[f%])(M|min|x|less)?", form).groups(default="")  # type: ignore[union-attr]
     of, suffix = SHOWN[unit]
     numbers = list(map(of, numbers))

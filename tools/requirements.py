@@ -1,4 +1,6 @@
-"""Print the requirements of the package and of the extras named, one a line: for installing them before the build."""
+"""Print the requirements of the package and of the extras named, one a line: for
+installing them before the build.
+"""
 
 import sys
 import tomllib

@@ -1,4 +1,6 @@
-"""Engines with random weights in the shape of real policies, and what one measures on them."""
+"""Engines with random weights in the shape of real policies, and what one measures on
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,30 @@ _QWEN2: dict[str, Any] = {
     "eos_token_id": 0,
     "bos_token_id": 0,
 }
-_SIZES = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size".split()
+_SIZES = (
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads"
+    " num_key_value_heads vocab_size".split()
+)
 _TIED = {"tie_word_embeddings": True}
 SHAPES = {
     "7b": _QWEN2 | dict(zip(_SIZES, (28, 3584, 18944, 28, 4, 152064), strict=True)),
-    "1.5b": _QWEN2 | _TIED | dict(zip(_SIZES, (28, 1536, 8960, 12, 2, 151936), strict=True)),
-    "tiny": _QWEN2 | _TIED | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True)) | {"torch_dtype": "float32"},
+    "1.5b": (
+        _QWEN2 | _TIED | dict(zip(_SIZES, (28, 1536, 8960, 12, 2, 151936), strict=True))
+    ),
+    "tiny": (
+        _QWEN2
+        | _TIED
+        | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True))
+        | {"torch_dtype": "float32"}
+    ),
 }
 """Qwen2.5's; `tiny` only tests this program."""
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 FOLDER = "DAS_BENCH_FOLDER"
-"""Environment variable of a process of `apart`: where it may leave files, which go when it ends."""
+"""Environment variable of a process of `apart`: where it may leave files, which go when
+it ends.
+"""
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Environment of engines whose worker is in the process that asks them."""
 
@@ -80,10 +94,14 @@ class Bar(NamedTuple):
     says: str
     at_most: float
     value: Callable[[Found], float | None]
-    """Raises LookupError, ValueError or TypeError, or returns None, where its figures were not measured."""
+    """Raises LookupError, ValueError or TypeError, or returns None, where its figures
+    were not measured.
+    """
 
     def verdict(self, content: Found) -> Found:
-        """Judge what a part has written: `kept` needs all of its figures, `MISSED` only one that is too high."""
+        """Judge what a part has written: `kept` needs all of its figures, `MISSED` only
+        one that is too high.
+        """
         try:
             found = self.value(content)
         except (LookupError, ValueError, TypeError):
@@ -94,7 +112,12 @@ class Bar(NamedTuple):
             verdict = "MISSED"
         else:
             verdict = "kept" if content["state"] == "done" else "cut short"
-        return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
+        return {
+            "bar": self.says,
+            "found": found,
+            "at_most": self.at_most,
+            "verdict": verdict,
+        }
 
 
 STARTED: list[Any] = []
@@ -115,15 +138,21 @@ def cache_bytes(shape: dict[str, Any]) -> int:
 
 
 def engine(
-    plan: Plan, das: dict[str, Any] | None, cache: int | None = None, policy: str | None = None, **settings: Any
+    plan: Plan,
+    das: dict[str, Any] | None,
+    cache: int | None = None,
+    policy: str | None = None,
+    **settings: Any,
 ) -> Any:
-    """Start `vllm.LLM`, and with das-adapter, on the model runner that it takes, where there is a block.
+    """Start `vllm.LLM`, and with das-adapter, on the model runner that it takes, where
+    there is a block.
 
     Args:
         plan: Its shape is the policy's.
         das: The block.
-        cache: Tokens of its KV cache; None: as many as memory is left for. Engines whose cache is known may start at
-            the same time, since vLLM then measures no memory.
+        cache: Tokens of its KV cache; None: as many as memory is left for. Engines
+            whose cache is known may start at the same time, since vLLM then measures no
+            memory.
         policy: Directory of a checkpoint; None: vLLM's random weights.
         settings: Further engine arguments.
     """
@@ -146,7 +175,10 @@ def engine(
         "max_num_seqs": max((*plan.batches, plan.replayed)),
     }
     if cache:
-        args |= {"kv_cache_memory_bytes": cache * cache_bytes(shape), "gpu_memory_utilization": _FREE}
+        args |= {
+            "kv_cache_memory_bytes": cache * cache_bytes(shape),
+            "gpu_memory_utilization": _FREE,
+        }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     STARTED.append(LLM(policy, **{**args, **engine_args(parse(das)), **settings}))
@@ -154,9 +186,11 @@ def engine(
 
 
 @contextlib.contextmanager
-def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[..., Any]]:
-    """Start a process with these environment variables, and end it with its engines. Yields what runs `work(*args)` in
-    it and returns what that returns.
+def process(
+    plan: Plan, env: dict[str, str] | None = None
+) -> Iterator[Callable[..., Any]]:
+    """Start a process with these environment variables, and end it with its engines.
+    Yields what runs `work(*args)` in it and returns what that returns.
 
     Raises:
         RuntimeError: the work failed; with its traceback.
@@ -165,14 +199,18 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
     spawn = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="das-bench-") as folder,
-        ProcessPoolExecutor(1, spawn, _begin, ({FOLDER: folder, **(env or {})},)) as pool,
+        ProcessPoolExecutor(
+            1, spawn, _begin, ({FOLDER: folder, **(env or {})},)
+        ) as pool,
     ):
         started = pool.submit(os.getpid).result()
         _RUNNING.add(started)
 
         def run(work: Callable[..., Any], *args: Any) -> Any:
             try:
-                return pool.submit(_run, work, args).result(min(3600.0, max(0.0, plan.until - time.monotonic())))
+                return pool.submit(_run, work, args).result(
+                    min(3600.0, max(0.0, plan.until - time.monotonic()))
+                )
             except TimeoutError:
                 _kill(started)
                 raise TimeoutError("no time is left") from None
@@ -183,7 +221,8 @@ def process(plan: Plan, env: dict[str, str] | None = None) -> Iterator[Callable[
             _kill(started)  # without a word: it is at work
             raise
         finally:
-            with contextlib.suppress(Exception):  # else its engines would keep the GPU's memory for a while
+            # else its engines would keep the GPU's memory for a while
+            with contextlib.suppress(Exception):
                 pool.submit(_end).result(END_S)
             _kill(started)
 
@@ -196,7 +235,9 @@ def _kill(started: int) -> None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Do things in so many threads; where this one is interrupted, end the processes that they have started."""
+    """Do things in so many threads; where this one is interrupted, end the processes
+    that they have started.
+    """
     with ThreadPoolExecutor(count) as pool:
         try:
             yield pool
@@ -221,7 +262,9 @@ def at_once(*works: Callable[[], Any]) -> None:
 
 
 def on_v1() -> bool:
-    """Say whether engines without a drafter run vLLM's V1 runner here, whose own noise is not keyed."""
+    """Say whether engines without a drafter run vLLM's V1 runner here, whose own noise
+    is not keyed.
+    """
     from vllm.triton_utils import HAS_TRITON
 
     from das_adapter.config import DasConfig
@@ -230,7 +273,9 @@ def on_v1() -> bool:
     return needs_v1(DasConfig()) is not None or not HAS_TRITON
 
 
-def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
+def apart(
+    plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
+) -> Any:
     """Run `work(*args)` in a `process` of its own, and return what it returns."""
     with process(plan, env) as run:
         return run(work, *args)
@@ -257,14 +302,21 @@ def _end() -> None:
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
     """Make prompts that have nothing in common."""
     return [
-        {"prompt_token_ids": [(i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)]}
+        {
+            "prompt_token_ids": [
+                (i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)
+            ]
+        }
         for i in range(count)
     ]
 
 
-def sampling(lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any) -> list[Any]:
-    """Return the sampling parameters of requests that write so many tokens each. `stock`: further ones, a value for
-    each request."""
+def sampling(
+    lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any
+) -> list[Any]:
+    """Return the sampling parameters of requests that write so many tokens each.
+    `stock`: further ones, a value for each request.
+    """
     from vllm import SamplingParams
 
     return [
@@ -276,11 +328,15 @@ def sampling(lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[in
             extra_args={"das_problem": problem, "das_seed": seed},
             **{name: values[i] for name, values in stock.items()},
         )
-        for i, (length, problem, seed) in enumerate(zip(lengths, problems, seeds, strict=False))
+        for i, (length, problem, seed) in enumerate(
+            zip(lengths, problems, seeds, strict=False)
+        )
     ]
 
 
-def generate(llm: Any, asked: Sequence[Any], params: Sequence[Any]) -> tuple[float, list[list[int]]]:
+def generate(
+    llm: Any, asked: Sequence[Any], params: Sequence[Any]
+) -> tuple[float, list[list[int]]]:
     """Write a response to each prompt; return the seconds, and the responses."""
     begin = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -288,7 +344,9 @@ def generate(llm: Any, asked: Sequence[Any], params: Sequence[Any]) -> tuple[flo
 
 
 SEEDS = itertools.count()
-"""Of requests that write at random: none has one twice, so that no rollout writes the text of another."""
+"""Of requests that write at random: none has one twice, so that no rollout writes the
+text of another.
+"""
 
 
 class Measured(NamedTuple):
@@ -299,22 +357,30 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, samples: list[float]) -> Measured:
-        """Return the median of some samples, which an interruption does not change, with its error."""
+        """Return the median of some samples, which an interruption does not change,
+        with its error.
+        """
         spread = statistics.stdev(samples) if len(samples) > 1 else float("inf")
         return cls(statistics.median(samples), 1.2533 * spread / len(samples) ** 0.5)
 
 
 _IDS = itertools.count()
 FULL, BLOCK = 4, 16
-"""Tokens that all requests have before steps are measured: none reads its prompt any more. Tokens of a block of the KV
-cache."""
+"""Tokens that all requests have before steps are measured: none reads its prompt any
+more. Tokens of a block of the KV cache.
+"""
 
 
-def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, **stock: Any) -> float:
-    """Return the seconds that one token of each request takes, while all are writing: `steps` tokens, less those by
-    which the first is ahead of the last. Whatever the engine's processes and runner are, this is what a rollout waits
-    for. `stock`: as for `sampling`."""
-    vllm, written = llm.llm_engine, dict[str, int]()
+def step_seconds(
+    llm: Any, batch: int, context: int, steps: int, vocabulary: int, **stock: Any
+) -> float:
+    """Return the seconds that one token of each request takes, while all are writing:
+    `steps` tokens, less those by which the first is ahead of the last. Whatever the
+    engine's processes and runner are, this is what a rollout waits for. `stock`: as for
+    `sampling`.
+    """
+    vllm = llm.llm_engine
+    written = dict[str, int]()
     params = sampling([FULL + steps] * batch, range(batch), SEEDS, **stock)
     for prompt, param in zip(prompts(batch, context, vocabulary), params, strict=True):
         written[name := f"step-{next(_IDS)}"] = 0
@@ -324,7 +390,8 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
         for output in vllm.step():
             written[output.request_id] = len(output.outputs[0].token_ids)
         if not begin and min(written.values()) >= FULL:
-            begin, first = time.perf_counter(), max(written.values())
+            begin = time.perf_counter()
+            first = max(written.values())
         if not end and max(written.values()) == FULL + steps:
             end = time.perf_counter()
     return (end - begin) / (FULL + steps - first) if 0.0 < begin < end else float("nan")

@@ -1,5 +1,6 @@
-"""`kernels`: what our kernels take: the sampler's on vLLM's V1 runner, beside stock's, and a proposal of the history's
-on V2. Needs no vLLM."""
+"""`kernels`: what our kernels take: the sampler's on vLLM's V1 runner, beside stock's,
+and a proposal of the history's on V2. Needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +15,43 @@ from torch.utils.benchmark import Timer
 
 from das_adapter.bench.engines import Bar, Found, Plan, apart
 
-GROUP, STEPS = 16, 16
+GROUP = 16
+STEPS = 16
 
 
 class World:
-    """A batch in groups that write the same with mistakes, on a device; its problems have sealed text. Tokens are as
-    frequent as words are in natural text: the r-th has a weight of 1 / (r + 2.7) (Zipf and Mandelbrot)."""
+    """A batch in groups that write the same with mistakes, on a device; its problems
+    have sealed text. Tokens are as frequent as words are in natural text: the r-th has
+    a weight of 1 / (r + 2.7) (Zipf and Mandelbrot).
+    """
 
-    def __init__(self, plan: Plan, batch: int, length: int, asked: int, device: str) -> None:
+    def __init__(
+        self, plan: Plan, batch: int, length: int, asked: int, device: str
+    ) -> None:
         """`asked`: of so many requests of the batch a proposal drafts."""
         from das_adapter.core.index import SuffixIndex
         from das_adapter.core.index.store import HistoryStore
         from das_adapter.engine.v2.device_index import DeviceIndex
 
-        rng, vocabulary = np.random.default_rng(batch), plan.vocabulary
+        rng = np.random.default_rng(batch)
+        vocabulary = plan.vocabulary
         problems = -(-batch // GROUP)
         below = (1 / (np.arange(1, vocabulary + 1) + 2.7)).cumsum()
 
         def natural(*shape: int) -> np.ndarray:
-            return np.searchsorted(below, below[-1] * rng.random(shape)).astype(np.int32)
+            return np.searchsorted(below, below[-1] * rng.random(shape)).astype(
+                np.int32
+            )
 
         poems = natural(problems, length)
 
         def variation(problem: int) -> np.ndarray:
             return np.where(rng.random(length) < 0.1, natural(length), poems[problem])
 
-        with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            HistoryStore(directory) as store,
+        ):
             for problem in range(problems):
                 for _ in range(GROUP):
                     store.add(problem, variation(problem), 0)
@@ -49,9 +61,13 @@ class World:
         texts = torch.zeros(batch, length + 8, dtype=torch.int32)
         for slot in range(batch):
             texts[slot, 8:] = torch.from_numpy(variation(slot // GROUP))
-        self.total = torch.from_numpy(rng.integers(length - length // 8, length, batch).astype(np.int32)).to(device)
+        self.total = torch.from_numpy(
+            rng.integers(length - length // 8, length, batch).astype(np.int32)
+        ).to(device)
         words = 3 * self.tokens + 2**16
-        self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
+        self.index = DeviceIndex(
+            texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary
+        )
         self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
         while self.index.arena.unsealed:  # a piece in each step
             self.index.arena.bring(sealed)
@@ -64,27 +80,40 @@ class World:
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Run the part; where there is no GPU, the history's kernels in Triton's interpreter."""
+    """Run the part; where there is no GPU, the history's kernels in Triton's
+    interpreter.
+    """
     found = {"draws": apart(plan, draws, plan)}
     yield found
-    yield found | {"proposals": apart(plan, proposals, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {})}
+    yield found | {
+        "proposals": apart(
+            plan, proposals, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}
+        )
+    }
 
 
 def draws(plan: Plan) -> Found:
     """Time both samplers' draws, by number of rows."""
     from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
-    vocabulary, device = plan.vocabulary, "cuda" if torch.cuda.is_available() else "cpu"
+    vocabulary = plan.vocabulary
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: Found = {}
     for count in plan.rows:
-        seeds, logits = torch.arange(count, device=device), torch.randn(count, vocabulary, device=device)
+        seeds = torch.arange(count, device=device)
+        logits = torch.randn(count, vocabulary, device=device)
         keys = Keys(seeds * 2**33, seeds)
-        rows[str(count)] = {"keyed_us": microseconds(lambda x=logits, k=keys: keyed_sample(x, k))}
-        with contextlib.suppress(ImportError):  # without vLLM there is nothing to compare with
+        rows[str(count)] = {
+            "keyed_us": microseconds(lambda x=logits, k=keys: keyed_sample(x, k))
+        }
+        # without vLLM there is nothing to compare with
+        with contextlib.suppress(ImportError):
             from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
             stock = TopKTopPSampler()
-            rows[str(count)]["stock_us"] = microseconds(lambda x=logits, s=stock: s(x, {}, None, None))
+            rows[str(count)]["stock_us"] = microseconds(
+                lambda x=logits, s=stock: s(x, {}, None, None)
+            )
         del logits
     return rows
 
@@ -93,11 +122,15 @@ def proposals(plan: Plan) -> Found:
     """Time proposals, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: Found = {}
-    batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
+    batches = sorted(plan.batches, reverse=True)
+    lengths = [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0], batch) for batch in batches]
-    worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [(GROUP, 8 * lengths[0], 1)]
+    worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [
+        (GROUP, 8 * lengths[0], 1)
+    ]
     for world_of in worlds[:1] if plan.tiny else worlds:
-        world, (_, length, asked) = World(plan, *world_of, device), world_of
+        world = World(plan, *world_of, device)
+        (_, length, asked) = world_of
         if device == "cuda":
             world.index.capture([asked])
         world.draft()
@@ -125,10 +158,18 @@ BARS = (
         120,
         lambda f: f["proposals"]["1 x 32768"]["proposal_us"],
     ),
-    Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["proposals"].values())),
+    Bar(
+        "bytes per sealed token",
+        8.5,
+        lambda f: max(r["bytes_per_token"] for r in f["proposals"].values()),
+    ),
 )
 
 
 def microseconds(call: Any) -> float:
-    """Return the time of a call among many in a row: the host is ahead of the device, as it is in an engine."""
-    return 1e6 * float(Timer("call()", globals={"call": call}).blocked_autorange().median)
+    """Return the time of a call among many in a row: the host is ahead of the device,
+    as it is in an engine.
+    """
+    return 1e6 * float(
+        Timer("call()", globals={"call": call}).blocked_autorange().median
+    )

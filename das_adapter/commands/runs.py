@@ -7,18 +7,29 @@ from pathlib import Path
 
 import click
 
-from das_adapter.commands.output import DIRECTORY, EXISTING, as_json, print_json, print_table
+from das_adapter.commands.output import (
+    DIRECTORY,
+    EXISTING,
+    as_json,
+    print_json,
+    print_table,
+)
 
 
 @click.command()
 @click.argument("run_dir", type=DIRECTORY)
-@click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where the page goes; default: RUN_DIR/report.",
+)
 @as_json
 def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures of
-    each training step are printed, and no page is written.
+    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by
+    then. With --json the figures of each training step are printed, and no page is
+    written.
     """
     from das_adapter.protocol import decision_log
     from das_adapter.tools import report as page
@@ -29,20 +40,32 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
         print_json(run_series.by_training_step(rollouts))
         return
     written = page.write(rollouts, out or run_dir / "report")
-    click.echo("\n".join((*(f"{head}: {text}" for head, text in page.sentences(rollouts)), str(written))))
+    click.echo(
+        "\n".join(
+            (
+                *(f"{head}: {text}" for head, text in page.sentences(rollouts)),
+                str(written),
+            )
+        )
+    )
 
 
 @click.command()
 @click.argument("run_a", type=EXISTING)
 @click.argument("run_b", type=EXISTING)
-@click.option("--every", type=click.IntRange(1), help="Training steps of a row; default: as many as give 30 rows.")
+@click.option(
+    "--every",
+    type=click.IntRange(1),
+    help="Training steps of a row; default: as many as give 30 rows.",
+)
 @as_json
 def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     """Compare two runs: tokens, rewards, rollout time, acceptance.
 
-    RUN_A and RUN_B: what the trainer's logger wrote: veRL's file logger (.jsonl), TensorBoard's event files or a
-    directory with them, or a Weights & Biases export of one run (.csv, .json, .jsonl). Exit code 1 if tokens differ in
-    a step, 2 after an error, 3 if they can't be compared, because a run does not log das/token_hash.
+    RUN_A and RUN_B: what the trainer's logger wrote: veRL's file logger (.jsonl),
+    TensorBoard's event files or a directory with them, or a Weights & Biases export of
+    one run (.csv, .json, .jsonl). Exit code 1 if tokens differ in a step, 2 after an
+    error, 3 if they can't be compared, because a run does not log das/token_hash.
     """
     from das_adapter.tools import compare as runs
     from das_adapter.tools import run_logs

@@ -1,4 +1,6 @@
-"""The one account of a rollout's time, and the one state of an engine: the five rules in docs/how_it_works.md."""
+"""The one account of a rollout's time, and the one state of an engine: the five rules
+in docs/how_it_works.md.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,37 @@ from das_adapter.core.plain_time import LOSS, PlainTime
 from das_adapter.core.steps import Floats, Ints, TimedStep
 
 MARGIN = 0.05
-"""Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
-smaller gain would switch it to and fro."""
+"""Predicted gain of a step, as a share of its time, at which drafting begins. The
+latency model errs by some percent: a smaller gain would switch it to and fro.
+"""
 LEAST_GAIN = 0.02
-"""Minimum predicted gain of a drafted step, as a fraction of its time: step times vary by about as much."""
+"""Minimum predicted gain of a drafted step, as a fraction of its time: step times vary
+by about as much.
+"""
 LOOK_STEPS = 32
-"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many, and at most as
-many as keep looks to their share of the time."""
+"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at
+most this many, and at most as many as keep looks to their share of the time.
+"""
 LOOK_S, LOOK_REQUEST_S = 4e-5, 3e-6
-"""Seconds that the host takes to look, and for each request (`results/controller_overhead.json`, `index.json`)."""
+"""Seconds that the host takes to look, and for each request
+(`results/controller_overhead.json`, `index.json`).
+"""
 LOOK_SHARE = 0.002
 """See `Account.look_share`."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
-"""After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
+"""After so many drafted steps, or plain ones, one is taken the other way; where only
+probes draft, the wait doubles.
+"""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
-"""Drafted steps between two looks at the time saved, and least steps of the batch; the loss that stops drafting, as a
-share of the drafted steps' time, beside `LOSS` of that of all steps: by so much may what plain ones take be wrong."""
+"""Drafted steps between two looks at the time saved, and least steps of the batch; the
+loss that stops drafting, as a share of the drafted steps' time, beside `LOSS` of that
+of all steps: by so much may what plain ones take be wrong.
+"""
 COLLAPSE_RATE, COLLAPSE_DRAFTS = 0.02, 400
-"""Accepted tokens for each draft below which drafts are useless, of at least so many drafts. What is free in a step is
-filled with tokens that are hardly ever accepted: their number says nothing."""
+"""Accepted tokens for each draft below which drafts are useless, of at least so many
+drafts. What is free in a step is filled with tokens that are hardly ever accepted:
+their number says nothing.
+"""
 
 
 class State(Enum):
@@ -47,16 +61,20 @@ class State(Enum):
 _OVER = State.STOPPED, State.FAILED
 """Those that only a weight sync ends."""
 Probe = Literal["plain", "drafted"]
-"""How a step is taken the other way, so that both kinds of step stay known: without drafts, while it drafts; with a
-few, while nothing is worth drafting."""
+"""How a step is taken the other way, so that both kinds of step stay known: without
+drafts, while it drafts; with a few, while nothing is worth drafting.
+"""
 
 
 def collapsed(drafts: float, accepted: float) -> str | None:
-    """Say that drafts are useless, given their number and that of their tokens that were accepted; None: they are
-    not."""
+    """Say that drafts are useless, given their number and that of their tokens that
+    were accepted; None: they are not.
+    """
     if drafts < COLLAPSE_DRAFTS or accepted >= COLLAPSE_RATE * drafts:
         return None
-    return f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
+    return (
+        f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
+    )
 
 
 class Account:
@@ -72,44 +90,56 @@ class Account:
         """Decode steps since the engine's start."""
         self.look = Backoff(2, LOOK_STEPS)
         self.look_share = LOOK_SHARE
-        """Share of the time that looks may take while nothing is worth drafting; 0: they are as rare as can be."""
+        """Share of the time that looks may take while nothing is worth drafting; 0:
+        they are as rare as can be.
+        """
         self.probe_wait = PROBE_STEPS
         self._speculate = speculate
         self._rest, self.model_rest = Rest(), Rest()
         """Of all drafting; of the model that drafts."""
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
-        """Steps after which a probe may be due: drafted ones in a row, plain ones in a row."""
+        """Steps after which a probe may be due: drafted ones in a row, plain ones in a
+        row.
+        """
         self._restart()
 
     def _restart(self) -> None:
         self.time.restart()
         self._on = False
         self._drafted_steps = 0
-        self._model_took, self._model_saved = 0.0, 0.0
+        self._model_took = 0.0
+        self._model_saved = 0.0
 
     # What is asked
 
     def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step of so many requests, which has verified drafts or not, whether a drafter
-        is asked at all; where none is, a step without drafts is a baseline step."""
+        """Decide at the end of a decode step of so many requests, which has verified
+        drafts or not, whether a drafter is asked at all; where none is, a step without
+        drafts is a baseline step.
+        """
         asks = not self.idle and (drafted or self.look.due(self.now + 1, requests))
         self.now += not asks
         return asks
 
     def asks_in(self, requests: int) -> int:
-        """Return after how many steps a drafter will be asked, as far as can be said now."""
+        """Return after how many steps a drafter will be asked, as far as can be said
+        now.
+        """
         return sys.maxsize if self.idle else self.look.due_in(self.now, requests)
 
     @property
     def idle(self) -> bool:
-        """Whether no drafter is asked before the next weight sync: drafting has stopped or failed, or this rollout is
-        at rest."""
+        """Whether no drafter is asked before the next weight sync: drafting has stopped
+        or failed, or this rollout is at rest.
+        """
         return self.state in _OVER or self._rest.reason is not None
 
     def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
-        """Decide whether a step is drafted in; `gain`: predicted, as a share of its time, None: there is nothing to
-        draft; `optimal`: whether the drafts were chosen for it."""
+        """Decide whether a step is drafted in; `gain`: predicted, as a share of its
+        time, None: there is nothing to draft; `optimal`: whether the drafts were chosen
+        for it.
+        """
         worth = gain is not None and gain >= LEAST_GAIN
         if self._speculate == "always":
             return worth or not optimal
@@ -120,11 +150,14 @@ class Account:
         return self._on and (worth or not optimal)
 
     def due(self, kind: Probe, unseen: bool = False) -> bool:
-        """Return whether the next step is due to be taken the other way; `unseen`: no such step is known, and no step
-        is waited for."""
+        """Return whether the next step is due to be taken the other way; `unseen`: no
+        such step is known, and no step is waited for.
+        """
         if kind == "plain":
             return self._waited[kind] >= PROBE_STEPS
-        return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(self._speculate, str)
+        return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(
+            self._speculate, str
+        )
 
     def probe(self, kind: Probe, unseen: bool = False) -> bool:
         """As `due`; if it is, the next step of its kind waits again."""
@@ -135,9 +168,18 @@ class Account:
                 self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
         return due
 
-    def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False, seconds: float = 0.0) -> None:
-        """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs;
-        `seconds`: what it takes without drafts, 0: not known."""
+    def decided(
+        self,
+        running: int,
+        drafted: bool,
+        probing: bool,
+        plain: bool = False,
+        seconds: float = 0.0,
+    ) -> None:
+        """Take what was decided for a step; `probing`, `plain`: to see what a drafted,
+        or a plain, step costs; `seconds`: what it takes without drafts, 0: not
+        known.
+        """
         if drafted and not probing:
             self.probe_wait = PROBE_STEPS
         share = self.look_share * seconds
@@ -145,14 +187,19 @@ class Account:
         self.look.done(self.now, running, drafted or probing, enough)
         nothing = State.PROBING if probing or plain else State.RESTING
         if self.state not in _OVER:  # since the drafter was asked
-            self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None
+            self.state = State.DRAFTING if drafted and not probing else nothing
+            self.reason = None
 
     # What is told
 
     def timed(self, step: TimedStep, predicted: float | None) -> None:
         """As `PlainTime.take`."""
-        plain, drawn = self._waited["plain"], self._waited["drafted"]
-        self._waited = {"plain": plain + 1 if step.drafted else 0, "drafted": 0 if step.drafted else drawn + 1}
+        plain = self._waited["plain"]
+        drawn = self._waited["drafted"]
+        self._waited = {
+            "plain": plain + 1 if step.drafted else 0,
+            "drafted": 0 if step.drafted else drawn + 1,
+        }
         self.time.take(step, predicted)
         self.model(took=step.drafting_seconds * step.asked)
         self._drafted_steps += step.drafted
@@ -167,20 +214,28 @@ class Account:
         self.time.count(slots, steps)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
-        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth. Beside
-        prompts they are told to `time` as well: such steps are not timed."""
+        """Take seconds that the passes of the model that drafts took, or that its
+        accepted tokens were worth. Beside prompts they are told to `time` as well: such
+        steps are not timed.
+        """
         self._model_took += took
         self._model_saved += saved
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
         if self.state is not State.FAILED and self.state is not state:
-            self.state, self.reason = state, reason
-            self._news = None if state is State.FAILED else f"das: {reason}: no drafts until the next weight sync"
+            self.state = state
+            self.reason = reason
+            self._news = (
+                None
+                if state is State.FAILED
+                else f"das: {reason}: no drafts until the next weight sync"
+            )
 
     def sync(self, model_may_rest: bool = True) -> None:
-        """Judge the rollout that a weight sync ends, and begin the next. Two weight syncs without a step between them
-        are one."""
+        """Judge the rollout that a weight sync ends, and begin the next. Two weight
+        syncs without a step between them are one.
+        """
         if self.time.passed or self._model_took:
             self._judge(model_may_rest)
         self.forget()
@@ -190,18 +245,26 @@ class Account:
         self._restart()
         self.probe_wait = PROBE_STEPS
         self.look.restart()
-        self.state, self.reason = State.RESTING if self._rest.reason else State.DRAFTING, self._rest.reason
+        self.state, self.reason = (
+            (State.RESTING if self._rest.reason else State.DRAFTING),
+            self._rest.reason,
+        )
 
     def take_news(self) -> str | None:
-        """Return what has changed for the worse since the last call, as a line of the log."""
-        news, self._news = self._news, None
+        """Return what has changed for the worse since the last call, as a line of the
+        log.
+        """
+        news = self._news
+        self._news = None
         return news
 
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
             "time_saved_s": self.time.saved(),
-            "of_stock": self.time.of_stock() if self._speculate == "auto" else None,  # else the user decides
+            "of_stock": (
+                self.time.of_stock() if self._speculate == "auto" else None
+            ),  # else the user decides
             "state": self.state.value,
             "reason": None if self.state is State.FAILED else self.reason,
         }
@@ -209,24 +272,38 @@ class Account:
     # Inside
 
     def _loss(self) -> str | None:
-        """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good
-        as the latency model, which is brought up to date before it is held against the drafts."""
+        """Say that the drafts of the present batch cost more than they save; None: they
+        do not. The estimate is as good as the latency model, which is brought up to
+        date before it is held against the drafts.
+        """
         batch = self.time.batch
         for _ in range(2):
             saved = self.time.saved_in(batch)
             if saved >= -GUARD_LOSS * batch.drafted_seconds - LOSS * batch.seconds:
                 return None
             self.time.engine.fit()
-        return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"
+        return (
+            f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of"
+            " drafted steps"
+        )
 
     def _judge(self, model_may_rest: bool) -> None:
         """Say which of the next rollouts begin at rest."""
         if self._speculate != "auto":
             return
-        took, saved, reason = self._model_took, self._model_saved, self.time.compare()
+        took = self._model_took
+        saved = self._model_saved
+        reason = self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
-        words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
+        words = (
+            f"its passes took {took:.2f} s of a rollout, and its tokens saved"
+            f" {saved:.2f} s"
+            if lost
+            else None
+        )
         if self.model_rest.judge(words, saved - took if took else None):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge(reason or None, None if reason is None else self.time.saved()):
+        if self._rest.judge(
+            reason or None, None if reason is None else self.time.saved()
+        ):
             self._news = f"das: drafting rests for a while: {reason}"

@@ -1,4 +1,6 @@
-"""When to repeat work that costs time and rarely brings anything; and which rollouts are at rest."""
+"""When to repeat work that costs time and rarely brings anything; and which rollouts
+are at rest.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,16 @@ import math
 
 
 class Backoff:
-    """Repeats work after more and more steps, and whenever the batch has become smaller by a tenth."""
+    """Repeats work after more and more steps, and whenever the batch has become smaller
+    by a tenth.
+    """
 
     def __init__(self, first: int, most: int) -> None:
-        """Wait `first` steps after work that brought nothing, then twice as many, and so on up to `most`; half of
-        `first` after work that did."""
-        self._first, self._most = first, most
+        """Wait `first` steps after work that brought nothing, then twice as many, and
+        so on up to `most`; half of `first` after work that did.
+        """
+        self._first = first
+        self._most = most
         self.restart()
         self._batch = 0
 
@@ -23,9 +29,16 @@ class Backoff:
         """Return after how many steps the work is due."""
         return 0 if batch < 0.9 * self._batch else max(0, self._next - step)
 
-    def done(self, step: int, batch: int = 0, again_soon: bool = False, enough: float = math.inf) -> None:
-        """Note that the work was done, and whether it brought anything; `enough`: steps that it is worth waiting for at
-        most."""
+    def done(
+        self,
+        step: int,
+        batch: int = 0,
+        again_soon: bool = False,
+        enough: float = math.inf,
+    ) -> None:
+        """Note that the work was done, and whether it brought anything; `enough`: steps
+        that it is worth waiting for at most.
+        """
         self._batch = batch
         if again_soon:
             self._next, self._wait = step + self._first // 2, self._first
@@ -35,26 +48,35 @@ class Backoff:
 
     def restart(self) -> None:
         """Make the work due now."""
-        self._wait, self._next = self._first, 0
+        self._wait = self._first
+        self._next = 0
 
 
 class Rest:
-    """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost more than the last ones had saved."""
+    """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost more than
+    the last ones had saved.
+    """
 
     MOST = 8
     FADE = 0.8
-    """What a rollout saved counts for by so much less with each rollout after it: about five are in the balance. One
-    that was unlucky among those that gain is no reason to rest."""
+    """What a rollout saved counts for by so much less with each rollout after it: about
+    five are in the balance. One that was unlucky among those that gain is no reason to
+    rest.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         """Why this rollout is at rest; None: it is not."""
-        self._left, self._next = 0, 1  # rollouts at rest: that are left; after the next loss
+        # rollouts at rest: that are left; after the next loss
+        self._left = 0
+        self._next = 1
         self._balance = 0.0  # seconds
 
     def judge(self, lost: str | None, saved: float | None) -> bool:
-        """Take the end of a rollout: why it has lost, if it has, and the seconds that it saved, None: not known; one at
-        rest is not judged. Return whether the next is at rest that would not have been."""
+        """Take the end of a rollout: why it has lost, if it has, and the seconds that
+        it saved, None: not known; one at rest is not judged. Return whether the next is
+        at rest that would not have been.
+        """
         if self.reason is not None:
             self._left -= 1
             self.reason = self.reason if self._left else None
@@ -64,5 +86,9 @@ class Rest:
             if lost is None:
                 self._next = 1
             elif self._balance < 0:
-                self.reason, self._left, self._next = lost, self._next, min(2 * self._next, self.MOST)
+                self.reason, self._left, self._next = (
+                    lost,
+                    self._next,
+                    min(2 * self._next, self.MOST),
+                )
         return self.reason is not None

@@ -1,5 +1,6 @@
-"""How many draft tokens a request gets: DAS's optimum for a whole rollout (section 4.2), and the same trade-off for one
-decode step."""
+"""How many draft tokens a request gets: DAS's optimum for a whole rollout (section
+4.2), and the same trade-off for one decode step.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +15,29 @@ from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
 
 def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Floats:
-    """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
+    """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N
+    rounds; 0 where l <= N (equation 7).
 
-    It solves l - A(p) = N with A(p) = k·l·(1 - exp(-alpha·p/l)), the tokens accepted of p drafted. Infinite where that
-    has no solution: for N <= l·(1 - k).
+    It solves l - A(p) = N with A(p) = k·l·(1 - exp(-alpha·p/l)), the tokens accepted of
+    p drafted. Infinite where that has no solution: for N <= l·(1 - k).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         left = 1.0 - (1.0 - rounds / lengths) / k
-        p = np.where(left > 0.0, -lengths / alpha * np.log(np.maximum(left, 1e-300)), np.inf)
+        p = np.where(
+            left > 0.0, -lengths / alpha * np.log(np.maximum(left, 1e-300)), np.inf
+        )
     return np.where(lengths <= rounds, 0.0, p)
 
 
-def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: float) -> tuple[float, Floats]:
-    """Compute the budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)): decode rounds
-    until the last request ends, and each request's draft tokens in all.
+def plan_rollout(
+    lengths: Floats, alpha: float, k: float, base: float, token: float
+) -> tuple[float, Floats]:
+    """Compute the budgets that minimise a rollout's time, c_base·N +
+    c_tok·sum_i(min(l_i, N) + p_i*(N)): decode rounds until the last request ends, and
+    each request's draft tokens in all.
 
-    Convex in N while alpha·k <= 1, so that bisection on its derivative finds the minimum.
+    Convex in N while alpha·k <= 1, so that bisection on its derivative finds the
+    minimum.
 
     Args:
         lengths: tokens each request is going to write, shape (b,).
@@ -51,9 +59,11 @@ def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: fl
     return high, drafts_needed(high, lengths, alpha, k)
 
 
-def das_budgets(lengths: Floats, curve: tuple[float, float], model: StepModel, most: int) -> Floats:
-    """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,): none for those that end within N*
-    rounds anyway.
+def das_budgets(
+    lengths: Floats, curve: tuple[float, float], model: StepModel, most: int
+) -> Floats:
+    """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,): none
+    for those that end within N* rounds anyway.
 
     Args:
         lengths, curve: see `plan_rollout`; (alpha, k).
@@ -67,35 +77,47 @@ def das_budgets(lengths: Floats, curve: tuple[float, float], model: StepModel, m
     return np.minimum(drafts / rounds, most)
 
 
-def kept_worth(worth: Floats, chances: Chances, offsets: Ints, *keep: Ints) -> list[Floats]:
-    """Return the expected worth of the first `keep` tokens of each draft, seconds [b], for each of several; see
-    `allocate`."""
+def kept_worth(
+    worth: Floats, chances: Chances, offsets: Ints, *keep: Ints
+) -> list[Floats]:
+    """Return the expected worth of the first `keep` tokens of each draft, seconds [b],
+    for each of several; see `allocate`.
+    """
     tokens = chances * worth.repeat(offsets[1:] - offsets[:-1])
-    total, begins = np.concatenate([[0.0], np.cumsum(tokens)]), offsets[:-1]
+    total = np.concatenate([[0.0], np.cumsum(tokens)])
+    begins = offsets[:-1]
     return [total[begins + kept] - total[begins] for kept in keep]
 
 
-def allocate(chances: Chances, offsets: Ints, worth: Floats, model: StepModel, cut: bool = True) -> StepPlan:
-    """Keep the draft tokens that are worth more than they cost in the step that all kept tokens make up.
+def allocate(
+    chances: Chances, offsets: Ints, worth: Floats, model: StepModel, cut: bool = True
+) -> StepPlan:
+    """Keep the draft tokens that are worth more than they cost in the step that all
+    kept tokens make up.
 
-    A request's chances do not increase along its draft, so the tokens of greatest value are always a prefix of each
-    draft, and the best set of m tokens is the m of greatest value: the best m gives the optimum for any cost. Where
-    drafts take a step beyond the largest CUDA graph, they must also be worth the launches of its kernels.
+    A request's chances do not increase along its draft, so the tokens of greatest value
+    are always a prefix of each draft, and the best set of m tokens is the m of greatest
+    value: the best m gives the optimum for any cost. Where drafts take a step beyond
+    the largest CUDA graph, they must also be worth the launches of its kernels.
 
     Args:
-        chances: survival chance of each draft token, shape (n,), requests one after the other.
+        chances: survival chance of each draft token, shape (n,), requests one after the
+            other.
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
         worth: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests, tokens = len(worth), len(chances)
+    requests = len(worth)
+    tokens = len(chances)
     if cut:
         keep = np.empty(requests, dtype=np.int64)
         gain = native().allocate(chances, offsets, worth, model.costs(requests), keep)
     else:
         keep = np.diff(offsets)
-        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(requests, requests, False)
+        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(
+            requests, requests, False
+        )
         gain = float(kept_worth(worth, chances, offsets, keep)[0].sum()) - cost
     return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain)
 
@@ -105,11 +127,13 @@ POINTS = 32
 
 
 def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
-    """Return the chance of each request to be the last one of the batch, shape (b,), summing to 1.
+    """Return the chance of each request to be the last one of the batch, shape (b,),
+    summing to 1.
 
-    It is the derivative of the expected number of rounds left with respect to that request's own. All requests are
-    taken to write at the same pace: at its present pace, a request that is drafted for would look nearly done, and
-    lose its drafts again.
+    It is the derivative of the expected number of rounds left with respect to that
+    request's own. All requests are taken to write at the same pace: at its present
+    pace, a request that is drafted for would look nearly done, and lose its drafts
+    again.
 
     Args:
         cdf: shape (b, g): distribution of each request's length at `edges`.
@@ -121,5 +145,7 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     done = beyond(cdf, edges, lengths, lengths[:, None] + to_come)
     log = np.log(np.maximum(done, 1e-12))
     others = np.exp(log.sum(axis=0) - log)
-    last: Floats = np.maximum(np.diff(done, axis=1, prepend=0.0) * others, 0.0).sum(axis=1) + 1e-9
+    last: Floats = (
+        np.maximum(np.diff(done, axis=1, prepend=0.0) * others, 0.0).sum(axis=1) + 1e-9
+    )
     return last / last.sum()

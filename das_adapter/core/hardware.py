@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from das_adapter.errors import DasError
 
 READ, COMPUTE = 0.79, 0.75
-"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on an A100, over its peaks."""
+"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on
+an A100, over its peaks.
+"""
 
 
 @dataclass(frozen=True)
@@ -17,30 +19,56 @@ class Device:
 
     bandwidth: float
     flops: float
-    """Bytes per second from device memory, and 16-bit floating-point operations per second, that decode steps reach."""
+    """Bytes per second from device memory, and 16-bit floating-point operations per
+    second, that decode steps reach.
+    """
     memory: float
     """Bytes."""
     link: float
-    """Bytes per second to the other devices of its domain (NVLink, Infinity Fabric), one direction."""
+    """Bytes per second to the other devices of its domain (NVLink, Infinity Fabric),
+    one direction.
+    """
     domain: int
     """Devices in that domain."""
     fp8: float
     """FP8 operations per second over those in 16 bits."""
 
 
-# TB/s, dense TFLOPS in 16 bits, GB, GB/s of the link in one direction, devices of a domain, FP8 over 16 bits.
+# TB/s, dense TFLOPS in 16 bits, GB, GB/s of the link in one direction, devices of a
+# domain, FP8 over 16 bits.
 _DATA_SHEETS = {
     "a100": (2.039, 312.0, 80, 300, 8, 1.0),  # NVIDIA A100 SXM (2021); NVLink 600 GB/s
     "h100": (3.35, 989.0, 80, 450, 8, 2.0),  # NVIDIA H100 SXM (2023); NVLink 900 GB/s
     "h200": (4.8, 989.0, 141, 450, 8, 2.0),  # NVIDIA H200 SXM (2024); NVLink 900 GB/s
     "h20": (4.0, 148.0, 96, 450, 8, 2.0),  # NVIDIA H20 (2023); NVLink 900 GB/s
     "b200": (8.0, 2250.0, 180, 900, 8, 2.0),  # NVIDIA DGX B200 (2024); NVLink 1.8 TB/s
-    "gb200": (8.0, 2500.0, 186, 900, 72, 2.0),  # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
+    "gb200": (
+        8.0,
+        2500.0,
+        186,
+        900,
+        72,
+        2.0,
+    ),  # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
     "l40s": (0.864, 362.0, 48, 32, 1, 2.0),  # NVIDIA L40S (2023); PCIe 4.0 x16
-    "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0),  # AMD Instinct MI300X (2023); 7 links of 128 GB/s
+    "mi300x": (
+        5.3,
+        1307.4,
+        192,
+        448,
+        8,
+        2.0,
+    ),  # AMD Instinct MI300X (2023); 7 links of 128 GB/s
 }
 DEVICES = {
-    name: Device(READ * read * 1e12, COMPUTE * compute * 1e12, memory * 1e9, link * 1e9, domain, fp8)
+    name: Device(
+        READ * read * 1e12,
+        COMPUTE * compute * 1e12,
+        memory * 1e9,
+        link * 1e9,
+        domain,
+        fp8,
+    )
     for name, (read, compute, memory, link, domain, fp8) in _DATA_SHEETS.items()
 }
 
@@ -58,6 +86,8 @@ def device(name: str) -> Device:
 
 
 def recognise(name: str) -> Device | None:
-    """Return the device that a driver calls so ("NVIDIA H100 80GB HBM3"), None if the table lacks it."""
+    """Return the device that a driver calls so ("NVIDIA H100 80GB HBM3"), None if the
+    table lacks it.
+    """
     words = re.findall(r"[a-z]+\d+[a-z]*", name.lower())
     return next((DEVICES[word] for word in words if word in DEVICES), None)

@@ -1,4 +1,6 @@
-"""The rules of the history: whose text a request drafts from, and how long it is kept."""
+"""The rules of the history: whose text a request drafts from, and how long it is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from das_adapter.core.index.values import ALL, Shrunk
 logger = logging.getLogger("das_adapter")
 
 WINDOW = 8
-"""Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it. A run
-that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of the time without drafts: the number matters little, and older
-visits stray further from the policy."""
+"""Visits of a problem that are drafted from, the newest: a visit is a weight version
+that wrote rollouts of it. A run that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of
+the time without drafts: the number matters little, and older visits stray further from
+the policy.
+"""
 
 
 class HistoryPolicy:
@@ -27,42 +31,57 @@ class HistoryPolicy:
     def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
         self.config = config
         self.window = ALL if config.scope == "global" else window
-        """Visits that are kept; with `global` every step is one of the only problem, and segments and bytes are the
-        limit."""
+        """Visits that are kept; with `global` every step is one of the only problem,
+        and segments and bytes are the limit.
+        """
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
         """Sum of what the slices of `tidy` did so far."""
 
     @property
     def kept(self) -> bool:
-        """Whether rollouts outlive their request: there is a history to share, to save and to map."""
+        """Whether rollouts outlive their request: there is a history to share, to save
+        and to map.
+        """
         return self.config.scope != "request"
 
     def key(self, problem: int) -> int:
-        """Return the key of a problem's text in the history: requests of one key draft from each other."""
+        """Return the key of a problem's text in the history: requests of one key draft
+        from each other.
+        """
         if self.config.scope == "request":
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
-        """Take finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
-        Arguments as in `take`."""
+    def remember(
+        self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
+    ) -> None:
+        """Take finished trajectories, and seal them: the visits of their problems
+        beyond the window are dropped. Arguments as in `take`.
+        """
         self.take(store, trajectories)
         store.seal(self.window)
 
-    def take(self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
-        """Add finished trajectories: (problem, int32 token ids of the response, weight version that wrote it). One that
-        can't be a text of a policy is left out, and a line in the log says so."""
+    def take(
+        self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
+    ) -> None:
+        """Add finished trajectories: (problem, int32 token ids of the response, weight
+        version that wrote it). One that can't be a text of a policy is left out, and a
+        line in the log says so.
+        """
         refused: list[str] = []
         for trajectory in trajectories:
             try:
                 problem, text, version = trajectory
-                store.add(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
+                store.add(
+                    self.key(problem), np.frombuffer(text, dtype=np.int32), version
+                )
             except (TypeError, ValueError) as error:
                 refused.append(repr(error))
         if refused:
             logger.error(
-                "das: history: %d trajectories are no text of the policy and left out, the first because of %s",
+                "das: history: %d trajectories are no text of the policy and left out,"
+                " the first because of %s",
                 len(refused),
                 refused[0],
             )
@@ -70,22 +89,38 @@ class HistoryPolicy:
     def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
         """Return whether a trajectory, as in `take`, is sealed in a store."""
         problem, text, version = trajectory
-        return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
+        return len(text) % 4 == 0 and store.has(
+            self.key(problem), np.frombuffer(text, dtype=np.int32), version
+        )
 
     def tidy(self, store: HistoryStore, room: float = math.inf) -> bool:
-        """Do a slice of thinning out what exceeds the byte budget; return whether there is more. The log says at the
-        end what went. `room`: bytes that the store's files may take, which are at most four times as many as the
-        history's: engines map three generations, and the next is written.
+        """Do a slice of thinning out what exceeds the byte budget; return whether there
+        is more. The log says at the end what went. `room`: bytes that the store's files
+        may take, which are at most four times as many as the history's: engines map
+        three generations, and the next is written.
         """
         budget = int(min(self.config.max_bytes, max(0.0, room / 4)))
         self._shrunk += store.shrink(budget)
         if store.nbytes > budget:
             return True
-        shrunk, self._shrunk = Shrunk(*self._shrunk.tolist()), np.zeros_like(self._shrunk)
+        shrunk = Shrunk(*self._shrunk.tolist())
+        self._shrunk = np.zeros_like(self._shrunk)
         if shrunk.tokens:
-            full = "das.history.max_bytes" if budget == self.config.max_bytes else f"a quarter of {store.directory}"
+            full = (
+                "das.history.max_bytes"
+                if budget == self.config.max_bytes
+                else f"a quarter of {store.directory}"
+            )
             logger.warning(
-                "das: history: above %s=%d: %d of %d tokens were dropped; %d problems were thinned out, %d forgotten",
-                *(full, budget, shrunk.tokens, shrunk.tokens + store.tokens, shrunk.thinned, shrunk.dropped),
+                "das: history: above %s=%d: %d of %d tokens were dropped; %d problems"
+                " were thinned out, %d forgotten",
+                *(
+                    full,
+                    budget,
+                    shrunk.tokens,
+                    shrunk.tokens + store.tokens,
+                    shrunk.thinned,
+                    shrunk.dropped,
+                ),
             )
         return False

@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 
 def homes(problems: npt.ArrayLike, nodes: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return each problem's home by rendezvous hashing (Thaler and Ravishankar, 1998): every node draws a number for
-    the problem, and the highest wins. When a node comes or goes, only the problems that it wins or had won move.
+    """Return each problem's home by rendezvous hashing (Thaler and Ravishankar, 1998):
+    every node draws a number for the problem, and the highest wins. When a node comes
+    or goes, only the problems that it wins or had won move.
 
     Args:
         problems: 64-bit identities, [n].
@@ -21,9 +22,12 @@ def homes(problems: npt.ArrayLike, nodes: Sequence[str]) -> npt.NDArray[np.int64
         Indices into `nodes`, int64 [n].
     """
     ids = np.asarray(problems, dtype=np.uint64)
-    found, highest = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=np.uint64)
+    found = np.zeros(len(ids), dtype=np.int64)
+    highest = np.zeros(len(ids), dtype=np.uint64)
     for index, node in enumerate(nodes):
-        name = int.from_bytes(hashlib.blake2b(node.encode(), digest_size=8).digest(), "little")
+        name = int.from_bytes(
+            hashlib.blake2b(node.encode(), digest_size=8).digest(), "little"
+        )
         drawn = _mixed(ids ^ np.uint64(name))
         found[drawn > highest] = index
         highest = np.maximum(highest, drawn)

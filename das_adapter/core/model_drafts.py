@@ -1,9 +1,11 @@
-"""Which requests a model drafts for, by what its drafts cost and gain: the policy copy (EfficientRollout, arXiv
-2606.18967), or a neural drafter.
+"""Which requests a model drafts for, by what its drafts cost and gain: the policy copy
+(EfficientRollout, arXiv 2606.18967), or a neural drafter.
 
-A draft of γ tokens takes γ forward passes of the model, or one, before the policy verifies it: the speed-up is
-S = L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3). Where all requests are worth the same, the gain
-of a plan over the time of its step is S - 1. Before the first step a roofline gives the times, and the first drafts L.
+A draft of γ tokens takes γ forward passes of the model, or one, before the policy
+verifies it: the speed-up is S = L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L
+(section 3). Where all requests are worth the same, the gain of a plan over the time of
+its step is S - 1. Before the first step a roofline gives the times, and the first
+drafts L.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
 
 UNSEEN_PASS = 0.4
-"""Time of a pass of the model before one was timed, where no roofline tells, as a share of the policy's decode step."""
+"""Time of a pass of the model before one was timed, where no roofline tells, as a share
+of the policy's decode step.
+"""
 
 
 class ModelDrafts:
-    """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
+    """How long a model's passes take and how many of its tokens are accepted, learned
+    from the engine's own steps.
+    """
 
     def __init__(
         self,
@@ -34,11 +40,17 @@ class ModelDrafts:
         parallel: bool = False,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests whose drafts are not complete;
-        `always`: passes in every step, with drafts or without; `follows`: whether it reads in a pass what the policy
-        verifies, also where the history has drafted that; `parallel`: whether one pass drafts all tokens; `lengths`:
-        that its drafts have, rising, `most` among them; None: any."""
-        self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
+        """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests
+        whose drafts are not complete; `always`: passes in every step, with drafts or
+        without; `follows`: whether it reads in a pass what the policy verifies, also
+        where the history has drafted that; `parallel`: whether one pass drafts all
+        tokens; `lengths`: that its drafts have, rising, `most` among them; None:
+        any.
+        """
+        self.most = most
+        self.narrows = narrows
+        self.always = always
+        self.follows = follows
         self._parallel = parallel
         self._lengths = [n for n in lengths or range(1, most + 1) if n <= most]
         self.context = 0.0
@@ -47,7 +59,9 @@ class ModelDrafts:
         self.acceptance = AcceptanceRate()
         self.confidence = Confidence()
         self.counts = np.zeros(2, dtype=np.int64)
-        """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
+        """Its tokens that were verified in training rollouts, and those accepted, since
+        somebody took the counts.
+        """
         self.made = 0
         """Forward passes since then."""
 
@@ -58,16 +72,26 @@ class ModelDrafts:
         self.passes.fit()
 
     def verified(
-        self, drafted: Ints, got: Ints, worth: Floats, training: npt.NDArray[np.bool_], kinds: Kinds | None = None
+        self,
+        drafted: Ints,
+        got: Ints,
+        worth: Floats,
+        training: npt.NDArray[np.bool_],
+        kinds: Kinds | None = None,
     ) -> float:
-        """Learn from a step, and return the seconds that accepted tokens saved. Shapes (b,): the model's tokens in each
-        request's draft, the tokens that each got, what one is worth in seconds, and who belongs to a training rollout;
-        and (b, n): the `Confidence` in each token."""
+        """Learn from a step, and return the seconds that accepted tokens saved. Shapes
+        (b,): the model's tokens in each request's draft, the tokens that each got, what
+        one is worth in seconds, and who belongs to a training rollout; and (b, n): the
+        `Confidence` in each token.
+        """
         mine = drafted > 0
-        tried, accepted = drafted[mine], np.minimum(drafted[mine], got[mine] - 1)
+        tried = drafted[mine]
+        accepted = np.minimum(drafted[mine], got[mine] - 1)
         self.acceptance.observe(tried, accepted)
         if kinds is not None:
-            self.confidence.verified(kinds[mine], np.minimum(tried, accepted + 1), accepted)
+            self.confidence.verified(
+                kinds[mine], np.minimum(tried, accepted + 1), accepted
+            )
         self.counts += tried @ training[mine], accepted @ training[mine]
         return float(accepted @ worth[mine])
 
@@ -76,7 +100,9 @@ class ModelDrafts:
         self.passes = StepTimes(passes, kinds=1)
 
     def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take the time of one forward pass; `context`: tokens of context that all its requests have together."""
+        """Take the time of one forward pass; `context`: tokens of context that all its
+        requests have together.
+        """
         self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
@@ -86,31 +112,56 @@ class ModelDrafts:
 
     @property
     def outlook(self) -> Outlook:
-        """What its drafts are going to bring: where nobody says how sure it is, all are alike."""
-        return self.confidence.outlook or alike(round(self.acceptance.rate, 3), self.most)
+        """What its drafts are going to bring: where nobody says how sure it is, all are
+        alike.
+        """
+        return self.confidence.outlook or alike(
+            round(self.acceptance.rate, 3), self.most
+        )
 
     def lengths(self, least_chance: float) -> Sequence[int]:
-        """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
-        return [length for length in self._lengths if self.outlook.survival[length - 1] >= least_chance]
+        """Return the lengths that drafts may have; none whose last token survives with
+        less than this chance.
+        """
+        return [
+            length
+            for length in self._lengths
+            if self.outlook.survival[length - 1] >= least_chance
+        ]
 
     def drafted(self, tokens: int) -> int:
-        """Return how many tokens it drafts for each request where so many are wanted."""
-        return min(self.most, next((n for n in self._lengths if n >= tokens), tokens)) if tokens else 0
+        """Return how many tokens it drafts for each request where so many are
+        wanted.
+        """
+        return (
+            min(self.most, next((n for n in self._lengths if n >= tokens), tokens))
+            if tokens
+            else 0
+        )
 
     def passes_for(self, tokens: int) -> int:
         """Return in how many passes it drafts so many tokens for each request."""
         return min(tokens, 1) if self._parallel else self.drafted(tokens)
 
     def seconds(self, drafted: Ints, plain: float) -> float:
-        """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
-        step; `plain`: a step of the policy."""
+        """Return what the passes take that draft so many tokens for each request, shape
+        (b,), beyond those of every step; `plain`: a step of the policy.
+        """
         passes = range(self.always, self.passes_for(int(drafted.max(initial=0))))
         if not self.passes.known:
             return UNSEEN_PASS * plain * len(passes)
         model = self.passes.model.at(self.context)
-        requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in passes]
+        requests = [
+            int(np.count_nonzero(drafted > (step if self.narrows else 0)))
+            for step in passes
+        ]
         return sum(model.step(n, n, False) for n in requests)
 
     def untried(self, plain: float) -> bool:
-        """Return whether it may be worth its passes, which only its first drafts can tell; `plain` as in `seconds`."""
-        return not self.acceptance.known and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
+        """Return whether it may be worth its passes, which only its first drafts can
+        tell; `plain` as in `seconds`.
+        """
+        return (
+            not self.acceptance.known
+            and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
+        )

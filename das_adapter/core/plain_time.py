@@ -1,8 +1,9 @@
-"""What a rollout's tokens would have taken in plain decoding: the one place where that is computed.
+"""What a rollout's tokens would have taken in plain decoding: the one place where that
+is computed.
 
-A baseline step carries no drafts, and no drafter is asked at its end: it does what a step of stock vLLM does. Where
-these are known, plain decoding takes what they take; until then, what the engine's latency model says of steps without
-drafts.
+A baseline step carries no drafts, and no drafter is asked at its end: it does what a
+step of stock vLLM does. Where these are known, plain decoding takes what they take;
+until then, what the engine's latency model says of steps without drafts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,26 @@ Seconds = Callable[[Floats], Floats]
 """Of plain steps, by their requests."""
 
 LOSS = 0.02
-"""Share of the time above which a rollout has lost, beside what the scatter of the step times explains."""
+"""Share of the time above which a rollout has lost, beside what the scatter of the step
+times explains.
+"""
 LEAST_STEPS, LEAST_SAMPLES = 64, 8
-"""Steps, and baseline steps among them or before, below which nothing is held against a rollout."""
+"""Steps, and baseline steps among them or before, below which nothing is held against a
+rollout.
+"""
 PAUSE = 2.0
-"""A step that took this many times what was predicted was interrupted, and counts as that long."""
+"""A step that took this many times what was predicted was interrupted, and counts as
+that long.
+"""
 BATCHES = 64
 """Batches since the last weight sync that are counted, the latest."""
 
 
 @dataclass
 class _Batch:
-    """The steps of one batch, from its first request to the end of its last; apart those in which it was refilled."""
+    """The steps of one batch, from its first request to the end of its last; apart
+    those in which it was refilled.
+    """
 
     seconds: float = 0.0
     """Of steps in which a drafter was asked, like all but `baseline`."""
@@ -52,7 +61,9 @@ class _Batch:
     """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
     """The same of requests that ended."""
-    baseline: dict[int, Floats] = field(default_factory=lambda: defaultdict(lambda: np.zeros(3)))
+    baseline: dict[int, Floats] = field(
+        default_factory=lambda: defaultdict(lambda: np.zeros(3))
+    )
     """By requests: baseline steps, their seconds and context."""
 
     @property
@@ -61,23 +72,34 @@ class _Batch:
         return self.context / max(1, self.requests)
 
     def plain(self, step: Seconds) -> float:
-        """Return the seconds of its tokens without those of baseline steps: by rounds, for all requests begin together,
-        so that baseline steps are some of the rounds; where they come and go, at the rate of each step's batch."""
+        """Return the seconds of its tokens without those of baseline steps: by rounds,
+        for all requests begin together, so that baseline steps are some of the rounds;
+        where they come and go, at the rate of each step's batch.
+        """
         if self.refilled:
             return _total(self.shares, step)
         whole = seconds_of(np.append(self.written, self.finished), self.widest, step)
-        return whole - _total({requests: kind[0] for requests, kind in self.baseline.items()}, step)
+        return whole - _total(
+            {requests: kind[0] for requests, kind in self.baseline.items()}, step
+        )
 
 
 class PlainTime:
-    """The decode steps since the last weight sync, and what they would have taken without drafts."""
+    """The decode steps since the last weight sync, and what they would have taken
+    without drafts.
+    """
 
     def __init__(self, engine: StepTimes, sizes: tuple[int, ...] = ()) -> None:
         """`engine`: times of its steps; `sizes`: `StepModel.sizes` of the engine."""
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
-        self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
-        self._seen = self._read = np.inf, 0.0  # fewest and most requests of a baseline step, and context of a request
+        # requests, seconds, context
+        self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)
+        # fewest and most requests of a baseline step, and context of a request
+        self._seen = self._read = (
+            np.inf,
+            0.0,
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -95,8 +117,13 @@ class PlainTime:
         self.batch.refilled = refilled
 
     def take(self, step: TimedStep, predicted: float | None) -> None:
-        """Take a step; `predicted`: its seconds by the engine's latency model, a drafter's passes apart."""
-        slots, got, requests, batch = step.slots, step.got, len(step.slots), self.batch
+        """Take a step; `predicted`: its seconds by the engine's latency model, a
+        drafter's passes apart.
+        """
+        slots = step.slots
+        got = step.got
+        requests = len(step.slots)
+        batch = self.batch
         if not step.asked:
             self.baseline.add(requests, requests, False, step.seconds, step.context)
             self.baseline.keep_fitted()
@@ -106,8 +133,11 @@ class PlainTime:
             self._read = min(self._read[0], mean), max(self._read[1], mean)
             self.count(slots, np.array((1.0, step.seconds, step.context)))
             return
-        seconds, passes = step.seconds + step.drafting_seconds, step.drafting_seconds
-        seconds = seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
+        seconds = step.seconds + step.drafting_seconds
+        passes = step.drafting_seconds
+        seconds = (
+            seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
+        )
         self.add(seconds)
         batch.drafted_seconds += seconds * step.drafted
         batch.steps += 1
@@ -117,14 +147,17 @@ class PlainTime:
         batch.shares[requests] += int(np.add.reduce(got)) / requests
 
     def count(self, slots: Ints, steps: Floats) -> None:
-        """Count baseline steps, in each of which these requests got a token: their number, their seconds and their
-        context, float64 [3]."""
+        """Count baseline steps, in each of which these requests got a token: their
+        number, their seconds and their context, float64 [3].
+        """
         self._write(slots, int(steps[0]))
         self.batch.baseline[len(slots)] += steps
         self.passed += float(steps[1])
 
     def add(self, seconds: float) -> None:
-        """Add to the time that is held against plain decoding, as of a drafter in a step that also read prompts."""
+        """Add to the time that is held against plain decoding, as of a drafter in a
+        step that also read prompts.
+        """
         self.batch.seconds += seconds
         self.passed += seconds
 
@@ -141,8 +174,14 @@ class PlainTime:
         return len(self._samples) >= LEAST_SAMPLES
 
     def total(self) -> float:
-        """Return what all steps would have taken in plain decoding; baseline steps alone where nothing is known."""
-        known = (batch.plain(plain) for batch in self._batches if (plain := self._plain(batch.usual)) is not None)
+        """Return what all steps would have taken in plain decoding; baseline steps
+        alone where nothing is known.
+        """
+        known = (
+            batch.plain(plain)
+            for batch in self._batches
+            if (plain := self._plain(batch.usual)) is not None
+        )
         return self._unasked()[1] + sum(known)
 
     def saved(self) -> float:
@@ -155,28 +194,42 @@ class PlainTime:
         return 0.0 if plain is None else batch.plain(plain) - batch.seconds
 
     def compare(self) -> str | None:
-        """Compare the rollout so far with what its tokens would have taken where no drafter is asked: say why it has
-        lost, which it has where it took longer beyond doubt; empty: it has not; None: too little is known."""
+        """Compare the rollout so far with what its tokens would have taken where no
+        drafter is asked: say why it has lost, which it has where it took longer beyond
+        doubt; empty: it has not; None: too little is known.
+        """
         self.baseline.fit()
-        steps, seconds = (sum(getattr(batch, name) for batch in self._batches) for name in ("steps", "seconds"))
+        steps, seconds = (
+            sum(getattr(batch, name) for batch in self._batches)
+            for name in ("steps", "seconds")
+        )
         unasked, baseline = self._unasked()
         if steps + unasked < LEAST_STEPS or not self.known:
             return None
-        seconds, plain = seconds + baseline, self.total()
-        scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
+        seconds = seconds + baseline
+        plain = self.total()
+        scatter = (
+            float(np.std(self._ratios()))
+            * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
+        )
         scatter *= 1.0 - baseline / max(plain, 1e-9)
         if seconds <= plain * (1.0 + LOSS + 3.0 * scatter):
             return ""
         return (
-            f"drafting lost a whole rollout: {seconds:.2f} s of decode steps, {plain:.2f} s where no drafter is asked"
+            f"drafting lost a whole rollout: {seconds:.2f} s of decode steps,"
+            f" {plain:.2f} s where no drafter is asked"
         )
 
     def of_stock(self) -> float | None:
-        """Return the time of all steps relative to stock's; None: too little is known."""
+        """Return the time of all steps relative to stock's; None: too little is
+        known.
+        """
         self.baseline.fit()
         if not self.known:
             return None
-        model, share, plain = self.baseline.model, float(np.mean(self._ratios())), 0.0
+        model = self.baseline.model
+        share = float(np.mean(self._ratios()))
+        plain = 0.0
         seconds = self._unasked()[1]
         for batch in self._batches:
             seconds += batch.seconds
@@ -201,22 +254,34 @@ class PlainTime:
         return steps, seconds
 
     def _plain(self, context: float) -> Seconds | None:
-        """Seconds of plain steps, by their requests, where each of these has so many tokens of context; interruptions
-        have the share that they had in the baseline steps."""
+        """Seconds of plain steps, by their requests, where each of these has so many
+        tokens of context; interruptions have the share that they had in the baseline
+        steps.
+        """
         if not self.known:
             return self.engine.model.at(context).plain if self.engine.known else None
-        plain, share = self._baseline(context), float(np.mean(self._ratios()))
+        plain = self._baseline(context)
+        share = float(np.mean(self._ratios()))
         return lambda requests: plain(requests) * share
 
     def _baseline(self, context: float) -> Seconds:
-        """Seconds of baseline steps, by their requests; of fewer requests or less context than any of them had, or of
-        more, as the engine's own steps say, relative to the nearest."""
-        engine, read = self.engine.model, float(np.clip(context, *self._read))
-        baseline, there, here = self.baseline.model.at(read), engine.at(read), engine.at(context)
+        """Seconds of baseline steps, by their requests; of fewer requests or less
+        context than any of them had, or of more, as the engine's own steps say,
+        relative to the nearest.
+        """
+        engine = self.engine.model
+        read = float(np.clip(context, *self._read))
+        baseline = self.baseline.model.at(read)
+        there = engine.at(read)
+        here = engine.at(context)
 
         def plain(requests: npt.ArrayLike) -> Floats:
             near = np.clip(requests, *self._seen)
-            return baseline.plain(near) * here.plain(requests) / np.maximum(there.plain(near), 1e-12)
+            return (
+                baseline.plain(near)
+                * here.plain(requests)
+                / np.maximum(there.plain(near), 1e-12)
+            )
 
         return plain
 
@@ -230,13 +295,17 @@ class PlainTime:
 def _total(steps: Mapping[int, float], step: Seconds) -> float:
     """Return the seconds of so many plain steps, by their requests."""
     sizes = np.fromiter(steps, dtype=float, count=len(steps))
-    return float(np.dot(np.fromiter(steps.values(), dtype=float, count=len(steps)), step(sizes)))
+    return float(
+        np.dot(np.fromiter(steps.values(), dtype=float, count=len(steps)), step(sizes))
+    )
 
 
 def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:
-    """Return the time of a rollout whose requests take so many rounds each, shape (n,), `slots` of them at a time.
+    """Return the time of a rollout whose requests take so many rounds each, shape (n,),
+    `slots` of them at a time.
 
-    `step`: returns the seconds of a round by the requests in it. In plain decoding each token takes a round.
+    `step`: returns the seconds of a round by the requests in it. In plain decoding each
+    token takes a round.
     """
     ordered = np.sort(np.asarray(rounds, dtype=float))
     if not len(ordered):

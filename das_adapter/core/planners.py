@@ -1,4 +1,6 @@
-"""The two ways to share out the draft tokens of a step: each request has its own length, or all have the same."""
+"""The two ways to share out the draft tokens of a step: each request has its own
+length, or all have the same.
+"""
 
 from __future__ import annotations
 
@@ -22,56 +24,84 @@ class Offer(NamedTuple):
     """Most tokens of each request, shape (b,)."""
     chances: Chances
     offsets: Ints
-    """The history's drafts: survival chance of each token, shape (n,); request i's are `chances[o[i]:o[i + 1]]`."""
+    """The history's drafts: survival chance of each token, shape (n,); request i's are
+    `chances[o[i]:o[i + 1]]`.
+    """
     drafts: ModelDrafts | None
     """Of the model that drafts as well; None: none does."""
     floor: float
     """Chance under which a draft ends."""
     cut: bool
-    """Whether tokens that are worth less than they cost are left out; else budgets are fixed."""
+    """Whether tokens that are worth less than they cost are left out; else budgets are
+    fixed.
+    """
 
 
 def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
-    """Give each request the draft tokens that are worth more than they cost, from the history or from the model; under
-    fixed budgets all of them, and say what that gains. `worth`, `model`: see `allocate`."""
-    found, running = allocate(offer.chances, offer.offsets, worth, model, offer.cut), len(worth)
-    if offer.drafts is not None and offer.drafts.follows and found.total:  # it reads in a pass what is verified
-        passes = offer.drafts.seconds(np.ones(running, dtype=np.int64), model.step(running, running, False))
+    """Give each request the draft tokens that are worth more than they cost, from the
+    history or from the model; under fixed budgets all of them, and say what that gains.
+    `worth`, `model`: see `allocate`.
+    """
+    found = allocate(offer.chances, offer.offsets, worth, model, offer.cut)
+    running = len(worth)
+    # it reads in a pass what is verified
+    if offer.drafts is not None and offer.drafts.follows and found.total:
+        passes = offer.drafts.seconds(
+            np.ones(running, dtype=np.int64), model.step(running, running, False)
+        )
         found = found._replace(gain=found.gain - passes, passes_s=passes)
     return with_model(offer, found, worth, model)
 
 
-def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]) -> StepPlan:
-    """Give all requests the one of the `lengths`, rising, that is worth most; under fixed budgets the one that these
-    need. Where there is a model, it drafts for all or for nobody: then each request has the better draft of both."""
-    running, found, drafts = len(offer.limits), offer.offsets[1:] - offer.offsets[:-1], offer.drafts
-    nothing, plain = np.zeros_like(offer.limits), model.step(running, running, False)
+def one_length(
+    offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]
+) -> StepPlan:
+    """Give all requests the one of the `lengths`, rising, that is worth most; under
+    fixed budgets the one that these need. Where there is a model, it drafts for all or
+    for nobody: then each request has the better draft of both.
+    """
+    running = len(offer.limits)
+    found = offer.offsets[1:] - offer.offsets[:-1]
+    drafts = offer.drafts
+    nothing = np.zeros_like(offer.limits)
+    plain = model.step(running, running, False)
     best = StepPlan(nothing, nothing)
-    mine, theirs = nothing, np.zeros((running, 1))
+    mine = nothing
+    theirs = np.zeros((running, 1))
     if drafts is not None:
         mine = np.minimum(offer.limits, drafts.most)
         theirs = worth[:, None] * np.append(0.0, drafts.outlook.survival.cumsum())
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
-    kept = kept_worth(worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
+    kept = kept_worth(
+        worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried)
+    )
     for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
         for by_model in (False,) if drafts is None else (False, True):
             passes = 0.0
-            if drafts is not None:  # where the history drafts, a model that follows reads what was drafted, in a pass
+            # where the history drafts, a model that follows reads what was drafted, in
+            # a pass
+            if drafts is not None:
                 each = min(length, drafts.most) if by_model else int(drafts.follows)
                 passes = drafts.seconds(np.full_like(offer.limits, each), plain)
             if by_model:
-                saved = np.maximum(saved, theirs[np.arange(running), np.minimum(mine, length)])
+                saved = np.maximum(
+                    saved, theirs[np.arange(running), np.minimum(mine, length)]
+                )
             gain = float(np.add.reduce(saved)) - passes - verified
             if gain > best.gain or not offer.cut:
                 same = np.full_like(offer.limits, length)
-                best = StepPlan(*((nothing, same) if by_model else (same, nothing)), gain, passes)
+                best = StepPlan(
+                    *((nothing, same) if by_model else (same, nothing)), gain, passes
+                )
     return best
 
 
 def everything(offer: Offer) -> StepPlan:
-    """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
+    """Verify all that there is; the model drafts for the requests for which it brings
+    more tokens.
+    """
     found = np.diff(offer.offsets)
     nothing = np.zeros_like(found)
     return with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
@@ -83,27 +113,50 @@ def enough(keep: Ints, lengths: Sequence[int]) -> int:
     return next((n for n in lengths if n >= most), most) if most else 0
 
 
-def with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -> StepPlan:
-    """Let the model draft, equally many tokens at most, for the requests for which it is worth more than what was
-    `found`, which stands where that gains nothing; under fixed budgets the longest, gain or not, for those for which it
-    is worth more. Arguments as in `own_lengths`."""
-    drafts, batch, best = offer.drafts, len(worth), found
+def with_model(
+    offer: Offer, found: StepPlan, worth: Floats, model: StepModel
+) -> StepPlan:
+    """Let the model draft, equally many tokens at most, for the requests for which it
+    is worth more than what was `found`, which stands where that gains nothing; under
+    fixed budgets the longest, gain or not, for those for which it is worth more.
+    Arguments as in `own_lengths`.
+    """
+    drafts = offer.drafts
+    batch = len(worth)
+    best = found
     if drafts is None:
         return found
     lengths = drafts.lengths(offer.floor)
     if not offer.cut:
-        lengths, best = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
+        lengths = lengths[-1:]
+        best = found._replace(gain=found.gain if len(offer.chances) else -np.inf)
     (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
-    slope, steep, room = model.slope(batch + found.total), model.slope(np.inf), model.knee - batch
+    slope = model.slope(batch + found.total)
+    steep = model.slope(np.inf)
+    room = model.knee - batch
     plan = _priced(offer, drafts, found.history, theirs, worth, model, lengths, slope)
-    if plan is not None and offer.cut and drafts.confidence.outlook and found.total < room < plan.total:
-        dear = _priced(offer, drafts, found.history, theirs, worth, model, lengths, steep)
+    if (
+        plan is not None
+        and offer.cut
+        and drafts.confidence.outlook
+        and found.total < room < plan.total
+    ):
+        dear = _priced(
+            offer, drafts, found.history, theirs, worth, model, lengths, steep
+        )
         if dear is not None and dear.gain > plan.gain:
             plan = dear
-            if (free := int(room) - dear.total) > 0:  # tokens that are worth less cost nothing up to there
-                more = np.minimum(dear.longest * (dear.history == 0), offer.limits) - dear.model
+            if (
+                free := int(room) - dear.total
+            ) > 0:  # tokens that are worth less cost nothing up to there
+                more = (
+                    np.minimum(dear.longest * (dear.history == 0), offer.limits)
+                    - dear.model
+                )
                 shares = np.rint(more.cumsum() * min(1.0, free / max(1, more.sum())))
-                plan = dear._replace(model=dear.model + np.diff(shares, prepend=0.0).astype(np.int64))
+                plan = dear._replace(
+                    model=dear.model + np.diff(shares, prepend=0.0).astype(np.int64)
+                )
     return plan if plan is not None and plan.gain > best.gain else best
 
 
@@ -117,27 +170,48 @@ def _priced(
     lengths: Sequence[int],
     price: float,
 ) -> StepPlan | None:
-    """Return the best plan whose drafts of a model have one of the `lengths` and are verified as far as their tokens
-    are worth a price in seconds; None: nobody gets one. `theirs`: what each request's tokens from the history are
-    worth, float64 [b]."""
+    """Return the best plan whose drafts of a model have one of the `lengths` and are
+    verified as far as their tokens are worth a price in seconds; None: nobody gets one.
+    `theirs`: what each request's tokens from the history are worth, float64 [b].
+    """
     if not lengths:
         return None
     batch = len(worth)
-    least = price / np.maximum(worth, 1e-12) if offer.cut else np.zeros(batch)  # chance of tokens worth verifying
+    # chance of tokens worth verifying
+    least = price / np.maximum(worth, 1e-12) if offer.cut else np.zeros(batch)
     verified, accepted, longest = drafts.outlook.tokens(least)
-    drafted = np.minimum(np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64))
-    verified, accepted = np.take_along_axis(verified, drafted, 1), np.take_along_axis(accepted, drafted, 1)
+    drafted = np.minimum(
+        np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64)
+    )
+    verified = np.take_along_axis(verified, drafted, 1)
+    accepted = np.take_along_axis(accepted, drafted, 1)
     value = worth[:, None] * accepted
-    chosen = (drafted > 0) & (value - price * verified > (theirs - price * history)[:, None])
-    asked, plain = np.where(chosen, drafted, 0), model.step(batch, batch, False)
+    chosen = (drafted > 0) & (
+        value - price * verified > (theirs - price * history)[:, None]
+    )
+    asked = np.where(chosen, drafted, 0)
+    plain = model.step(batch, batch, False)
     saved = np.add.reduce(np.where(chosen, value, theirs[:, None])).tolist()
-    tokens = np.add.reduce(np.where(chosen, verified, history[:, None])).round().tolist()
+    tokens = (
+        np.add.reduce(np.where(chosen, verified, history[:, None])).round().tolist()
+    )
     passes = [drafts.seconds(column, plain) for column in asked.T]
     costs = (model.step(batch + n, batch, n > 0) - plain for n in tokens)
-    gains = [value - cost - own for value, cost, own in zip(saved, costs, passes, strict=True)]
+    gains = [
+        value - cost - own
+        for value, cost, own in zip(saved, costs, passes, strict=True)
+    ]
     best = max(range(len(gains)), key=gains.__getitem__)
     if not asked[:, best].any():
         return None
     mine = chosen[:, best]
-    whole = np.diff(np.cumsum(mine * verified[:, best]).round(), prepend=0.0).astype(np.int64)
-    return StepPlan(np.where(mine, 0, history), whole, gains[best], passes[best], int(asked[:, best].max()))
+    whole = np.diff(np.cumsum(mine * verified[:, best]).round(), prepend=0.0).astype(
+        np.int64
+    )
+    return StepPlan(
+        np.where(mine, 0, history),
+        whole,
+        gains[best],
+        passes[best],
+        int(asked[:, best].max()),
+    )

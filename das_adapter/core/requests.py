@@ -20,12 +20,16 @@ _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
-def follow(slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints) -> tuple[Ints, Ints] | None:
-    """Bring the lengths of a batch's requests forward by a step: of each its slot, the tokens that it got and its
-    length `now`, int64 [b]; by slot its length before, `last`, which becomes the new one, and where it `ends`.
+def follow(
+    slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints
+) -> tuple[Ints, Ints] | None:
+    """Bring the lengths of a batch's requests forward by a step: of each its slot, the
+    tokens that it got and its length `now`, int64 [b]; by slot its length before,
+    `last`, which becomes the new one, and where it `ends`.
 
-    Return how many tokens each got, and the draft tokens that fit before its end; None, and nothing has changed, where
-    a request got nothing or its length is not what it was and what it got.
+    Return how many tokens each got, and the draft tokens that fit before its end; None,
+    and nothing has changed, where a request got nothing or its length is not what it
+    was and what it got.
     """
     return native().follow(slots, sampled, now, last, ends)
 
@@ -34,7 +38,9 @@ Column = TypeVar("Column", bound=npt.NDArray[Any])
 
 
 def with_room(column: Column, slots: int) -> Column:
-    """Return a column [slots, ...] with at least so many slots, new ones 0; if it grows, to twice its size or more."""
+    """Return a column [slots, ...] with at least so many slots, new ones 0; if it
+    grows, to twice its size or more.
+    """
     more = slots - len(column)
     if more <= 0:
         return column
@@ -87,29 +93,40 @@ class RequestTable:
         slot = self._free.pop()
         for column in self.__annotations__:
             getattr(self, column)[slot] = 0
-        self.written[slot], self.pace[slot] = written, 1.0
-        self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
+        self.written[slot] = written
+        self.pace[slot] = 1.0
+        self.length_class[slot] = LengthClass.MEDIUM
+        self.cdf[slot] = cdf
         return slot
 
     def close(self, slot: int) -> None:
         """Free a request's slot."""
         self._free.append(slot)
 
-    def advance(self, slots: Ints, got: Ints, carried: Ints | None, curve: Floats) -> None:
-        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody),
-        which are added to the `curve`, `AcceptanceCurve.counts`."""
+    def advance(
+        self, slots: Ints, got: Ints, carried: Ints | None, curve: Floats
+    ) -> None:
+        """Take a decode step: tokens that each request got, draft tokens that each
+        carried into it (None: nobody), which are added to the `curve`,
+        `AcceptanceCurve.counts`.
+        """
         if self._native is not None:
-            self._native.advance(slots, got, NOBODY if carried is None else carried, PACE_STEPS, curve)
+            self._native.advance(
+                slots, got, NOBODY if carried is None else carried, PACE_STEPS, curve
+            )
 
     def limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
-        """Return the most draft tokens of each request: as many as there is `room` for, `most`, and none where a token
-        is not worth more than it costs, seconds."""
+        """Return the most draft tokens of each request: as many as there is `room` for,
+        `most`, and none where a token is not worth more than it costs, seconds.
+        """
         limits = np.empty(len(slots), dtype=np.int64)
         self._native.limits(slots, room, most, cost, limits)
         return limits
 
     def skip(self, slots: Ints, tokens: Ints) -> None:
-        """Take the tokens, one a step, of steps at whose end no drafter was asked, int64 [requests]."""
+        """Take the tokens, one a step, of steps at whose end no drafter was asked,
+        int64 [requests].
+        """
         left = (1.0 - 1.0 / PACE_STEPS) ** tokens
         self.written[slots] += tokens
         self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)
@@ -121,4 +138,6 @@ class RequestTable:
         self._free += range(slots + more - 1, slots - 1, -1)
         for column in self.__annotations__:
             setattr(self, column, with_room(getattr(self, column), slots + more))
-        self._native = native().Columns(**{name: getattr(self, name) for name in _NATIVE})
+        self._native = native().Columns(
+            **{name: getattr(self, name) for name in _NATIVE}
+        )

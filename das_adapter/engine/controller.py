@@ -1,5 +1,7 @@
-"""What decides on an engine's drafts, on both of vLLM's runners: the live requests, core's controller and its account
-of the rollout's time, the history, and the decision log."""
+"""What decides on an engine's drafts, on both of vLLM's runners: the live requests,
+core's controller and its account of the rollout's time, the history, and the decision
+log.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,38 @@ from das_adapter.protocol.metrics import Counters, EngineStats
 logger = logging.getLogger("das_adapter")
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 _OF_ROLLOUT = ("state", "reason", "of_stock", "latency_model_error", "error", "alarm")
-"""Figures of a rollout that has ended which are told in the place of those of the next one."""
+"""Figures of a rollout that has ended which are told in the place of those of the next
+one.
+"""
 _ADDED = (
-    *("steps", "request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds"),
-    *("time_saved_s", "history_requests", "history_hits", "self_counts", "neural_counts", "drafter_passes"),
+    *(
+        "steps",
+        "request_forwards",
+        "drafted_forwards",
+        "draft_tokens",
+        "accepted_tokens",
+        "tokens",
+        "busy_seconds",
+    ),
+    *(
+        "time_saved_s",
+        "history_requests",
+        "history_hits",
+        "self_counts",
+        "neural_counts",
+        "drafter_passes",
+    ),
 )
 """Figures that add up over rollouts."""
 
 
 class EngineController:
-    """The controller of one engine. A runner's drafter opens and closes requests. After each decode step it asks
-    whether anybody is to draft (`Account.ask`), and has the next step's drafts decided on (`Controller.search`,
-    `Controller.decide`); then it says what the step brought (`Controller.learn`), and how long it took (`timed`).
-    Nothing here knows a runner."""
+    """The controller of one engine. A runner's drafter opens and closes requests. After
+    each decode step it asks whether anybody is to draft (`Account.ask`), and has the
+    next step's drafts decided on (`Controller.search`, `Controller.decide`); then it
+    says what the step brought (`Controller.learn`), and how long it took (`timed`).
+    Nothing here knows a runner.
+    """
 
     def __init__(
         self,
@@ -52,8 +73,10 @@ class EngineController:
         lengths: Sequence[int] | None = None,
         leads: bool = True,
     ) -> None:
-        """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from where all requests of a step
-        share one (V2); `leads`: whether this rank decides, has the history and writes the decision log."""
+        """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
+        where all requests of a step share one (V2); `leads`: whether this rank decides,
+        has the history and writes the decision log.
+        """
         self.config = config
         self.counters = Counters()
         self._untold: dict[str, Any] = {}
@@ -62,15 +85,22 @@ class EngineController:
         """What was taken of this rollout: seconds saved, and why something is wrong."""
         self.live: dict[str, LiveRequest] = {}
         self._vocabulary = vllm_config.model_config.get_vocab_size()
-        self.history = HistorySource(config.looked_up, self._vocabulary) if config.looked_up and leads else None
+        self.history = (
+            HistorySource(config.looked_up, self._vocabulary)
+            if config.looked_up and leads
+            else None
+        )
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
         self.rehearsing = False
         """Whether drafts are tried before the first request."""
         self._log_of_run = self.log
         self._gave_up: str | None = None
-        """Why nothing will be drafted in this engine, weight sync or not; None: drafts can come."""
-        known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
+        """Why nothing will be drafted in this engine, weight sync or not; None: drafts
+        can come.
+        """
+        known = before_the_first_step(config, vllm_config)
+        sizes = captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
         self.controller = Controller(
@@ -87,12 +117,20 @@ class EngineController:
     # Requests
 
     def open(
-        self, request: LiveRequest, length: int, prompt: np.ndarray = _NO_TOKENS, text: np.ndarray = _NO_TOKENS
+        self,
+        request: LiveRequest,
+        length: int,
+        prompt: np.ndarray = _NO_TOKENS,
+        text: np.ndarray = _NO_TOKENS,
     ) -> None:
-        """Take a request that joins the batch, and give it a slot; `length`: of its text before the present step,
-        prompt included; `prompt`, `text`: all of it so far, int32 token ids, where the host looks up its drafts."""
+        """Take a request that joins the batch, and give it a slot; `length`: of its
+        text before the present step, prompt included; `prompt`, `text`: all of it so
+        far, int32 token ids, where the host looks up its drafts.
+        """
         start = request.start
-        request.slot = self.controller.open(request.problem, length - start, request.end - start)
+        request.slot = self.controller.open(
+            request.problem, length - start, request.end - start
+        )
         self.controller.requests.record[request.slot] = request.record
         if self.history is not None:
             try:
@@ -112,9 +150,20 @@ class EngineController:
                 self.history.close(request)
             if self.log is not None:
                 table = self.controller.requests
-                columns = table.length_class, table.written, table.drafted, table.accepted
-                kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
-                counts, times = (kind, written, drafted, accepted), (request.began, time.time())
+                columns = (
+                    table.length_class,
+                    table.written,
+                    table.drafted,
+                    table.accepted,
+                )
+                kind, written, drafted, accepted = (
+                    int(column[request.slot]) for column in columns
+                )
+                counts = (kind, written, drafted, accepted)
+                times = (
+                    request.began,
+                    time.time(),
+                )
                 self.log.add(decision_log.Request(request.problem, *counts, *times))
             self.controller.close(request.slot)
 
@@ -131,7 +180,8 @@ class EngineController:
         self.controller.rehearsed()
         self._take()
         self._told = {}
-        if self.history is not None and self.config.looked_up is not None:  # it has learned what is accepted
+        # it has learned what is accepted
+        if self.history is not None and self.config.looked_up is not None:
             self.history = HistorySource(self.config.looked_up, self._vocabulary)
         self.rehearsing, self.log = False, self._log_of_run
 
@@ -143,9 +193,19 @@ class EngineController:
             return
         predicted = self.controller.timed(step)
         if self.log is not None:
-            running, begin = len(step.slots), ended - step.seconds - step.drafting_seconds
-            drafted, accepted = step.tokens - running, int(step.got.sum()) - running
-            record = (running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes)
+            running = len(step.slots)
+            begin = ended - step.seconds - step.drafting_seconds
+            drafted = step.tokens - running
+            accepted = int(step.got.sum()) - running
+            record = (
+                running,
+                step.tokens,
+                drafted,
+                accepted,
+                step.seconds,
+                predicted,
+                step.passes,
+            )
             self.log.add(decision_log.Step(begin, *record))
         self._tell()
 
@@ -161,7 +221,11 @@ class EngineController:
         if self.failed:
             return
         self._stop(repr(error))
-        lasts = "the engine goes on as stock" if self.rehearsing else "no drafts until the next weight sync"
+        lasts = (
+            "the engine goes on as stock"
+            if self.rehearsing
+            else "no drafts until the next weight sync"
+        )
         log_failure(error, self.config.drafter, lasts)
 
     def give_up(self, reason: str) -> None:
@@ -182,7 +246,9 @@ class EngineController:
             self.fail(error)
 
     def stop_if_collapsed(self) -> None:
-        """Draft no more until the next weight sync if nearly all drafts are rejected."""
+        """Draft no more until the next weight sync if nearly all drafts are
+        rejected.
+        """
         counts = self.counters
         if reason := collapsed(counts.drafted_forwards, counts.accepted_tokens):
             self.controller.account.stop(reason)
@@ -196,50 +262,74 @@ class EngineController:
     # Commands of the host
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """Bring the history up to date and start again, at a weight sync (DAS, section 4.1)."""
-        if self.counters.steps:  # hosts that ask behind the weight sync shall hear of the rollout that it ends
-            told, self._untold = self._told, self._take()
+        """Bring the history up to date and start again, at a weight sync (DAS, section
+        4.1).
+        """
+        # hosts that ask behind the weight sync shall hear of the rollout that it ends
+        if self.counters.steps:
+            told = self._told
+            self._untold = self._take()
             for name in ("error", "alarm"):
                 if self._untold[name] == told.get(name):
                     self._untold[name] = None
-            self.counters.propose_seconds.extend(self._untold.pop("propose_seconds"))  # the last ones
+            # the last ones
+            self.counters.propose_seconds.extend(self._untold.pop("propose_seconds"))
         self._told = {}
         self.counters.error = None
         answer = Refreshed()
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
-        account, model = self.controller.account, self.controller.times.model
-        saved, stopped = account.time.saved(), account.reason if account.idle else None
+        account = self.controller.account
+        model = self.controller.times.model
+        saved = account.time.saved()
+        stopped = account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            self.log.add(decision_log.WeightSync(message.version, asdict(model), saved, stopped))
+            self.log.add(
+                decision_log.WeightSync(message.version, asdict(model), saved, stopped)
+            )
         if self._gave_up is not None:
             self._stop(self._gave_up)
         self._tell()
         return answer
 
     def stats(self) -> EngineStats:
-        """Return the counts, and the figures of the controller, the account, the history and the model, since the last
-        call."""
-        stats, self._untold = self._take(), {}
+        """Return the counts, and the figures of the controller, the account, the
+        history and the model, since the last call.
+        """
+        stats = self._take()
+        self._untold = {}
         return stats
 
     def _take(self) -> EngineStats:
-        """Take the counts and figures since the last call, and log them; return them with those of rollouts that ended
-        since the last `stats`: counts of all, and else what is known of the latter."""
+        """Take the counts and figures since the last call, and log them; return them
+        with those of rollouts that ended since the last `stats`: counts of all, and
+        else what is known of the latter.
+        """
         history = self.history.stats() if self.history else {}
         stats = self.counters.take() | self.controller.account.figures() | history
-        told, self._told = self._told, {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
+        told = self._told
+        self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
         stats["latency_model_error"] = self.controller.times.take_error()
         if self.drafts is not None:
-            stats["neural_counts" if self.config.neural else "self_counts"] = self.drafts.counts.tolist()
-            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = 0, self.drafts.made, 0
+            stats["neural_counts" if self.config.neural else "self_counts"] = (
+                self.drafts.counts.tolist()
+            )
+            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = (
+                0,
+                self.drafts.made,
+                0,
+            )
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         if self.log is not None:
             self.log.add(decision_log.Counts({**stats, "propose_seconds": []}))
         if ended := self._untold:
             stats |= {name: ended[name] for name in _OF_ROLLOUT if ended[name]}
-            stats |= {name: np.add(ended[name], stats[name]).tolist() for name in _ADDED if name in stats}
+            stats |= {
+                name: np.add(ended[name], stats[name]).tolist()
+                for name in _ADDED
+                if name in stats
+            }
         return stats

@@ -1,8 +1,8 @@
-"""Weights of vLLM's own neural drafters (EAGLE-3, MTP, a draft model, DFlash, DSpark): they follow the policy, or stay
-as they were.
+"""Weights of vLLM's own neural drafters (EAGLE-3, MTP, a draft model, DFlash, DSpark):
+they follow the policy, or stay as they were.
 
-vLLM updates only the policy at a weight sync, and sleep may discard the drafter's weights. In both cases acceptance
-collapses, while every token stays right.
+vLLM updates only the policy at a weight sync, and sleep may discard the drafter's
+weights. In both cases acceptance collapses, while every token stays right.
 """
 
 from __future__ import annotations
@@ -22,31 +22,42 @@ from das_adapter.patching import patch
 logger = logging.getLogger("das_adapter")
 
 PREFIX = "draft."
-"""Prefix of the names of the drafter's weights in the stream of a trainer that trains it too (NeMo-RL's convention)."""
+"""Prefix of the names of the drafter's weights in the stream of a trainer that trains
+it too (NeMo-RL's convention).
+"""
 
 SHARED = ("lm_head", "embed_tokens")
 """Modules that vLLM has an EAGLE-3, DFlash or DSpark head share with the policy."""
 
 processed: WeakSet[torch.nn.Module] = WeakSet()
-"""Drafters with the weights of their checkpoint, of which vLLM has made what it computes with."""
+"""Drafters with the weights of their checkpoint, of which vLLM has made what it
+computes with.
+"""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class DraftWeights:
-    """The drafter's part of the host's weight stream, and a check of weights that the host does not send."""
+    """The drafter's part of the host's weight stream, and a check of weights that the
+    host does not send.
+    """
 
     def __init__(self, runner: Any, config: DasConfig):
-        self._runner, self._config = runner, config
+        self._runner = runner
+        self._config = config
         self._arrived = 0
         self._mark: list[float] = []
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._follows: list[tuple[torch.nn.Module, torch.nn.Module]] = []
-        """The drafter's output layer beside the policy's, whose values it has until the trainer sends its own."""
+        """The drafter's output layer beside the policy's, whose values it has until the
+        trainer sends its own.
+        """
         self._refused: str | None = None
         self._buffers: dict[str, torch.Tensor] = {}
-        """Copies on the host of the drafter's buffers, from sleep at level 2 to the first weights after it."""
+        """Copies on the host of the drafter's buffers, from sleep at level 2 to the
+        first weights after it.
+        """
 
     @property
     def drafter(self) -> Any:
@@ -58,67 +69,110 @@ class DraftWeights:
         for name in SHARED:
             if getattr(self.drafter, f"has_own_{name}", False):
                 self._part_from_policy(name)
-        if self._config.draft.weights == "trainer" and (self._config.method == "eagle3" or self._config.parallel):
-            self._follows = self._part_from_policy("lm_head")  # now: CUDA graphs will read it where it lies
-        inner = getattr(self.drafter, "model", None)  # which some draft models call otherwise
+        if self._config.draft.weights == "trainer" and (
+            self._config.method == "eagle3" or self._config.parallel
+        ):
+            # now: CUDA graphs will read it where it lies
+            self._follows = self._part_from_policy("lm_head")
+        # which some draft models call otherwise
+        inner = getattr(self.drafter, "model", None)
         if hasattr(inner, "_build_fused_kv_buffers"):
             keep_addresses.apply(inner, owner=inner)
         see_weight_stream.apply(self._take, owner=self.drafter)
         if self._config.draft.weights == "checkpoint":
             process_once.apply()
             processed.add(self.drafter)
-            if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
+            # the trainer sends the policy's weights only
+            if self._runner.load_config.load_format == "dummy":
                 self._read_checkpoint()
             self._mark = self._fingerprint()
 
     def keep_buffers(self) -> None:
-        """Copy the drafter's buffers, such as rotary tables, to the host, before sleep discards them."""
+        """Copy the drafter's buffers, such as rotary tables, to the host, before sleep
+        discards them.
+        """
         if not self._buffers:
-            self._buffers = {name: buffer.to("cpu", copy=True) for name, buffer in self.drafter.named_buffers()}
+            self._buffers = {
+                name: buffer.to("cpu", copy=True)
+                for name, buffer in self.drafter.named_buffers()
+            }
 
-    def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
+    def load(
+        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load the policy's weights from a stream (with `stock`), and the drafter's
+        that are among them.
+        """
         kept: list[tuple[str, torch.Tensor]] = []
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
             rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
             trimmed = [
-                (name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
+                (
+                    name,
+                    (
+                        weight[:rows]
+                        if "embed_tokens" in name or "lm_head" in name
+                        else weight
+                    ),
+                )
                 for name, weight in kept
             ]
             self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
         return result
 
     def refresh(self) -> str | None:
-        """Return what is wrong with the drafter's weights after a weight sync, None if nothing is."""
-        arrived, self._arrived = self._arrived, 0
+        """Return what is wrong with the drafter's weights after a weight sync, None if
+        nothing is.
+        """
+        arrived = self._arrived
+        self._arrived = 0
         for own, shared in self._follows:
-            for mine, policys in zip(own.parameters(), shared.parameters(), strict=True):
+            for mine, policys in zip(
+                own.parameters(), shared.parameters(), strict=True
+            ):
                 mine.data.copy_(policys)
         if self._config.draft.weights == "trainer":
             if not arrived:
                 mtp = self._config.method == "mtp"
-                names = "as in the policy's checkpoint" if mtp else f"with {PREFIX!r} in front"
-                return (
-                    f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
-                    f"(names {names}): it drafts for an older policy"
+                names = (
+                    "as in the policy's checkpoint"
+                    if mtp
+                    else f"with {PREFIX!r} in front"
                 )
-        elif self._fingerprint() != self._mark:  # after sleep at level 2, or when they were overwritten
-            logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
+                return (
+                    "das.draft.weights: found 'trainer', but this weight sync brought"
+                    f" no weight of the drafter (names {names}): it drafts for an older"
+                    " policy"
+                )
+        elif (
+            self._fingerprint() != self._mark
+        ):  # after sleep at level 2, or when they were overwritten
+            logger.warning(
+                "das: the drafter's weights were lost; reading its checkpoint again"
+            )
             self._read_checkpoint()
         return self._refused
 
-    def _split(self, weights: Weights, kept: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's weights; copy the drafter's into `kept`, because a stream reuses its buffers."""
+    def _split(
+        self, weights: Weights, kept: list[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights; copy the drafter's into `kept`, because a stream
+        reuses its buffers.
+        """
         for name, weight in weights:
             if name.startswith(PREFIX):
                 kept.append((name.removeprefix(PREFIX), weight.clone()))
             else:
                 yield name, weight
 
-    def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
-        the trainer's stream before the policy sees it."""
+    def _take(
+        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load weights that somebody sends to the drafter itself (with `stock`): this
+        class, or NeMo-RL, which splits the trainer's stream before the policy sees
+        it.
+        """
         self._restore_buffers()
         if self._config.method == "mtp":
             loaded = self._take_layers(stock, weights, *args, **kwargs)
@@ -128,21 +182,36 @@ class DraftWeights:
             for name, _ in weights:
                 self._refuse(PREFIX + name)
             return set()
-        return loaded and {*loaded, *self._derived()}  # vLLM asks the checkpoint for these too
+        # vLLM asks the checkpoint for these too
+        return loaded and {
+            *loaded,
+            *self._derived(),
+        }
 
     def _restore_buffers(self) -> None:
-        """Give the drafter the buffers that sleep has discarded: before any weights, which may bring some of them."""
-        kept, self._buffers = self._buffers, {}
+        """Give the drafter the buffers that sleep has discarded: before any weights,
+        which may bring some of them.
+        """
+        kept = self._buffers
+        self._buffers = {}
         for name, buffer in self.drafter.named_buffers() if kept else ():
             buffer.data.copy_(kept[name])
 
-    def _take_layers(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """Load the layers for MTP from the policy's stream, which hosts send to the drafter too, or from a checkpoint.
-        Both have the embedding and output layer that the drafter shares with the policy; the checkpoint's are older."""
+    def _take_layers(
+        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load the layers for MTP from the policy's stream, which hosts send to the
+        drafter too, or from a checkpoint. Both have the embedding and output layer that
+        the drafter shares with the policy; the checkpoint's are older.
+        """
         if self._refused and not self._reading:
             return set()
         policy = {id(p) for p in self._runner.model.parameters()}
-        shared = {p: p.data for p in self.drafter.parameters() if self._reading and id(p) in policy}
+        shared = {
+            p: p.data
+            for p in self.drafter.parameters()
+            if self._reading and id(p) in policy
+        }
         for parameter, present in shared.items():
             parameter.data = torch.empty_like(present, device="cpu")
         loaded: Any = set()
@@ -153,28 +222,40 @@ class DraftWeights:
             for parameter, present in shared.items():
                 parameter.data = present
         named = self.drafter.named_parameters(remove_duplicate=False)
-        own = {name for name, p in named if id(p) not in policy}.intersection(loaded or ())
+        own = {name for name, p in named if id(p) not in policy}.intersection(
+            loaded or ()
+        )
         self._arrived += len(own)
         if own and not self._reading and self._config.draft.weights == "checkpoint":
             self._refuse(min(own))
         return loaded
 
     def _refuse(self, name: str) -> None:
-        """Note that the trainer sends a weight that is not wanted; raising would leave it waiting for ever."""
+        """Note that the trainer sends a weight that is not wanted; raising would leave
+        it waiting for ever.
+        """
         self._refused = (
-            f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
-            f"({name}, ...): set it to 'trainer'"
+            "das.draft.weights: found 'checkpoint', but the trainer sends the"
+            f" drafter's weights too ({name}, ...): set it to 'trainer'"
         )
 
     def _own(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Count weights of the drafter's own; none of them may be loaded into the policy."""
+        """Count weights of the drafter's own; none of them may be loaded into the
+        policy.
+        """
         for name, weight in weights:
             self._arrived += 1
             for shared in SHARED:
-                if shared in name and self._part_from_policy(shared) and not self._reading:
+                if (
+                    shared in name
+                    and self._part_from_policy(shared)
+                    and not self._reading
+                ):
                     logger.warning(
-                        "das: the trainer sends the drafter's %s, which was the policy's until now: CUDA graphs that "
-                        "were captured go on reading the policy's, and draft worse; put one into the checkpoint",
+                        "das: the trainer sends the drafter's %s, which was the"
+                        " policy's until now: CUDA graphs that were captured go on"
+                        " reading the policy's, and draft worse; put one into the"
+                        " checkpoint",
                         shared,
                     )
             if "lm_head" in name:
@@ -182,23 +263,35 @@ class DraftWeights:
             yield name, weight
 
     def _derived(self) -> Iterator[str]:
-        """Yield the names of what attention layers have made of other weights, as MLA does of `kv_b_proj`."""
+        """Yield the names of what attention layers have made of other weights, as MLA
+        does of `kv_b_proj`.
+        """
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
         for path, module in self.drafter.named_modules():
             if isinstance(module, AttentionLayerBase):
-                yield from (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+                yield from (
+                    f"{path}.{name}"
+                    for name, _ in module.named_parameters(recurse=False)
+                )
 
-    def _part_from_policy(self, name: str) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-        """Give the drafter an output layer or embedding of its own, with the same values, where it shares the policy's:
-        where its checkpoint has none, or an equal one. Return it beside the policy's; empty: it has its own."""
-        policy, parted = {id(p) for p in self._runner.model.parameters()}, []
-        for path, shared in list(self.drafter.named_modules(remove_duplicate=False)):  # both may be one in the policy
+    def _part_from_policy(
+        self, name: str
+    ) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        """Give the drafter an output layer or embedding of its own, with the same
+        values, where it shares the policy's: where its checkpoint has none, or an equal
+        one. Return it beside the policy's; empty: it has its own.
+        """
+        policy = {id(p) for p in self._runner.model.parameters()}
+        parted = []
+        # both may be one in the policy
+        for path, shared in list(self.drafter.named_modules(remove_duplicate=False)):
             owner, _, leaf = path.rpartition(".")
             if leaf == name and any(id(p) in policy for p in shared.parameters()):
                 own = copy.deepcopy(shared)
                 for new, old in zip(own.parameters(), shared.parameters(), strict=True):
-                    new.__dict__.update(old.__dict__)  # how it is loaded: copies lose it
+                    # how it is loaded: copies lose it
+                    new.__dict__.update(old.__dict__)
                 setattr(self.drafter.get_submodule(owner), name, own)
                 parted.append((own, shared))
         return parted
@@ -210,7 +303,8 @@ class DraftWeights:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         for weight in self.drafter.parameters():
-            if not weight.is_floating_point():  # EAGLE-3's table of tokens: zeros where the checkpoint has none
+            # EAGLE-3's table of tokens: zeros where the checkpoint has none
+            if not weight.is_floating_point():
                 weight.data.zero_()
         model = self._runner.speculative_config.draft_model_config
         loader = get_model_loader(LoadConfig(load_format="auto"))
@@ -220,7 +314,9 @@ class DraftWeights:
             with set_current_vllm_config(self._runner.vllm_config):
                 loader.load_weights(self.drafter, model)
                 if model.quantization is None:
-                    process_weights_after_loading(self.drafter, model, self._runner.device)
+                    process_weights_after_loading(
+                        self.drafter, model, self._runner.device
+                    )
                     processed.add(self.drafter)
         finally:
             self._reading = False
@@ -228,16 +324,24 @@ class DraftWeights:
     def _fingerprint(self) -> list[float]:
         """Sum a few values of each weight that only the drafter has."""
         shared = {p.data_ptr() for p in self._runner.model.parameters()}
-        own = (p for p in self.drafter.parameters() if p.numel() and p.data_ptr() not in shared)
+        own = (
+            p
+            for p in self.drafter.parameters()
+            if p.numel() and p.data_ptr() not in shared
+        )
         return [p.detach().flatten()[:16].float().abs().sum().item() for p in own]
 
 
 @contextmanager
 def lacking_layers() -> Iterator[None]:
-    """Let layers for MTP be missing in what is loaded: hosts send a stream in several batches, of which vLLM's drafters
-    take each for a whole checkpoint. What they miss they say at the end, when all that is there has been loaded."""
+    """Let layers for MTP be missing in what is loaded: hosts send a stream in several
+    batches, of which vLLM's drafters take each for a whole checkpoint. What they miss
+    they say at the end, when all that is there has been loaded.
+    """
     try:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check as unchecked
+        from vllm.model_executor.model_loader.mtp_validation import (
+            disable_mtp_completeness_check as unchecked,
+        )
     except ImportError:  # vLLM before 0.27
         unchecked = nullcontext
     try:
@@ -248,12 +352,18 @@ def lacking_layers() -> Iterator[None]:
             raise
 
 
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
+@patch(
+    "vllm.model_executor.models.interfaces_base:VllmModel.load_weights",
+    since="0.24",
+    adds=True,
+)
 def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
-    """Without it the policy refuses the drafter's weights in the trainer's stream and the drafter never gets them; a
-    weight sync that brought it nothing, or what it was not to have, goes unnoticed; and so does any weight update where
-    there is no host: trainers' own worker extensions call nothing else. Remove this patch when vLLM's weight updates
-    reach the drafter, and tell plug-ins which weights they brought."""
+    """Without it the policy refuses the drafter's weights in the trainer's stream and
+    the drafter never gets them; a weight sync that brought it nothing, or what it was
+    not to have, goes unnoticed; and so does any weight update where there is no host:
+    trainers' own worker extensions call nothing else. Remove this patch when vLLM's
+    weight updates reach the drafter, and tell plug-ins which weights they brought.
+    """
     return lambda *args, **kwargs: load(stock, *args, **kwargs)
 
 
@@ -264,11 +374,15 @@ def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
     feature="drafters with weights of their own",
 )
 def process_once(stock: Any) -> Any:
-    """Without it layers for MTP that no weight sync brings are lost at each, with kernels for which vLLM swaps or
-    shuffles the weights of experts, and are read from the checkpoint again: hosts have vLLM do so after a weight sync
-    in the drafter too. Remove this patch when vLLM does it once however often it is asked."""
+    """Without it layers for MTP that no weight sync brings are lost at each, with
+    kernels for which vLLM swaps or shuffles the weights of experts, and are read from
+    the checkpoint again: hosts have vLLM do so after a weight sync in the drafter too.
+    Remove this patch when vLLM does it once however often it is asked.
+    """
 
-    def process_weights_after_loading(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def process_weights_after_loading(
+        model: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
         if model not in processed:
             stock(model, *args, **kwargs)
 
@@ -276,11 +390,16 @@ def process_once(stock: Any) -> Any:
 
 
 @patch(
-    "vllm.v1.worker.gpu_worker:Worker.sleep", since="0.24", needs="level", feature="drafters with weights of their own"
+    "vllm.v1.worker.gpu_worker:Worker.sleep",
+    since="0.24",
+    needs="level",
+    feature="drafters with weights of their own",
 )
 def keep_buffers_over_sleep(stock: Any, keep: Callable[[], None]) -> Any:
-    """Without it, before vLLM 0.27, a drafter that does not share the policy's rotary tables has none after sleep at
-    level 2: vLLM keeps the policy's alone. Remove this patch when 0.27 is the oldest vLLM that is supported."""
+    """Without it, before vLLM 0.27, a drafter that does not share the policy's rotary
+    tables has none after sleep at level 2: vLLM keeps the policy's alone. Remove this
+    patch when 0.27 is the oldest vLLM that is supported.
+    """
 
     def sleep(level: int = 1) -> None:
         if level == 2:
@@ -290,14 +409,23 @@ def keep_buffers_over_sleep(stock: Any, keep: Callable[[], None]) -> Any:
     return sleep
 
 
-@patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.29")
+@patch(
+    "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers",
+    since="0.29",
+)
 def keep_addresses(stock: Any, drafter: Any) -> Any:
-    """Without it the CUDA graphs of a DFlash or DSpark drafter read the policy's text, after a weight sync, by what was
-    made of the drafter's first weights, in memory that is free by then: its drafts are no good, while every token stays
-    right. Remove this patch when vLLM makes it in place."""
+    """Without it the CUDA graphs of a DFlash or DSpark drafter read the policy's text,
+    after a weight sync, by what was made of the drafter's first weights, in memory that
+    is free by then: its drafts are no good, while every token stays right. Remove this
+    patch when vLLM makes it in place.
+    """
 
     def build() -> None:
-        before = {name: value for name, value in vars(drafter).items() if isinstance(value, torch.Tensor)}
+        before = {
+            name: value
+            for name, value in vars(drafter).items()
+            if isinstance(value, torch.Tensor)
+        }
         stock()
         for name, kept in before.items():
             made = getattr(drafter, name)

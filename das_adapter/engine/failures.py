@@ -1,4 +1,6 @@
-"""What the log says of a drafting path that has failed: where, in whose code, and on which vLLM."""
+"""What the log says of a drafting path that has failed: where, in whose code, and on
+which vLLM.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ logger = logging.getLogger("das_adapter")
 
 
 def place(error: BaseException) -> str:
-    """Return the place at which an error was raised, as file, line and function; empty where it was not raised."""
+    """Return the place at which an error was raised, as file, line and function; empty
+    where it was not raised.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
     last = frames[-1]
     parts = PurePath(last.filename).parts
-    package = next((i for i, part in enumerate(parts) if part in ("vllm", "das_adapter")), len(parts) - 1)
+    package = next(
+        (i for i, part in enumerate(parts) if part in ("vllm", "das_adapter")),
+        len(parts) - 1,
+    )
     return f" at {'/'.join(parts[package:])}:{last.lineno}, in {last.name}"
 
 

@@ -1,4 +1,6 @@
-"""What das-adapter changes in vLLM's front ends: the engine's config, its requests, its figures."""
+"""What das-adapter changes in vLLM's front ends: the engine's config, its requests, its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,31 @@ from das_adapter.protocol.metrics import figures
 logger = logging.getLogger("vllm.das_adapter")
 
 VERIFIES = "_das_verifies"
-"""Attribute of vLLM's speculative config: the model runner on which drafts are verified: 1, or 2 with keyed noise."""
+"""Attribute of vLLM's speculative config: the model runner on which drafts are
+verified: 1, or 2 with keyed noise.
+"""
 SHARDED = "_das_sharded"
-"""Attribute of vLLM's speculative config: whether each rank draws for a part of the batch."""
+"""Attribute of vLLM's speculative config: whether each rank draws for a part of the
+batch.
+"""
 UNMASKED = "_das_unmasked"
-"""Attribute of vLLM's speculative config: whether structured outputs that begin behind a model's reasoning do not hold
-for what else the step brings that ends it."""
+"""Attribute of vLLM's speculative config: whether structured outputs that begin behind
+a model's reasoning do not hold for what else the step brings that ends it.
+"""
 LABELS = "_das_labels"
-"""Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
+"""Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no
+block.
+"""
 _gauges: dict[str, Any] = {}
 """This process's Prometheus gauges, by the figure's key."""
 
 
 @patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", since="0.24")
 def choose_runner(stock: Any) -> Any:
-    """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
-    would not speculate. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
+    """Without it an engine that got nothing but the block (`additional_config.das`, or
+    `DAS_CONFIG` in its environment) would not speculate. Remove this patch when vLLM
+    lets plug-ins complete its engine arguments.
+    """
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         forget_v1()
@@ -56,8 +67,12 @@ def choose_runner(stock: Any) -> Any:
         if not hosted(self):
             prepare_standalone(self, config)
             if config.uses_history and config.history.scope == "problem":
-                logger.info("das: a request drafts from texts of its whole prompt and cache_salt alone: scope=problem")
-        own, make = self.speculative_config, partial(stock, self, *args, **kwargs)
+                logger.info(
+                    "das: a request drafts from texts of its whole prompt and"
+                    " cache_salt alone: scope=problem"
+                )
+        own = self.speculative_config
+        make = partial(stock, self, *args, **kwargs)
         try:
             return _checked(_made(self, config, make), config)
         except ValueError as error:
@@ -77,49 +92,77 @@ def choose_runner(stock: Any) -> Any:
 
 
 def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
-    """Make the config of an engine with a block from its arguments (vLLM's `EngineArgs`) on the runner that it gets."""
+    """Make the config of an engine with a block from its arguments (vLLM's
+    `EngineArgs`) on the runner that it gets.
+    """
     from vllm.triton_utils import HAS_TRITON
 
     choice = runner_for(args, config, HAS_TRITON)
     if choice.v1 is None and args.speculative_config is None:
         made = _with(args, choice.arguments, config, make)
         if runs_v2(made):
-            logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
+            logger.info(
+                "das: vLLM's V2 model runner: %s drafts on the device", config.drafter
+            )
             return _beside_slots(args, choice.arguments, config, make, made)
         args.speculative_config = None
-        choice = runner_for(args, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
+        choice = runner_for(
+            args, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)"
+        )
     if choice.v1 is not None:
         set_v1(choice.v1)
     return _with(args, choice.arguments, config, make)
 
 
-def _with(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any]) -> Any:
-    """Make the config of an engine whose arguments are changed. ConfigError: the model is a drafter's checkpoint in the
-    speculators format, with which vLLM has replaced the block's drafter."""
+def _with(
+    args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any]
+) -> Any:
+    """Make the config of an engine whose arguments are changed. ConfigError: the model
+    is a drafter's checkpoint in the speculators format, with which vLLM has replaced
+    the block's drafter.
+    """
     vars(args).update(changes)
-    model, asked = args.model, args.speculative_config or {}
-    given = {key.replace("-", "_"): value for key, value in asked.items()}  # as vLLM does: a later one wins
+    model = args.model
+    asked = args.speculative_config or {}
+    # as vLLM does: a later one wins
+    given = {key.replace("-", "_"): value for key, value in asked.items()}
     made = make()
     taken = args.speculative_config
-    if config.drafter != "none" and any(taken.get(key) != value for key, value in given.items()):
+    if config.drafter != "none" and any(
+        taken.get(key) != value for key, value in given.items()
+    ):
         raise ConfigError(
-            f"das.drafter={config.drafter!r} and the model, {model!r}, a drafter's checkpoint, both choose a drafter: "
-            f"set the model to its verifier, {args.model!r}, or das.drafter to 'none'"
+            f"das.drafter={config.drafter!r} and the model, {model!r}, a drafter's"
+            " checkpoint, both choose a drafter: set the model to its verifier,"
+            f" {args.model!r}, or das.drafter to 'none'"
         )
     return made
 
 
-def _beside_slots(args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any], made: Any) -> Any:
-    """Make the config of an engine again where its steps would hold fewer tokens than without drafts: vLLM takes slots
-    for drafting from the inputs of a step for each request in it, whether it drafts or not."""
+def _beside_slots(
+    args: Any,
+    changes: dict[str, Any],
+    config: DasConfig,
+    make: Callable[[], Any],
+    made: Any,
+) -> Any:
+    """Make the config of an engine again where its steps would hold fewer tokens than
+    without drafts: vLLM takes slots for drafting from the inputs of a step for each
+    request in it, whether it drafts or not.
+    """
     if made.speculative_config is None:
         return made
-    sizes, slots = made.scheduler_config, made.speculative_config.max_num_new_slots_for_drafting
-    step, slots = sizes.max_num_scheduled_tokens, sizes.max_num_seqs * slots
+    sizes = made.scheduler_config
+    slots = made.speculative_config.max_num_new_slots_for_drafting
+    step = sizes.max_num_scheduled_tokens
+    slots = sizes.max_num_seqs * slots
     if sizes.max_num_batched_tokens >= step + slots:
         return made
     logger.info(
-        "das: max_num_batched_tokens=%d: steps of %d tokens, and %d slots for drafting", step + slots, step, slots
+        "das: max_num_batched_tokens=%d: steps of %d tokens, and %d slots for drafting",
+        step + slots,
+        step,
+        slots,
     )
     more = {"max_num_batched_tokens": step + slots, "max_num_scheduled_tokens": step}
     own = {name: getattr(args, name) for name in more}
@@ -135,7 +178,11 @@ def _checked(made: Any, config: DasConfig) -> Any:
     if made.speculative_config is not None and made.speculative_config.method in ours:
         if config.keyed or not runs_v2(made):
             setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
-        setattr(made.speculative_config, SHARDED, getattr(made.parallel_config, "enable_batch_sharded_sampling", False))
+        setattr(
+            made.speculative_config,
+            SHARDED,
+            getattr(made.parallel_config, "enable_batch_sharded_sampling", False),
+        )
         setattr(made.speculative_config, UNMASKED, _unmasked(made))
     return made
 
@@ -148,10 +195,15 @@ def _unmasked(made: Any) -> bool:
     return bool(asked.reasoning_parser and not asked.enable_in_reasoning)
 
 
-@patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.29")
+@patch(
+    "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
+    since="0.29",
+)
 def allow_look_up(stock: Any) -> Any:
-    """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history or the policy copy
-    drafts. Remove this patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
+    """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the
+    history or the policy copy drafts. Remove this patch when 0.32 is the oldest vLLM
+    with a V2 runner that is supported.
+    """
 
     def unsupported(self: Any) -> Any:
         found = stock(self)
@@ -162,11 +214,16 @@ def allow_look_up(stock: Any) -> Any:
     return unsupported
 
 
-@patch("vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel", since="0.29")
+@patch(
+    "vllm.config.vllm:VllmConfig._maybe_disable_dynamic_sd_for_data_parallel",
+    since="0.29",
+)
 def keep_draft_lengths(stock: Any) -> Any:
-    """Without it all steps of data-parallel engines have equally many draft tokens (V2 runner), for the sake of
-    drafters whose passes wait for those of other ranks; das-adapter refuses these. Remove this patch when vLLM lets a
-    worker choose the draft length."""
+    """Without it all steps of data-parallel engines have equally many draft tokens (V2
+    runner), for the sake of drafters whose passes wait for those of other ranks;
+    das-adapter refuses these. Remove this patch when vLLM lets a worker choose the
+    draft length.
+    """
 
     def disable(self: Any) -> None:
         config = settings(self)
@@ -176,23 +233,39 @@ def keep_draft_lengths(stock: Any) -> Any:
     return disable
 
 
-@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
+@patch(
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
+    since="0.24",
+    needs="speculative_config",
+)
 def judge_row_processors(stock: Any) -> Any:
-    """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted
-    positions, and allows min_tokens above 1 on V1, where it counts draft tokens that may be rejected,
-    logprob_token_ids where ranks draw for parts of the batch, which then get none, and, before 0.25, structured outputs
-    behind reasoning, which do not hold for the rest of the step that ends it. Remove this patch when vLLM's
-    verification applies all five to drafted positions."""
+    """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's
+    sampler applies them to drafted positions, and allows min_tokens above 1 on V1,
+    where it counts draft tokens that may be rejected, logprob_token_ids where ranks
+    draw for parts of the batch, which then get none, and, before 0.25, structured
+    outputs behind reasoning, which do not hold for the rest of the step that ends it.
+    Remove this patch when vLLM's verification applies all five to drafted positions.
+    """
 
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
         refused = None
-        if runner == 1 and self.min_tokens > 1:  # a request's first token is never drafted
-            refused = f"found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0, 1"
+        # a request's first token is never drafted
+        if runner == 1 and self.min_tokens > 1:
+            refused = (
+                f"found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's"
+                " V1 model runner: 0, 1"
+            )
         if getattr(speculative_config, SHARDED, False) and self.logprob_token_ids:
-            refused = "found logprob_token_ids, allowed beside drafts without enable_batch_sharded_sampling"
+            refused = (
+                "found logprob_token_ids, allowed beside drafts without"
+                " enable_batch_sharded_sampling"
+            )
         if getattr(speculative_config, UNMASKED, False) and self.structured_outputs:
-            refused = "found structured_outputs, allowed beside drafts and with a reasoning_parser from vLLM 0.25 on"
+            refused = (
+                "found structured_outputs, allowed beside drafts and with a"
+                " reasoning_parser from vLLM 0.25 on"
+            )
         if refused:
             from vllm.exceptions import VLLMValidationError
 
@@ -203,30 +276,48 @@ def judge_row_processors(stock: Any) -> Any:
     return validate
 
 
-@patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24", needs="request_id, prompt, params")
+@patch(
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+    since="0.24",
+    needs="request_id, prompt, params",
+)
 def label_requests(stock: Any) -> Any:
-    """Without it no request has a seed that all its samples and ranks agree on, requests to an engine without a host
-    have no label, and a wrong label that came over HTTP is found in the middle of a step of all requests; here it is
-    the error of its own request. So is streamed input beside drafts, whose next chunk would have another context.
-    Remove this patch when vLLM lets plug-ins check and change requests."""
+    """Without it no request has a seed that all its samples and ranks agree on,
+    requests to an engine without a host have no label, and a wrong label that came over
+    HTTP is found in the middle of a step of all requests; here it is the error of its
+    own request. So is streamed input beside drafts, whose next chunk would have another
+    context. Remove this patch when vLLM lets plug-ins check and change requests.
+    """
 
-    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)
-            labels = RequestLabels(config, self.vllm_config, hosted(self.vllm_config)) if config else None
-            vars(self).setdefault(LABELS, labels)  # several threads may begin together, and one counts
+            labels = (
+                RequestLabels(config, self.vllm_config, hosted(self.vllm_config))
+                if config
+                else None
+            )
+            # several threads may begin together, and one counts
+            vars(self).setdefault(LABELS, labels)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
-            if getattr(made, "resumable", False) and self.vllm_config.speculative_config is not None:
+            if (
+                getattr(made, "resumable", False)
+                and self.vllm_config.speculative_config is not None
+            ):
                 from vllm.exceptions import VLLMValidationError
 
                 raise VLLMValidationError(
-                    "das: found a request whose input is streamed, allowed where nothing drafts (das.drafter='none'): "
-                    "where a draft ends a chunk, the next one would have another context"
+                    "das: found a request whose input is streamed, allowed where"
+                    " nothing drafts (das.drafter='none'): where a draft ends a chunk,"
+                    " the next one would have another context"
                 )
             try:
                 getattr(self, LABELS).complete(made)
-            except BadLabel as error:  # a server answers any other class with status 500 and no message
+            except BadLabel as error:
+                # a server answers any other class with status 500 and no message
                 from vllm.exceptions import VLLMValidationError
 
                 raise VLLMValidationError(str(error)) from None
@@ -235,13 +326,20 @@ def label_requests(stock: Any) -> Any:
     return process_inputs
 
 
-@patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24", feature="figures in vLLM's log")
+@patch(
+    "vllm.v1.engine.async_llm:AsyncLLM.do_log_stats",
+    since="0.24",
+    feature="figures in vLLM's log",
+)
 def log_figures(stock: Any) -> Any:
-    """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint.
-    Remove this patch when vLLM lets plug-ins add figures to its loggers."""
+    """Without it das-adapter's figures of an engine without a host reach neither the
+    log nor the Prometheus endpoint. Remove this patch when vLLM lets plug-ins add
+    figures to its loggers.
+    """
 
     async def do_log_stats(self: Any) -> None:
-        first = self.vllm_config.parallel_config._api_process_rank <= 0  # reading empties the engines' counters
+        # reading empties the engines' counters
+        first = self.vllm_config.parallel_config._api_process_rank <= 0
         if self.log_stats and first and alone(self.vllm_config):
             try:
                 publish(self, await call_workers(self, "stats", {}))
@@ -259,8 +357,10 @@ def log_figures(stock: Any) -> Any:
     feature="figures in vLLM's log",
 )
 def log_figures_offline(stock: Any) -> Any:
-    """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which would return the figures as
-    they were logged last. Remove this patch when `log_figures` is removed."""
+    """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which
+    would return the figures as they were logged last. Remove this patch when
+    `log_figures` is removed.
+    """
 
     def logged(self: Any) -> Any:
         if self.log_stats and alone(self.vllm_config):
@@ -274,28 +374,51 @@ def log_figures_offline(stock: Any) -> Any:
 
 
 def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Log the figures of an engine without a host (vLLM's `AsyncLLM` or `LLMEngine`) since the last time, and set its
-    Prometheus gauges; `answers`: to `stats`, of each data-parallel engine's ranks."""
+    """Log the figures of an engine without a host (vLLM's `AsyncLLM` or `LLMEngine`)
+    since the last time, and set its Prometheus gauges; `answers`: to `stats`, of each
+    data-parallel engine's ranks.
+    """
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
     found = figures(parts, vars(engine).setdefault("_das_told", set()))
     if not sum(part["request_forwards"] for part in parts):
         return
     for key, value in found.items():
-        _gauge(key).labels(engine.vllm_config.model_config.served_model_name or "").set(value)
-    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
+        _gauge(key).labels(engine.vllm_config.model_config.served_model_name or "").set(
+            value
+        )
+    names = (
+        "tokens_per_forward",
+        "acceptance_length",
+        "draft_coverage",
+        "history_tokens",
+        "health",
+    )
     logger.info(
-        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
-        *(found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history"
+        " %.0f tokens, health %.0f",
+        *(
+            found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1)
+            for name in names
+        ),
     )
 
 
 def _gauge(key: str) -> Any:
-    """Return this process's Prometheus gauge of a figure, registered: a new engine has vLLM's names removed."""
+    """Return this process's Prometheus gauge of a figure, registered: a new engine has
+    vLLM's names removed.
+    """
     from prometheus_client import REGISTRY, Gauge
 
     if key not in _gauges:
-        name, what = key.removeprefix("das/").replace("/", "_"), f"{key} of das-adapter, since it was last logged"
-        _gauges[key] = Gauge(f"vllm:das_{name}", what, ["model_name"], registry=None, multiprocess_mode="mostrecent")
+        name = key.removeprefix("das/").replace("/", "_")
+        what = f"{key} of das-adapter, since it was last logged"
+        _gauges[key] = Gauge(
+            f"vllm:das_{name}",
+            what,
+            ["model_name"],
+            registry=None,
+            multiprocess_mode="mostrecent",
+        )
     with suppress(ValueError):  # it is there
         REGISTRY.register(_gauges[key])
     return _gauges[key]

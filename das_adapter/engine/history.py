@@ -1,4 +1,6 @@
-"""Draft tokens from the history: a problem's rollouts, its live siblings, and the request's own text."""
+"""Draft tokens from the history: a problem's rollouts, its live siblings, and the
+request's own text.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,26 @@ class HistorySource:
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""
         self._begun = self._hits = 0
-        """Requests that may be recorded, and those of them that found sealed history of their problem."""
+        """Requests that may be recorded, and those of them that found sealed history of
+        their problem.
+        """
         self._lacking: set[int] = set()
         """Slots of those that have found none yet."""
         self._handles = self._lengths = NOBODY
-        """By slot: of the request in the index; tokens that the index knows of, prompt included."""
+        """By slot: of the request in the index; tokens that the index knows of, prompt
+        included.
+        """
         self._looking: Any = None
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
-        """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
-        key, start = self._policy.key(live.problem), live.start
-        handle = self.index.open(key, prompt[:start], prefix=text[start:], ahead=live.ahead)
+        """Take a request that begins: int32 token ids of its prompt, and of all its
+        text so far.
+        """
+        key = self._policy.key(live.problem)
+        start = live.start
+        handle = self.index.open(
+            key, prompt[:start], prefix=text[start:], ahead=live.ahead
+        )
         slot = live.slot
         if live.record and self._policy.kept:
             self._begun += 1
@@ -49,21 +60,38 @@ class HistorySource:
                 self._lacking.add(slot)
             else:
                 self._hits += 1
-        self._handles, self._lengths = (with_room(column, slot + 1) for column in (self._handles, self._lengths))
-        self._handles[slot], self._lengths[slot] = handle, len(text)
+        self._handles, self._lengths = (
+            with_room(column, slot + 1) for column in (self._handles, self._lengths)
+        )
+        self._handles[slot] = handle
+        self._lengths[slot] = len(text)
 
     def close(self, live: LiveRequest) -> None:
-        """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
+        """Close a request; what it wrote stays available to its siblings, if it may be
+        recorded.
+        """
         self._lacking.discard(live.slot)
-        self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
+        self.index.close(
+            int(self._handles[live.slot]), keep=live.record and self._policy.kept
+        )
 
     def look(
-        self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        written: np.ndarray,
+        tokens: np.ndarray,
+        search: Search,
     ) -> None:
-        """Begin to draft for some requests, given their slots, their rows of the batch and the lengths `written`, int64
-        [requests] each; `tokens` as in `Proposer.propose`."""
-        handles, lengths = self._handles[slots], self._lengths[slots]
-        self._looking = self.index.draft_rows(handles, tokens, rows, lengths, written, *search)
+        """Begin to draft for some requests, given their slots, their rows of the batch
+        and the lengths `written`, int64 [requests] each; `tokens` as in
+        `Proposer.propose`.
+        """
+        handles = self._handles[slots]
+        lengths = self._lengths[slots]
+        self._looking = self.index.draft_rows(
+            handles, tokens, rows, lengths, written, *search
+        )
         self._lengths[slots] = written
 
     def found(self) -> tuple[Chances, Ints]:
@@ -72,12 +100,17 @@ class HistorySource:
         return chances, offsets
 
     def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
-        """Put the first `keep` tokens of each draft found, int64 [requests], into the batch's `drafts`."""
-        # The history does not know the vocabulary; the policy must be able to read whatever was found there.
+        """Put the first `keep` tokens of each draft found, int64 [requests], into the
+        batch's `drafts`.
+        """
+        # The history does not know the vocabulary; the policy must be able to read
+        # whatever was found there.
         self._looking.put(rows, keep, self._vocabulary - 1, drafts)
 
     def refresh(self, message: Refresh) -> int:
-        """Map what a service has published; if that fails, what is mapped stays. Return the generation (0: none)."""
+        """Map what a service has published; if that fails, what is mapped stays. Return
+        the generation (0: none).
+        """
         try:
             if message.history is not None:
                 directory, generation = message.history
@@ -89,25 +122,42 @@ class HistorySource:
                 except FileNotFoundError:  # this engine is late: the generation is gone
                     self.index.refresh()
         except (OSError, IndexFileError) as error:
-            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)
+            logger.error(
+                "das: history: not mapped: %r; drafts come from generation %s",
+                error,
+                self.index.generation,
+            )
         self.index.clear_live()
         return self.index.generation
 
     def visit(self, files: Sequence[str]) -> None:
-        """Map files with the history of problems that are at home on other nodes; requests draft from it at once. They
-        keep it until the weight sync that finds none of them."""
+        """Map files with the history of problems that are at home on other nodes;
+        requests draft from it at once. They keep it until the weight sync that finds
+        none of them.
+        """
         for file in files:
             try:
                 self.index.visit(file)
             except (OSError, IndexFileError) as error:
-                logger.warning("das: history: a problem's history from another node was not mapped: %r", error)
-        found = {slot for slot in self._lacking if self.index.age(int(self._handles[slot])) is not None}
+                logger.warning(
+                    "das: history: a problem's history from another node was not"
+                    " mapped: %r",
+                    error,
+                )
+        found = {
+            slot
+            for slot in self._lacking
+            if self.index.age(int(self._handles[slot])) is not None
+        }
         self._hits += len(found)
         self._lacking -= found
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
-        requests, hits, self._begun, self._hits = self._begun, self._hits, 0, 0
+        requests = self._begun
+        hits = self._hits
+        self._begun = 0
+        self._hits = 0
         return {
             "history_tokens": self.index.tokens,
             "history_bytes": size_of(Path(self._directory)) if self._directory else 0,

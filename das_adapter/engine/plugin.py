@@ -1,5 +1,7 @@
-"""The `vllm.general_plugins` entry point: brings das-adapter into every engine process whose config asks for it, and
-lists what it changes in vLLM, in order. Workers change their own model runner later (`binding.py`)."""
+"""The `vllm.general_plugins` entry point: brings das-adapter into every engine process
+whose config asks for it, and lists what it changes in vLLM, in order. Workers change
+their own model runner later (`binding.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,21 @@ from das_adapter.engine.front_end import (
     log_figures_offline,
 )
 from das_adapter.engine.rehearsal import try_drafts, try_drafts_in_process
-from das_adapter.engine.scheduler import follow_steps, reserve_draft_slots, see_adapters, see_weight_calls
+from das_adapter.engine.scheduler import (
+    follow_steps,
+    reserve_draft_slots,
+    see_adapters,
+    see_weight_calls,
+)
 
 AT_START = (
-    *(choose_runner, allow_look_up, keep_draft_lengths, judge_row_processors, label_requests),  # front end
+    *(
+        choose_runner,
+        allow_look_up,
+        keep_draft_lengths,
+        judge_row_processors,
+        label_requests,
+    ),  # front end
     *(reserve_draft_slots, follow_steps, see_weight_calls, see_adapters),  # engine core
     *(try_drafts, try_drafts_in_process),
     *(reach_workers, bind_worker),  # workers
@@ -30,8 +43,8 @@ IN_FRONT_ENDS = (log_figures, log_figures_offline)
 def register() -> None:
     """Apply the patches; they are inert in an engine without a `das:` block.
 
-    Called by vLLM in the front end, the engine core and every worker, before anything is built; a second call changes
-    nothing.
+    Called by vLLM in the front end, the engine core and every worker, before anything
+    is built; a second call changes nothing.
     """
     for patch in AT_START:
         patch.try_apply()

@@ -1,9 +1,10 @@
-"""The quantised copy of the policy that drafts on the policy's own KV cache (EfficientRollout, arXiv 2606.18967,
-section 3).
+"""The quantised copy of the policy that drafts on the policy's own KV cache
+(EfficientRollout, arXiv 2606.18967, section 3).
 
-The copy shares everything with the policy but its linear layers: embeddings, norms, head and attention modules are the
-same objects, so a draft token's keys and values land in the policy's cache, in slots that the verifying forward pass
-overwrites. The copy reads no prompt, has no cache of its own, and can start or stop drafting at any step.
+The copy shares everything with the policy but its linear layers: embeddings, norms,
+head and attention modules are the same objects, so a draft token's keys and values land
+in the policy's cache, in slots that the verifying forward pass overwrites. The copy
+reads no prompt, has no cache of its own, and can start or stop drafting at any step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from das_adapter.errors import DasError
 from das_adapter.protocol.metrics import EngineStats
 
 REPACK = "_das_repack"
-"""Attribute of a linear layer that computes with a packed copy of its weights: packs the present ones again."""
+"""Attribute of a linear layer that computes with a packed copy of its weights: packs
+the present ones again.
+"""
 
 
 class PolicyCopy:
@@ -36,8 +39,9 @@ class PolicyCopy:
         self.model: Any = self._copy(policy, weights)
         if not self.layers:
             raise DasError(
-                "das.drafter: `self` needs linear layers with unquantised weights, found none in "
-                f"{type(policy).__name__}; the policy may be quantised already"
+                "das.drafter: `self` needs linear layers with unquantised weights,"
+                f" found none in {type(policy).__name__}; the policy may be quantised"
+                " already"
             )
 
     def _copy(self, module: torch.nn.Module, weights: str) -> torch.nn.Module:
@@ -50,7 +54,10 @@ class PolicyCopy:
             layer.quant_method = copy.copy(module.quant_method)
             layer.quant_method.apply = functools.partial(_multiply, weight)
             return layer
-        children = {name: child and self._copy(child, weights) for name, child in module._modules.items()}
+        children = {
+            name: child and self._copy(child, weights)
+            for name, child in module._modules.items()
+        }
         if all(child is module._modules[name] for name, child in children.items()):
             return module
         twin: Any = copy.copy(module)  # shares parameters and buffers
@@ -76,7 +83,11 @@ class PolicyCopy:
         return EngineStats(requantise_s=self.requantise_s, drafter_bytes=nbytes)
 
 
-def _multiply(weight: QuantisedWeight, _: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the product of a copied layer; bias and tensor-parallel collectives are the layer's own."""
+def _multiply(
+    weight: QuantisedWeight, _: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the product of a copied layer; bias and tensor-parallel collectives are
+    the layer's own.
+    """
     y = weight.linear(x)
     return y if bias is None else y.add_(bias)

@@ -1,8 +1,8 @@
 """Quantised linear layers, made from the policy's weights, for the policy copy.
 
-Round to nearest, asymmetric, one scale and zero point per row and group of 128 inputs (EfficientRollout, arXiv
-2606.18967). Tensors keep their addresses when they are quantised again, so CUDA graphs and sleeping memory pools stay
-valid.
+Round to nearest, asymmetric, one scale and zero point per row and group of 128 inputs
+(EfficientRollout, arXiv 2606.18967). Tensors keep their addresses when they are
+quantised again, so CUDA graphs and sleeping memory pools stay valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from das_adapter.core.native import native
 from das_adapter.errors import ConfigError
 
 GROUP, ROWS = 128, 16
-"""Inputs that share a scale; rows that stand together in memory (`csrc/quantised_linear.cpp`)."""
+"""Inputs that share a scale; rows that stand together in memory
+(`csrc/quantised_linear.cpp`).
+"""
 
 
 class QuantisedWeight(Protocol):
@@ -33,17 +35,22 @@ class QuantisedWeight(Protocol):
 
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
-    """Quantise a copy of `weight` [rows, inputs] in the format `weights`. ConfigError: the format or dtype does not
-    exist on the weight's device."""
+    """Quantise a copy of `weight` [rows, inputs] in the format `weights`. ConfigError:
+    the format or dtype does not exist on the weight's device.
+    """
     if weight.device.type == "cpu":
-        formats: dict[str, Any] = {"int8": _CpuWeight, "int4": partial(_CpuWeight, bits=4)}
+        formats: dict[str, Any] = {
+            "int8": _CpuWeight,
+            "int4": partial(_CpuWeight, bits=4),
+        }
     else:
         from das_adapter.engine import quantised_gpu
 
         formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
     if weights not in formats:
         raise ConfigError(
-            f"das.self.weights: found {weights!r}, allowed on {weight.device.type}: {', '.join(map(repr, formats))}"
+            f"das.self.weights: found {weights!r}, allowed on {weight.device.type}:"
+            f" {', '.join(map(repr, formats))}"
         )
     copy: QuantisedWeight = formats[weights](weight)
     copy.quantise(weight)
@@ -51,17 +58,19 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
 
 
 class _CpuWeight:
-    """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own kernels, which are made for the few
-    tokens of a decode step."""
+    """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own
+    kernels, which are made for the few tokens of a decode step.
+    """
 
     def __init__(self, weight: torch.Tensor, bits: int = 8):
         if weight.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
-                f"das.drafter: for a policy copy, found a policy in {weight.dtype}, allowed on a CPU: "
-                "torch.float32, torch.bfloat16"
+                f"das.drafter: for a policy copy, found a policy in {weight.dtype},"
+                " allowed on a CPU: torch.float32, torch.bfloat16"
             )
         self.rows, self.inputs = weight.shape
-        blocks, groups = -(-self.rows // ROWS), -(-self.inputs // GROUP)
+        blocks = -(-self.rows // ROWS)
+        groups = -(-self.inputs // GROUP)
         codes = torch.empty(blocks, groups, ROWS * GROUP * bits // 8, dtype=torch.uint8)
         scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
         zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
@@ -71,11 +80,16 @@ class _CpuWeight:
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
         half = weight.dtype == torch.bfloat16
-        native().quantise(weight.data_ptr(), half, *self._matrix, torch.get_num_threads())
+        native().quantise(
+            weight.data_ptr(), half, *self._matrix, torch.get_num_threads()
+        )
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
-        native().quantised_linear(flat.data_ptr(), half, len(flat), *self._matrix, out.data_ptr(), threads)
+        half = x.dtype == torch.bfloat16
+        threads = torch.get_num_threads()
+        native().quantised_linear(
+            flat.data_ptr(), half, len(flat), *self._matrix, out.data_ptr(), threads
+        )
         return out

@@ -17,12 +17,15 @@ from das_adapter.errors import ConfigError
 
 GROUP = 128
 _AT_ONCE = 2**24
-"""Weights that are quantised at once: the float32 copies on the way take some 20 bytes each."""
+"""Weights that are quantised at once: the float32 copies on the way take some 20 bytes
+each.
+"""
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack numbers of 4 bits [inputs, rows] to int32 [inputs, rows / 8], as vLLM's `awq_pack` does on the host, which
-    takes seconds for a large matrix."""
+    """Pack numbers of 4 bits [inputs, rows] to int32 [inputs, rows / 8], as vLLM's
+    `awq_pack` does on the host, which takes seconds for a large matrix.
+    """
     pairs = codes.to(torch.int32).reshape(len(codes), -1, 4, 2)
     packed = torch.zeros_like(pairs[..., 0, 0])
     for place in range(8):  # the even ones of eight numbers first
@@ -31,27 +34,39 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a weight [rows, inputs] to the nearest of 16 values for each row and group of inputs.
+    """Round a weight [rows, inputs] to the nearest of 16 values for each row and group
+    of inputs.
 
-    Returns codes float32 [rows, inputs], scales [rows, groups] in the weight's dtype and zero points float32 [rows,
-    groups]: a weight is about `scale * (code - zero)`.
+    Returns codes float32 [rows, inputs], scales [rows, groups] in the weight's dtype
+    and zero points float32 [rows, groups]: a weight is about `scale * (code - zero)`.
     """
     grouped = weight.float().view(len(weight), -1, GROUP)
-    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).clamp(min=1e-6).to(weight.dtype)  # such as float16 has, too
+    low = grouped.amin(-1).clamp(max=0)
+    high = grouped.amax(-1).clamp(min=0)
+    # such as float16 has, too
+    scales = ((high - low) / 15).clamp(min=1e-6).to(weight.dtype)
     zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (grouped / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
+    codes = (
+        (grouped / scales.float()[..., None])
+        .round_()
+        .add_(zeros[..., None])
+        .clamp_(0, 15)
+    )
     return codes.view(weight.shape), scales, zeros
 
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
-    """Pack zero points [groups, rows] to int32 [groups, rows / 8], as vLLM's `marlin_zero_points`."""
+    """Pack zero points [groups, rows] to int32 [groups, rows / 8], as vLLM's
+    `marlin_zero_points`.
+    """
     order = get_scale_perms()[0]
     return pack(zeros.reshape(-1, len(order))[:, order].reshape(zeros.shape))
 
 
 class Fp8:
-    """Weights in float8_e4m3fn with a scale per row, inputs quantised per token; needs compute capability 8.9."""
+    """Weights in float8_e4m3fn with a scale per row, inputs quantised per token; needs
+    compute capability 8.9.
+    """
 
     def __init__(self, weight: torch.Tensor):
         scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
@@ -63,28 +78,40 @@ class Fp8:
             kept.copy_(new)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = ops.scaled_fp8_quant(x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True)
+        codes, scales = ops.scaled_fp8_quant(
+            x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True
+        )
         own, own_scales = self.kept
-        y = ops.cutlass_scaled_mm(codes, own.t(), scales, own_scales.t(), out_dtype=x.dtype)
+        y = ops.cutlass_scaled_mm(
+            codes, own.t(), scales, own_scales.t(), out_dtype=x.dtype
+        )
         return y.reshape(*x.shape[:-1], -1)
 
 
 class Int4:
-    """uint4 weights, zero points per row and group of 128 inputs, in Marlin's layout; needs compute capability 8.0."""
+    """uint4 weights, zero points per row and group of 128 inputs, in Marlin's layout;
+    needs compute capability 8.0.
+    """
 
     def __init__(self, weight: torch.Tensor):
         rows, inputs = weight.shape
         if rows % 64 or inputs % GROUP:
             raise ConfigError(
-                f"das.self.weights: found 'int4' and a weight of {rows} x {inputs}, allowed on a GPU: "
-                "rows divisible by 64 and inputs by 128 (else 'fp8')"
+                f"das.self.weights: found 'int4' and a weight of {rows} x {inputs},"
+                " allowed on a GPU: rows divisible by 64 and inputs by 128 (else"
+                " 'fp8')"
             )
-        self.rows, self.inputs = rows, inputs
+        self.rows = rows
+        self.inputs = inputs
         self.kept: list[torch.Tensor] = []
         self._workspace = marlin_make_workspace_new(weight.device)
         none = torch.empty(0, dtype=torch.int32, device=weight.device)
         unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 no longer has them
-        self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
+        self._unordered = {
+            k: v
+            for k, v in unordered.items()
+            if k in inspect.signature(ops.marlin_gemm).parameters
+        }
 
     def quantise(self, weight: torch.Tensor) -> None:
         at_once = max(1, _AT_ONCE // self.inputs // 64) * 64
@@ -95,14 +122,17 @@ class Int4:
         packed, all_scales, all_zeros = zip(*parts, strict=True)
         fresh = [
             ops.awq_marlin_repack(torch.cat(packed, 1), self.inputs, self.rows, 4),
-            marlin_permute_scales(torch.cat(all_scales).t().contiguous(), self.inputs, self.rows, GROUP),
+            marlin_permute_scales(
+                torch.cat(all_scales).t().contiguous(), self.inputs, self.rows, GROUP
+            ),
             pack_zeros(torch.cat(all_zeros).t()),
         ]
         if not self.kept:
             self.kept = fresh
         for kept, new in zip(self.kept, fresh, strict=True):
             kept.copy_(new)
-        self._workspace.zero_()  # sleep may have thrown away the zeros that the kernel expects and leaves behind
+        # sleep may have thrown away the zeros that the kernel expects and leaves behind
+        self._workspace.zero_()
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs)

@@ -1,5 +1,7 @@
-"""The rehearsal: an engine takes a few real steps with drafts before its first request, from vLLM's scheduler to the
-tokens that come back. Where drafts do not arrive, the engine goes on as stock, and says what was in the way."""
+"""The rehearsal: an engine takes a few real steps with drafts before its first request,
+from vLLM's scheduler to the tokens that come back. Where drafts do not arrive, the
+engine goes on as stock, and says what was in the way.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ logger = logging.getLogger("das_adapter")
 
 REQUEST = "das_rehearsal"
 TOKEN = 1
-"""The only token that this request may write: its text repeats itself, so that the history has a draft for it. Not 0,
-with which drafts are filled up."""
+"""The only token that this request may write: its text repeats itself, so that the
+history has a draft for it. Not 0, with which drafts are filled up.
+"""
 PROMPT_TOKENS = 4
 STEPS = {1: 3, 2: 6}
-"""Steps of the rehearsal by model runner. On V1 the first step drafts and the second verifies. On V2 a worker's choice
-comes to the third step, at whose end it drafts; all data-parallel ranks take the same number."""
+"""Steps of the rehearsal by model runner. On V1 the first step drafts and the second
+verifies. On V2 a worker's choice comes to the third step, at whose end it drafts; all
+data-parallel ranks take the same number.
+"""
 
 MOST_TO_CLEAR = 16
 """Steps in which vLLM may tell its workers that the request is over."""
@@ -41,13 +46,15 @@ MOST_TO_CLEAR = 16
     feature="trying drafts before the first request",
 )
 def try_drafts(stock: Any) -> Any:
-    """Without it an engine ends at its first draft where its vLLM does not fit das-adapter, or never drafts and says
-    nothing (where it runs in the process of its front end). Remove this patch when vLLM tells plug-ins that an engine
-    is ready."""
+    """Without it an engine ends at its first draft where its vLLM does not fit
+    das-adapter, or never drafts and says nothing (where it runs in the process of its
+    front end). Remove this patch when vLLM tells plug-ins that an engine is ready.
+    """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        if not hasattr(self, "run_busy_loop"):  # else it is still to be completed, by a subclass
+        # else it is still to be completed, by a subclass
+        if not hasattr(self, "run_busy_loop"):
             rehearse(self)
 
     return init
@@ -60,8 +67,9 @@ def try_drafts(stock: Any) -> Any:
     feature="trying drafts before the first request",
 )
 def try_drafts_in_process(stock: Any) -> Any:
-    """As `try_drafts`, for an engine in a process of its own, which loads plug-ins while it is made. Remove this patch
-    when `try_drafts` is removed."""
+    """As `try_drafts`, for an engine in a process of its own, which loads plug-ins
+    while it is made. Remove this patch when `try_drafts` is removed.
+    """
 
     def run_busy_loop(self: Any) -> Any:
         rehearse(self)
@@ -85,20 +93,31 @@ class Outcome:
 def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
     """Return whether an engine drafts, and its steps concern nobody else."""
     model = vllm_config.model_config
-    if config.drafter == "none" or model.runner_type == "pooling" or model.is_encoder_decoder:
+    if (
+        config.drafter == "none"
+        or model.runner_type == "pooling"
+        or model.is_encoder_decoder
+    ):
         return False
     from vllm import envs
 
-    if getattr(envs, "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", False):  # the ranks that it joins are decoding
+    # the ranks that it joins are decoding
+    if getattr(envs, "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", False):
         return False
-    if vllm_config.kv_transfer_config is not None:  # it would hand the request's keys and values on
-        logger.info("das: drafts are not tried before the first request: the engine has a KV connector")
+    # it would hand the request's keys and values on
+    if vllm_config.kv_transfer_config is not None:
+        logger.info(
+            "das: drafts are not tried before the first request: the engine has a KV"
+            " connector"
+        )
         return False
     return True
 
 
 def rehearse(core: Any) -> None:
-    """Try the drafts of an engine (vLLM's `EngineCore`), if it drafts. Raises nothing."""
+    """Try the drafts of an engine (vLLM's `EngineCore`), if it drafts. Raises
+    nothing.
+    """
     config = settings(core.vllm_config)
     if config is None or not may_rehearse(config, core.vllm_config):
         return
@@ -111,18 +130,25 @@ def rehearse(core: Any) -> None:
         if reason is None:
             seconds = time.perf_counter() - began
             logging.getLogger("vllm.das_adapter").info(
-                "das: drafts arrive: %d tokens verified, %d accepted, in %.2f s before the first request",
+                "das: drafts arrive: %d tokens verified, %d accepted, in %.2f s before"
+                " the first request",
                 *(answers[0]["verified"], answers[0]["accepted"], seconds),
             )
             return
         _give_up(core, reason)
         if not answers[0]["error"]:  # else the worker has said so, with the place
             logger.error(
-                "das: the %s drafter failed; the engine goes on as stock: no draft arrives on vLLM %s: %s",
+                "das: the %s drafter failed; the engine goes on as stock: no draft"
+                " arrives on vLLM %s: %s",
                 *(config.drafter, compat.version("vllm"), reason),
             )
-    except Exception as error:  # a worker does not answer: the engine would fail at its first request, too
-        logger.exception("das: the rehearsal of drafts can't be ended on vLLM %s: %r", compat.version("vllm"), error)
+    except Exception as error:
+        # a worker does not answer: the engine would fail at its first request, too
+        logger.exception(
+            "das: the rehearsal of drafts can't be ended on vLLM %s: %r",
+            compat.version("vllm"),
+            error,
+        )
 
 
 def _run(core: Any) -> Outcome:
@@ -159,11 +185,15 @@ def _request(core: Any) -> Any:
         allowed_token_ids=[TOKEN],
         extra_args=Label(problem=0, record=False).extra_args(),
     )
-    return Request(REQUEST, prompt, params, None, block_hasher=core.request_block_hasher)
+    return Request(
+        REQUEST, prompt, params, None, block_hasher=core.request_block_hasher
+    )
 
 
 def _clear(core: Any, outcome: Outcome) -> None:
-    """Remove the request from scheduler and workers, with what it has left in the KV cache."""
+    """Remove the request from scheduler and workers, with what it has left in the KV
+    cache.
+    """
     core.abort_requests([REQUEST])
     for _ in range(MOST_TO_CLEAR):
         if not core.batch_queue and not core.scheduler.has_requests():
@@ -195,8 +225,12 @@ def _watched(scheduler: Any, outcome: Outcome) -> Iterator[None]:
         del scheduler.schedule
 
 
-def _reason(config: DasConfig, outcome: Outcome, answers: list[dict[str, Any]]) -> str | None:
-    """Say why no draft has arrived; None: drafts have. `answers`: of all ranks, see `WorkerState.rehearsed`."""
+def _reason(
+    config: DasConfig, outcome: Outcome, answers: list[dict[str, Any]]
+) -> str | None:
+    """Say why no draft has arrived; None: drafts have. `answers`: of all ranks, see
+    `WorkerState.rehearsed`.
+    """
     errors = [answer["error"] for answer in answers if answer.get("error")]
     if errors:
         return str(errors[0])
@@ -205,13 +239,20 @@ def _reason(config: DasConfig, outcome: Outcome, answers: list[dict[str, Any]]) 
     first = answers[0]
     if not first["asked"]:
         if not outcome.scheduled:
-            return "vLLM's scheduler asked for no draft, although the worker had chosen to draft"
-        return "the plan for the drafts was lost between vLLM's scheduler and the worker"
+            return (
+                "vLLM's scheduler asked for no draft, although the worker had chosen to"
+                " draft"
+            )
+        return (
+            "the plan for the drafts was lost between vLLM's scheduler and the worker"
+        )
     if not outcome.scheduled:
         return "vLLM's scheduler gave the drafts no place in a step"
     if not first["verified"]:
         return "no draft token was verified"
-    repeats = config.looked_up is not None and config.keyed and outcome.tokens == {TOKEN}
+    repeats = (
+        config.looked_up is not None and config.keyed and outcome.tokens == {TOKEN}
+    )
     if repeats and not first["accepted"]:
         return "no draft token was accepted, although the text repeats one token"
     return None

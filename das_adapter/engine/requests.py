@@ -1,5 +1,6 @@
-"""The requests of an engine: their labels and seeds, written in the front end, and what a worker knows of those that it
-drafts for."""
+"""The requests of an engine: their labels and seeds, written in the front end, and what
+a worker knows of those that it drafts for.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +27,21 @@ LABEL = "_das_label"
 
 
 def warm_up(req_ids: Iterable[str]) -> bool:
-    """Return whether the requests of a step are those with which vLLM warms up its kernels before the first of a
-    client, whose names end otherwise."""
+    """Return whether the requests of a step are those with which vLLM warms up its
+    kernels before the first of a client, whose names end otherwise.
+    """
     first = next(iter(req_ids), "")
     return "_warmup_" in first and first.endswith("_")
 
 
 def media(request: Any) -> list[str]:
-    """Return the hashes of the images, sound and video in a request's prompt, in their order; `request`: any of vLLM's
-    that has `mm_features`."""
-    return [feature.mm_hash or feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+    """Return the hashes of the images, sound and video in a request's prompt, in their
+    order; `request`: any of vLLM's that has `mm_features`.
+    """
+    return [
+        feature.mm_hash or feature.identifier
+        for feature in getattr(request, "mm_features", None) or ()
+    ]
 
 
 class RequestLabels:
@@ -43,9 +49,17 @@ class RequestLabels:
 
     def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
         """`hosted`: whether a host labels the requests."""
-        self._keyed, self._trusts = config.keyed, config.history.scope in ("trusted", "global")
+        self._keyed = config.keyed
+        self._trusts = config.history.scope in (
+            "trusted",
+            "global",
+        )
         source = _source(vllm_config)
-        self._labeller = None if hosted else Labeller(config.verify.seed, source, joins_turns=self._trusts)
+        self._labeller = (
+            None
+            if hosted
+            else Labeller(config.verify.seed, source, joins_turns=self._trusts)
+        )
         self._lock = threading.Lock()
         self._warned = False
         """Whether the log has said that a request passed a host by."""
@@ -53,18 +67,21 @@ class RequestLabels:
     def complete(self, request: Any) -> None:
         """Write the label and the seed of a request (vLLM's `EngineCoreRequest`).
 
-        Without a host, one that came without problem or seed is about its prompt, and the n-th request of a prompt
-        draws the same tokens in every run. The seed of the noise is the label's, else `SamplingParams.seed`; one that
-        asked for no particular tokens has a seed that stays with it through preemptions. vLLM counts it on for each of
-        the `n` samples of a request.
+        Without a host, one that came without problem or seed is about its prompt, and
+        the n-th request of a prompt draws the same tokens in every run. The seed of the
+        noise is the label's, else `SamplingParams.seed`; one that asked for no
+        particular tokens has a seed that stays with it through preemptions. vLLM counts
+        it on for each of the `n` samples of a request.
 
-        With a host, one without a problem did not come through it, as over a server's HTTP address: there need not be a
-        weight sync that would drop its text, so none is kept.
+        With a host, one without a problem did not come through it, as over a server's
+        HTTP address: there need not be a weight sync that would drop its text, so none
+        is kept.
 
         Raises:
             BadLabel: the label is wrong, or says what only trusted clients may say.
         """
-        params, labeller = request.sampling_params, self._labeller
+        params = request.sampling_params
+        labeller = self._labeller
         if params is None:
             return
         given = Label.of(params.extra_args)
@@ -78,7 +95,10 @@ class RequestLabels:
             if given.problem is None or seed is None:
                 own = self._own(labeller, request, given.record)
                 seed = own.seed if seed is None else seed
-                params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
+                params.extra_args = {
+                    **replace(own, seed=None).extra_args(),
+                    **(params.extra_args or {}),
+                }
         if self._keyed:
             params.seed = _signed(seed, request.request_id, params.n)
 
@@ -88,14 +108,17 @@ class RequestLabels:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "das: a request came without identity, not through the host, which labels requests: it counts in no "
-                "figure, and its text is dropped when it ends"
+                "das: a request came without identity, not through the host, which"
+                " labels requests: it counts in no figure, and its text is dropped when"
+                " it ends"
             )
 
     def _own(self, labeller: Labeller, request: Any, record: bool) -> Label:
-        """Return the label of a request that is about its prompt; of one whose prompt is no tokens nobody knows that
-        there was another like it."""
-        prompt, beside = request.prompt_token_ids, media(request)
+        """Return the label of a request that is about its prompt; of one whose prompt
+        is no tokens nobody knows that there was another like it.
+        """
+        prompt = request.prompt_token_ids
+        beside = media(request)
         if prompt is None or request.prompt_embeds is not None:
             return Label(secrets.randbits(64), record=record)
         if request.cache_salt and not self._trusts:
@@ -105,35 +128,53 @@ class RequestLabels:
 
 
 def _refuse(given: Label) -> None:
-    """Refuse a label with which a client would read or write the history of a prompt that it need not know."""
+    """Refuse a label with which a client would read or write the history of a prompt
+    that it need not know.
+    """
     for key, value in (("das_problem", given.problem), ("das_start", given.start)):
         if value is not None:
             raise BadLabel(
-                f"{key}: found {value}, allowed: none, unless the server's block has `history.scope: trusted`"
+                f"{key}: found {value}, allowed: none, unless the server's block has"
+                " `history.scope: trusted`"
             )
 
 
 def _signed(seed: int | None, req_id: str, samples: int) -> int:
-    """Return a seed as a signed number of 64 bits, such as workers hold; so are those of the samples after it, and none
-    is -1, which vLLM takes for no seed."""
+    """Return a seed as a signed number of 64 bits, such as workers hold; so are those
+    of the samples after it, and none is -1, which vLLM takes for no seed.
+    """
     if seed is None:
-        seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
+        seed = int.from_bytes(
+            hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little"
+        )
     found = min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
     return found - samples if -samples <= found < 0 else found
 
 
 def _source(vllm_config: Any) -> str:
-    """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
-    differ."""
+    """Return what distinguishes this front end from others of the run, which count the
+    same prompts: their samples must differ.
+    """
     parallel = vllm_config.parallel_config
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     ranks = parallel.data_parallel_rank, parallel._api_process_rank
-    bundles = os.environ.get("VLLM_RAY_BUNDLE_INDICES")  # of SkyRL's servers, which see the same devices
-    return repr((socket.gethostname(), devices, vllm_config.model_config.seed, *ranks, *filter(None, [bundles])))
+    # of SkyRL's servers, which see the same devices
+    bundles = os.environ.get("VLLM_RAY_BUNDLE_INDICES")
+    return repr(
+        (
+            socket.gethostname(),
+            devices,
+            vllm_config.model_config.seed,
+            *ranks,
+            *filter(None, [bundles]),
+        )
+    )
 
 
 def label_of(request: Any) -> Label:
-    """Return the label of a request of vLLM's, as the front end has completed it (`labels.RequestLabels`)."""
+    """Return the label of a request of vLLM's, as the front end has completed it
+    (`labels.RequestLabels`).
+    """
     label: Label | None = getattr(request, LABEL, None)
     if label is None:
         params = request.sampling_params
@@ -159,31 +200,61 @@ class LiveRequest:
     stops: frozenset[int] = frozenset()
     """Tokens that end it."""
     ends_outside: bool = False
-    """Whether the front end ends it, at strings: to the worker it looks as if it were aborted."""
+    """Whether the front end ends it, at strings: to the worker it looks as if it were
+    aborted.
+    """
     slot: int = -1
     began: float = field(default_factory=time.time)
     length: int = 0
-    """Tokens when it joined the batch. This and what follows: on the V2 runner alone."""
+    """Tokens when it joined the batch. This and what follows: on the V2 runner
+    alone.
+    """
     text: list[int] | None = None
     """What it has written, where the host needs that."""
 
     @classmethod
     def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
-        """Make the record of a request of vLLM's (its prompt, parameters and `mm_features` are read); `longest`:
-        tokens of a text at most."""
-        prompt, params, label = request.prompt_token_ids, request.sampling_params, label_of(request)
+        """Make the record of a request of vLLM's (its prompt, parameters and
+        `mm_features` are read); `longest`: tokens of a text at most.
+        """
+        prompt = request.prompt_token_ids
+        params = request.sampling_params
+        label = label_of(request)
         if prompt is None:  # it has embeddings in their place
             prompt = [0] * len(request.prompt_embeds)
         limit = (params.max_tokens if params else None) or longest
-        problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
-        ahead, stops = np.frombuffer(label.ahead or b"", dtype=np.int32), frozenset[int]()
+        problem = label.problem_of(prompt, media(request))
+        end = min(longest, len(prompt) + limit)
+        ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)
+        stops = frozenset[int]()
         if params:  # its own set has the end of the text even where that is ignored
-            stops = frozenset((params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids) or ())
+            stops = frozenset(
+                (
+                    params.stop_token_ids
+                    if params.ignore_eos
+                    else params.all_stop_token_ids
+                )
+                or ()
+            )
         strings = bool(params and params.stop)
-        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record, ahead, stops, strings)
+        return cls(
+            req_id,
+            problem,
+            label.start_in(len(prompt)),
+            end,
+            label.record,
+            ahead,
+            stops,
+            strings,
+        )
 
     def is_whole(self, last: int) -> bool:
-        """Return whether the text, of a request that is over, is not that of an aborted one; `last`: the most tokens
-        that a step adds, among which its end may be."""
+        """Return whether the text, of a request that is over, is not that of an aborted
+        one; `last`: the most tokens that a step adds, among which its end may be.
+        """
         text = self.text or []
-        return self.ends_outside or self.start + len(text) >= self.end or not self.stops.isdisjoint(text[-last:])
+        return (
+            self.ends_outside
+            or self.start + len(text) >= self.end
+            or not self.stops.isdisjoint(text[-last:])
+        )

@@ -1,4 +1,6 @@
-"""Which of vLLM's model runners an engine gets, what vLLM is told, and what is refused."""
+"""Which of vLLM's model runners an engine gets, what vLLM is told, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,25 @@ ONE_LENGTH: dict[str, Callable[[Any], bool]] = {
         getattr(getattr(config, name, None), "enable_return_routed_experts", False)
         for name in ("aux_output_config", "model_config")
     ),
-    "sampling masks are returned": lambda config: getattr(config.model_config, "return_sampling_mask", False),
-    "batch-sharded sampling": lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
+    "sampling masks are returned": lambda config: getattr(
+        config.model_config, "return_sampling_mask", False
+    ),
+    "batch-sharded sampling": lambda config: getattr(
+        config.parallel_config, "enable_batch_sharded_sampling", False
+    ),
     "context parallelism": lambda config: (
-        max(config.parallel_config.decode_context_parallel_size, config.parallel_config.prefill_context_parallel_size)
+        max(
+            config.parallel_config.decode_context_parallel_size,
+            config.parallel_config.prefill_context_parallel_size,
+        )
         > 1
     ),
 }
-"""What has all requests of a step draft equally many tokens on V2, and whether an engine (vLLM's config) has it."""
-HOST_PLANS, NO_GRAPHS = "plans by lengths that the host knows", "has no full CUDA graphs for unequal lengths"
+"""What has all requests of a step draft equally many tokens on V2, and whether an
+engine (vLLM's config) has it.
+"""
+HOST_PLANS = "plans by lengths that the host knows"
+NO_GRAPHS = "has no full CUDA graphs for unequal lengths"
 SMALL_HEADS = "has heads of 64 or less, with experts over data-parallel ranks"
 """The same of attention."""
 STOCK_NOISE = "das.verify.noise=stock"
@@ -50,31 +62,53 @@ class Choice(NamedTuple):
     """The model runner of an engine, and what vLLM is told."""
 
     v1: str | None
-    """Why it must run V1; None: it runs what vLLM takes, V2 if there is no `speculative_config` of a host."""
+    """Why it must run V1; None: it runs what vLLM takes, V2 if there is no
+    `speculative_config` of a host.
+    """
     arguments: dict[str, Any]
     """Engine arguments to change."""
 
 
-def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None) -> Choice:
-    """Choose the model runner of an engine (vLLM's `EngineArgs`); `triton`: whether vLLM finds a device that Triton
-    compiles for; `lacking`: why vLLM has not taken V2 when it was tried, None: it was not.
+def runner_for(
+    args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None
+) -> Choice:
+    """Choose the model runner of an engine (vLLM's `EngineArgs`); `triton`: whether
+    vLLM finds a device that Triton compiles for; `lacking`: why vLLM has not taken V2
+    when it was tried, None: it was not.
 
     Raises:
-        ConfigError: an engine argument does not work with the runner that the block needs.
+        ConfigError: an engine argument does not work with the runner that the block
+            needs.
     """
-    why = lacking or needs_v1(config) or (None if triton else "vLLM finds no device that Triton compiles for")
+    why = (
+        lacking
+        or needs_v1(config)
+        or (None if triton else "vLLM finds no device that Triton compiles for")
+    )
     drafts = config.drafter != "none"
-    if why is None and drafts and args.async_scheduling is False and compat.missing(compat.V2_ASKS):
-        why = "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
+    if (
+        why is None
+        and drafts
+        and args.async_scheduling is False
+        and compat.missing(compat.V2_ASKS)
+    ):
+        why = (
+            "its V2 runner drafts equally many tokens in every step where scheduling is"
+            " synchronous"
+        )
     if why is not None and config.parallel:
         raise ConfigError(
-            f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner alone, from vLLM "
-            f"{compat.V2_RUNNER.oldest} on, but the engine runs V1: {why}"
+            f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner"
+            f" alone, from vLLM {compat.V2_RUNNER.oldest} on, but the engine runs V1:"
+            f" {why}"
         )
-    if why is not None and getattr(getattr(args, "aux_output_config", None), "enable_return_routed_experts", False):
+    if why is not None and getattr(
+        getattr(args, "aux_output_config", None), "enable_return_routed_experts", False
+    ):
         raise ConfigError(
-            f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
-            f"its V2 model runner alone, but the engine runs V1: {why}"
+            f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True,"
+            " which this vLLM allows on its V2 model runner alone, but the engine runs"
+            f" V1: {why}"
         )
     _refuse_what_is_missing(args, config, why)
     if args.speculative_config is None and why is None:
@@ -83,22 +117,28 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     if config.controlled:
         if args.async_scheduling:
             raise ConfigError(
-                f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed: None or False: vLLM's V1 "
-                "runner must know the tokens of a step before it drafts"
+                f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed:"
+                " None or False: vLLM's V1 runner must know the tokens of a step"
+                " before it drafts"
             )
         changed["async_scheduling"] = False
     if args.speculative_config is None:
         changed["speculative_config"] = v1_speculative_config(config)
         if config.neural and not hosted(args) and args.load_format == "dummy":
-            changed["load_format"] = "auto"  # the drafter needs its weights; the first update fills the policy's
+            changed[
+                "load_format"
+            ] = (  # the drafter needs its weights; the first update fills the policy's
+                "auto"
+            )
     if why is None and not hosted(args):
         why = "its speculative_config is not das-adapter's"
     return Choice(why, changed)
 
 
 def _refuse_what_is_missing(args: Any, config: DasConfig, v1: str | None) -> None:
-    """Refuse an engine that needs what the installed vLLM leaves out, and say what it goes on without; `v1`: why it
-    runs the V1 model runner, None: it runs V2."""
+    """Refuse an engine that needs what the installed vLLM leaves out, and say what it
+    goes on without; `v1`: why it runs the V1 model runner, None: it runs V2.
+    """
     drafter = f"das.drafter={config.drafter!r}"
     asked = {} if v1 is None else {features.V1_RUNNER: f"V1, because {v1}"}
     if config.neural:
@@ -115,45 +155,62 @@ def _refuse_what_is_missing(args: Any, config: DasConfig, v1: str | None) -> Non
 
 
 def set_v1(why: str) -> None:
-    """Have the processes of an engine run vLLM's V1 model runner, and say why. ConfigError: the environment says
-    otherwise."""
+    """Have the processes of an engine run vLLM's V1 model runner, and say why.
+    ConfigError: the environment says otherwise.
+    """
     if RUNNER_VARIABLE not in os.environ:
         _chosen.set()
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
         raise ConfigError(
-            f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
-            f"model runner ({why}): unset it"
+            f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine"
+            f" needs vLLM's V1 model runner ({why}): unset it"
         )
     logger.info("das: vLLM's V1 model runner: %s", why)
 
 
 def forget_v1() -> None:
-    """Take back what `set_v1` chose for an earlier engine, whose processes have started, before another one is made."""
+    """Take back what `set_v1` chose for an earlier engine, whose processes have
+    started, before another one is made.
+    """
     if _chosen.is_set() and os.environ.get(RUNNER_VARIABLE) == "0":
         del os.environ[RUNNER_VARIABLE]
     _chosen.clear()
 
 
 def refuse(config: DasConfig, vllm_config: Any) -> None:
-    """Refuse, with a ConfigError, what a drafter can't do with this model or this number of ranks."""
+    """Refuse, with a ConfigError, what a drafter can't do with this model or this
+    number of ranks.
+    """
     if config.drafter == "none":
         return
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
     over = getattr(parallel, "prefill_context_parallel_size", 1)
-    ranks, backend = parallel.tensor_parallel_size, parallel.distributed_executor_backend
+    ranks = parallel.tensor_parallel_size
+    backend = parallel.distributed_executor_backend
     recurrent = model.is_hybrid or model.is_attention_free
     vllms_own = config.neural and not config.uses_history and not config.controlled
     refused = {
-        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
-        # One rank of an engine has the history, and the ranks that share its prompts draft apart.
-        f"prefill_context_parallel_size={over}": over > 1 and not (config.neural and not config.uses_history),
-        # Each rank has a scheduler of its own there, which knows only what its own rank has drafted.
-        f"tensor_parallel_size={ranks} under {backend!r}": ranks > 1
-        and backend == "external_launcher"
-        and not vllms_own,
-        # Its sampler draws the tokens by the watermark's key; keyed noise would leave it out without a word.
-        "watermark_config": config.keyed and getattr(vllm_config, "watermark_config", None) is not None,
-        # After a step without drafts it goes on from before the last accepted tokens: on V1, and in most of V2.
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        # One rank of an engine has the history, and the ranks that share its prompts
+        # draft apart.
+        f"prefill_context_parallel_size={over}": (
+            over > 1 and not (config.neural and not config.uses_history)
+        ),
+        # Each rank has a scheduler of its own there, which knows only what its own rank
+        # has drafted.
+        f"tensor_parallel_size={ranks} under {backend!r}": (
+            ranks > 1 and backend == "external_launcher" and not vllms_own
+        ),
+        # Its sampler draws the tokens by the watermark's key; keyed noise would leave
+        # it out without a word.
+        "watermark_config": (
+            config.keyed and getattr(vllm_config, "watermark_config", None) is not None
+        ),
+        # After a step without drafts it goes on from before the last accepted tokens:
+        # on V1, and in most of V2.
         "a policy with recurrent state": recurrent and config.controlled,
     }
     if config.copies_policy:
@@ -166,24 +223,39 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
     if config.controlled and config.by_model:
         shards = getattr(parallel, "decode_context_parallel_size", 1)
         refused |= {
-            f"decode_context_parallel_size={shards} on vLLM's V1 runner": shards > 1 and not runs_v2(vllm_config),
+            f"decode_context_parallel_size={shards} on vLLM's V1 runner": (
+                shards > 1 and not runs_v2(vllm_config)
+            ),
             "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
-            f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1
-            and getattr(model, "is_moe", True),
+            f"experts over data_parallel_size={parallel.data_parallel_size}": (
+                parallel.data_parallel_size > 1 and getattr(model, "is_moe", True)
+            ),
         }
     for found in (name for name, wrong in refused.items() if wrong):
-        other = config.neural and not config.uses_history and parallel.pipeline_parallel_size == 1
+        other = (
+            config.neural
+            and not config.uses_history
+            and parallel.pipeline_parallel_size == 1
+        )
         ways = "; das.budget=unlimited with das.speculate=always does" if other else ""
-        raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
-    plug_ins = [] if runs_v2(vllm_config) else importlib.metadata.entry_points(group="vllm.logits_processors")
+        raise ConfigError(
+            f"das.drafter={config.drafter!r} does not work with {found}{ways}"
+        )
+    plug_ins = (
+        []
+        if runs_v2(vllm_config)
+        else importlib.metadata.entry_points(group="vllm.logits_processors")
+    )
     if plug_ins:
         names = ", ".join(sorted(entry.name for entry in plug_ins))
         raise ConfigError(
-            f"das.drafter={config.drafter!r}: found installed logits processors ({names}), which vLLM's V1 runner "
-            "leaves out beside any drafter: other tokens would be written; allowed: das.drafter='none'"
+            f"das.drafter={config.drafter!r}: found installed logits processors"
+            f" ({names}), which vLLM's V1 runner leaves out beside any drafter: other"
+            " tokens would be written; allowed: das.drafter='none'"
         )
     if recurrent and vllm_config.device_config.device_type == "cpu":
         raise ConfigError(
-            f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
-            "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"
+            f"das.drafter={config.drafter!r}: found a policy with recurrent state on a"
+            " CPU, where vLLM's convolutions keep what rejected draft tokens left:"
+            " other tokens would be written; allowed: das.drafter='none'"
         )

@@ -1,5 +1,7 @@
-"""What das-adapter changes in vLLM's engine core: slots for drafts, the draft length that a worker chooses, tokens
-behind stop strings, and weight updates that nobody tells of."""
+"""What das-adapter changes in vLLM's engine core: slots for drafts, the draft length
+that a worker chooses, tokens behind stop strings, and weight updates that nobody tells
+of.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,32 @@ from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens, draft_lengths
 
 ONE_BY_ONE = "_das_one_by_one"
-"""Attribute of vLLM's scheduler: whether the front end is told tokens one by one where it looks for stop strings."""
+"""Attribute of vLLM's scheduler: whether the front end is told tokens one by one where
+it looks for stop strings.
+"""
 _WITH_THE_FIRST = ("new_prompt_logprobs_tensors", "events", "prefill_stats")
 _WITH_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params")
 """Fields of vLLM's `EngineCoreOutput` beside its tokens."""
-_WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update")
+_WEIGHT_CALL = re.compile(
+    r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update"
+)
 """Names under which trainers' worker extensions take new weights."""
 
 
 class DraftLength:
-    """Stands where vLLM looks up how many tokens are drafted for each request of a batch of some size: as many as a
-    worker has chosen, if the next step has room for them. There they are counted before any prompt is, verified or not:
-    where prompts wait or are read in chunks, half of it is theirs."""
+    """Stands where vLLM looks up how many tokens are drafted for each request of a
+    batch of some size: as many as a worker has chosen, if the next step has room for
+    them. There they are counted before any prompt is, verified or not: where prompts
+    wait or are read in chunks, half of it is theirs.
+    """
 
     def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
         """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
         self.chosen = DraftTokens(0)
         self.gave_up = False
         """Whether no drafts are asked for any more, whatever a worker chooses."""
-        self._scheduler, self._lengths = scheduler, lengths
+        self._scheduler = scheduler
+        self._lengths = lengths
 
     def __getitem__(self, requests: int) -> DraftTokens:
         if self.gave_up:
@@ -47,49 +56,72 @@ class DraftLength:
             return nothing
 
     def _with_room(self, requests: int) -> DraftTokens:
-        scheduler, chosen = self._scheduler, self.chosen
+        scheduler = self._scheduler
+        chosen = self.chosen
         if not chosen:
             return chosen
         running, waiting = scheduler.get_request_counts()
         each = scheduler.max_num_scheduled_tokens // max(requests, running)
         room = each // 2 - 1
-        if room < chosen and not waiting and not any(request.is_prefill_chunk for request in scheduler.running):
+        if (
+            room < chosen
+            and not waiting
+            and not any(request.is_prefill_chunk for request in scheduler.running)
+        ):
             room = each - 1
-        if room < chosen and (chosen.by_model or not chosen.total):  # a model's passes, or steps of one length
-            room = max((length for length in self._lengths if length <= room), default=0)
+        # a model's passes, or steps of one length
+        if room < chosen and (chosen.by_model or not chosen.total):
+            room = max(
+                (length for length in self._lengths if length <= room), default=0
+            )
         return chosen.at_most(max(0, room))
 
 
-@patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config"
+)
 def reserve_draft_slots(stock: Any) -> Any:
-    """Without it the policy copy, which writes keys and values, would write into another request's block: vLLM's
-    scheduler reserves slots for the draft tokens of its own drafters alone. And on V1, from vLLM 0.25 on, a request
-    that joins with one token would carry as many draft tokens as there may be, which nobody has drafted, to replay a
-    CUDA graph that we do not capture: vLLM adds none where it looks the draft length up. Remove this patch when vLLM
-    reserves slots for drafters of plug-ins (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
+    """Without it the policy copy, which writes keys and values, would write into
+    another request's block: vLLM's scheduler reserves slots for the draft tokens of its
+    own drafters alone. And on V1, from vLLM 0.25 on, a request that joins with one
+    token would carry as many draft tokens as there may be, which nobody has drafted, to
+    replay a CUDA graph that we do not capture: vLLM adds none where it looks the draft
+    length up. Remove this patch when vLLM reserves slots for drafters of plug-ins
+    (docs/upstream/vllm/0003) and lets a worker choose the draft length.
+    """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
-            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
-            if hasattr(self, "can_skip_drafts"):  # from vLLM 0.33 on; said before these slots were reserved
+            self.num_lookahead_tokens = max(
+                self.num_lookahead_tokens, config.model_tokens
+            )
+            # from vLLM 0.33 on; said before these slots were reserved
+            if hasattr(self, "can_skip_drafts"):
                 self.can_skip_drafts = runs_v2(self.vllm_config)
         if config is not None and config.drafter != "none":
             setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
             if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
                 self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
             elif config.controlled and not runs_v2(self.vllm_config):
-                self.dynamic_sd_lookup = [config.num_draft_tokens] * (self.max_num_running_reqs + 1)
+                self.dynamic_sd_lookup = [config.num_draft_tokens] * (
+                    self.max_num_running_reqs + 1
+                )
 
     return init
 
 
 def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
-    """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of one token, if it has stop strings,
-    or is not among the unfinished `requests` any more: the front end ends it with the token that completes one."""
+    """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of
+    one token, if it has stop strings, or is not among the unfinished `requests` any
+    more: the front end ends it with the token that completes one.
+    """
     count = len(output.new_token_ids)
-    if count < 2 or ((request := requests.get(output.request_id)) is not None and not request.sampling_params.stop):
+    if count < 2 or (
+        (request := requests.get(output.request_id)) is not None
+        and not request.sampling_params.stop
+    ):
         return [output]
     parts = []
     for i in range(count):
@@ -112,11 +144,15 @@ def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
     needs="scheduler_output, model_runner_output",
 )
 def follow_steps(stock: Any) -> Any:
-    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen,
-    and, before vLLM 0.32, a response keeps the tokens that its last draft brought behind a stop string. Remove this
-    patch when vLLM lets a worker choose the draft length, and 0.32 is the oldest supported."""
+    """Without it the scheduler of an engine on the V2 runner does not hear which draft
+    length its worker has chosen, and, before vLLM 0.32, a response keeps the tokens
+    that its last draft brought behind a stop string. Remove this patch when vLLM lets a
+    worker choose the draft length, and 0.32 is the oldest supported.
+    """
 
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self: Any, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
         chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
         if chosen is not None and isinstance(lookup, DraftLength):
@@ -124,7 +160,11 @@ def follow_steps(stock: Any) -> Any:
         answers = stock(self, scheduler_output, model_runner_output)
         if getattr(self, ONE_BY_ONE, False):
             for answer in answers.values():
-                answer.outputs = [part for output in answer.outputs for part in one_by_one(output, self.requests)]
+                answer.outputs = [
+                    part
+                    for output in answer.outputs
+                    for part in one_by_one(output, self.requests)
+                ]
         return answers
 
     return update_from_output
@@ -137,12 +177,18 @@ def follow_steps(stock: Any) -> Any:
     feature="weight syncs by calls of workers, without a host",
 )
 def see_weight_calls(stock: Any) -> Any:
-    """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
-    parameters. Remove this patch when vLLM tells plug-ins that its weights were updated."""
+    """Without it an engine without a host does not see that a trainer's worker
+    extension has copied weights into the parameters. Remove this patch when vLLM tells
+    plug-ins that its weights were updated.
+    """
 
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         answers = stock(self, method, *args, **kwargs)
-        if isinstance(method, str) and _WEIGHT_CALL.search(method) and alone(self.vllm_config):
+        if (
+            isinstance(method, str)
+            and _WEIGHT_CALL.search(method)
+            and alone(self.vllm_config)
+        ):
             stock(self, "das_rpc", args=("refresh", {}))
         return answers
 
@@ -156,8 +202,10 @@ def see_weight_calls(stock: Any) -> Any:
     feature="weight syncs of adapters, without a host",
 )
 def see_adapters(stock: Any) -> Any:
-    """Without it an engine without a host does not see that a trainer has sent its adapter again. Remove this patch
-    when vLLM tells plug-ins that an adapter was loaded."""
+    """Without it an engine without a host does not see that a trainer has sent its
+    adapter again. Remove this patch when vLLM tells plug-ins that an adapter was
+    loaded.
+    """
 
     def add_lora(self: Any, lora_request: Any) -> bool:
         added: bool = stock(self, lora_request)

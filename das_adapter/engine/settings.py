@@ -1,4 +1,6 @@
-"""What an engine's config says of das-adapter: where its block comes from, and who looks after it."""
+"""What an engine's config says of das-adapter: where its block comes from, and who
+looks after it.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,47 @@ from typing import Any
 
 from das_adapter.config import DasConfig, parse, read
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY, RUN_VARIABLE, SETTINGS_KEY
+from das_adapter.protocol.engine_args import (
+    CONFIG_VARIABLE,
+    REFRESHER,
+    RUN_KEY,
+    RUN_VARIABLE,
+    SETTINGS_KEY,
+)
 
 logger = logging.getLogger("vllm.das_adapter")
 
 HOSTS = ("verl", "nemo_rl")
-"""Packages of the hosts' own extensions of vLLM's workers, with which they start every engine."""
+"""Packages of the hosts' own extensions of vLLM's workers, with which they start every
+engine.
+"""
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
-    """Read the `das:` block of an engine (vLLM's config or arguments); None where it has none. `log_dir` is the run's
-    own: a host has seen to that, of an engine without one it is made here."""
+    """Read the `das:` block of an engine (vLLM's config or arguments); None where it
+    has none. `log_dir` is the run's own: a host has seen to that, of an engine without
+    one it is made here.
+    """
     additional = vllm_config.additional_config
-    config = parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
-    if config is None or config.log_dir is None or hosted(vllm_config) or not hasattr(vllm_config, "instance_id"):
+    config = (
+        parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
+    )
+    if (
+        config is None
+        or config.log_dir is None
+        or hosted(vllm_config)
+        or not hasattr(vllm_config, "instance_id")
+    ):
         return config
-    return config.model_copy(update={"log_dir": f"{config.log_dir}/{_run(vllm_config)}"})
+    return config.model_copy(
+        update={"log_dir": f"{config.log_dir}/{_run(vllm_config)}"}
+    )
 
 
 def hosted(vllm_config: Any) -> bool:
-    """Return whether a host looks after an engine with a block (see `protocol.engine_args.REFRESHER`)."""
+    """Return whether a host looks after an engine with a block (see
+    `protocol.engine_args.REFRESHER`).
+    """
     return bool(vllm_config.additional_config.get(REFRESHER) == "host")
 
 
@@ -43,35 +66,48 @@ def runs_v2(vllm_config: Any) -> bool:
 
 
 def take_block_from_environment(args: Any) -> None:
-    """Give an engine that writes, without a block of its own, the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they
-    are used. Not one that veRL or NeMo-RL has started, a reward model's too: their configs have the block, and an
-    engine without one is stock. ConfigError: it can't be read."""
+    """Give an engine that writes, without a block of its own, the one of `DAS_CONFIG`:
+    vLLM's `EngineArgs` before they are used. Not one that veRL or NeMo-RL has started,
+    a reward model's too: their configs have the block, and an engine without one is
+    stock. ConfigError: it can't be read.
+    """
     additional = args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
     if SETTINGS_KEY in (additional or {}) or not source or args.runner == "pooling":
         return
     host = (args.worker_extension_cls or "").partition(".")[0]
     if host in HOSTS:
-        logger.warning("das: %s in the environment has no effect on an engine that %s starts", CONFIG_VARIABLE, host)
+        logger.warning(
+            "das: %s in the environment has no effect on an engine that %s starts",
+            CONFIG_VARIABLE,
+            host,
+        )
         return
     try:
         block = read(source)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
-    if block is not None and (args.runner == "generate" or args.create_model_config().runner_type != "pooling"):
+    if block is not None and (
+        args.runner == "generate" or args.create_model_config().runner_type != "pooling"
+    ):
         args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
 
 
 def prepare_standalone(args: Any, config: DasConfig) -> None:
-    """Refuse, with a ConfigError, what an engine without a host can't do, and name the run."""
+    """Refuse, with a ConfigError, what an engine without a host can't do, and name the
+    run.
+    """
     if config.drafter != "none" and args.speculative_config:
         raise ConfigError(
-            f"das.drafter={config.drafter!r} and speculative_config both choose a drafter: remove one of them"
+            f"das.drafter={config.drafter!r} and speculative_config both choose a"
+            " drafter: remove one of them"
         )
-    if getattr(args, "_api_process_rank", 0) == -1 and int(os.environ.get("VLLM_USE_RUST_FRONTEND") or 0):
+    if getattr(args, "_api_process_rank", 0) == -1 and int(
+        os.environ.get("VLLM_USE_RUST_FRONTEND") or 0
+    ):
         raise ConfigError(
-            "VLLM_USE_RUST_FRONTEND: found '1', allowed beside a das: block: '0', because vLLM's Rust front end gives "
-            "requests neither labels nor seeds"
+            "VLLM_USE_RUST_FRONTEND: found '1', allowed beside a das: block: '0',"
+            " because vLLM's Rust front end gives requests neither labels nor seeds"
         )
     if refused := without_host(config):
         raise ConfigError(refused)
@@ -86,27 +122,32 @@ def without_host(config: DasConfig) -> str | None:
         return None
     if history.run_ahead != "off":
         return (
-            f"das.history.run_ahead: found {history.run_ahead!r}, allowed: 'off', because this engine has no "
-            "host that shows its next batch"
+            f"das.history.run_ahead: found {history.run_ahead!r}, allowed: 'off',"
+            " because this engine has no host that shows its next batch"
         )
     if history.load:
         return (
-            f"das.history.load: found {history.load!r}, allowed: null, because this engine "
-            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
+            f"das.history.load: found {history.load!r}, allowed: null, because this"
+            f" engine has no host: set {RUN_VARIABLE} to hand a history on to the next"
+            " server"
         )
     return None
 
 
 def draft_less(args: Any, config: DasConfig) -> DasConfig:
-    """Lower the most draft tokens to what vLLM allows beside LoRA adapters, where the block leaves them open; `args`:
-    vLLM's `EngineArgs`, of which it has refused a config. ConfigError: the block does not, or no draft token fits."""
-    step, requests = args.max_num_batched_tokens, args.max_num_seqs
+    """Lower the most draft tokens to what vLLM allows beside LoRA adapters, where the
+    block leaves them open; `args`: vLLM's `EngineArgs`, of which it has refused a
+    config. ConfigError: the block does not, or no draft token fits.
+    """
+    step = args.max_num_batched_tokens
+    requests = args.max_num_seqs
     fit = step // requests - 1
     sizes = f"max_num_batched_tokens={step} and max_num_seqs={requests}"
     if config.max_draft_tokens is not None or fit < 1:
         raise ConfigError(
-            f"das.max_draft_tokens: found {config.num_draft_tokens}, allowed beside LoRA adapters with {sizes}: at "
-            f"most {fit}, so that a step holds a draft of every request"
+            f"das.max_draft_tokens: found {config.num_draft_tokens}, allowed beside"
+            f" LoRA adapters with {sizes}: at most {fit}, so that a step holds a draft"
+            " of every request"
         )
     logger.warning("das: max_draft_tokens=%d beside LoRA adapters with %s", fit, sizes)
     lowered = config.model_copy(update={"max_draft_tokens": fit})
@@ -115,15 +156,23 @@ def draft_less(args: Any, config: DasConfig) -> DasConfig:
 
 
 def history_name(vllm_config: Any) -> str:
-    """Return the name of the directory of an engine's history: that of its data-parallel siblings too. Where all
-    problems share one history, it is another: its writer would look for texts under other keys."""
+    """Return the name of the directory of an engine's history: that of its
+    data-parallel siblings too. Where all problems share one history, it is another: its
+    writer would look for texts under other keys.
+    """
     config = settings(vllm_config)
     kind = "-global" if config is not None and config.history.scope == "global" else ""
     return f"das-history-{_run(vllm_config)}-{os.geteuid()}{kind}"
 
 
 def _run(vllm_config: Any) -> str:
-    """Return a name for the run of an engine without a host (vLLM's config), 12 characters that a path may have."""
-    # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel siblings have.
-    run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id.partition("_dp")[0]
+    """Return a name for the run of an engine without a host (vLLM's config), 12
+    characters that a path may have.
+    """
+    # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel siblings
+    # have.
+    run = (
+        vllm_config.additional_config.get(RUN_KEY)
+        or vllm_config.instance_id.partition("_dp")[0]
+    )
     return hashlib.blake2b(run.encode(), digest_size=6).hexdigest()

@@ -1,4 +1,6 @@
-"""Measure how long decode steps take, from the begin of each to the begin of the next."""
+"""Measure how long decode steps take, from the begin of each to the begin of the
+next.
+"""
 
 from __future__ import annotations
 
@@ -21,35 +23,65 @@ _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
 
 
 class StepTimer:
-    """Times the steps that only decode; steps that also read prompts, and pauses, are left out."""
+    """Times the steps that only decode; steps that also read prompts, and pauses, are
+    left out.
+    """
 
     def __init__(self) -> None:
         self._step: TimedStep | None = None
-        """The present step; it has no slots until it was sampled. None: it is not timed."""
+        """The present step; it has no slots until it was sampled. None: it is not
+        timed.
+        """
         self._begin = 0.0
         self._req_ids: list[str] = []
 
     def begin(self, scheduled: Any, now: float) -> TimedStep | None:
-        """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous one, if it was timed."""
-        step, self._step = self._step, None
-        counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
+        """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous
+        one, if it was timed.
+        """
+        step = self._step
+        self._step = None
+        counts = scheduled.num_scheduled_tokens
+        new = scheduled.scheduled_new_reqs
         drafts = scheduled.scheduled_spec_decode_tokens
-        if counts and not new and scheduled.total_num_scheduled_tokens == len(counts) + sum(map(len, drafts.values())):
-            self._step = TimedStep(NOBODY, NOBODY, scheduled.total_num_scheduled_tokens, 0.0)
-        begin, before, self._begin, self._req_ids = self._begin, self._req_ids, now, list(counts)
-        if step is None or not len(step.slots) or (new and not any(req_id in counts for req_id in before)):
-            return None  # it was not sampled, or a pause without requests lies between them
+        if (
+            counts
+            and not new
+            and scheduled.total_num_scheduled_tokens
+            == len(counts) + sum(map(len, drafts.values()))
+        ):
+            self._step = TimedStep(
+                NOBODY, NOBODY, scheduled.total_num_scheduled_tokens, 0.0
+            )
+        begin = self._begin
+        before = self._req_ids
+        self._begin = now
+        self._req_ids = list(counts)
+        if (
+            step is None
+            or not len(step.slots)
+            or (new and not any(req_id in counts for req_id in before))
+        ):
+            # it was not sampled, or a pause without requests lies between them
+            return None
         return step._replace(seconds=now - begin - step.drafting_seconds)
 
-    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True) -> None:
-        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], the tokens of
-        context that they have together, and whether a drafter is asked; where none is, slots do not matter."""
+    def sampled(
+        self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True
+    ) -> None:
+        """Take what the step sampled: slots of its requests and the tokens that each
+        got, int64 [b], the tokens of context that they have together, and whether a
+        drafter is asked; where none is, slots do not matter.
+        """
         if self._step is not None and (asked or self._step.tokens == len(slots)):
-            self._step = self._step._replace(slots=slots, got=got, context=context, asked=asked)
+            self._step = self._step._replace(
+                slots=slots, got=got, context=context, asked=asked
+            )
 
     def drafted(self, seconds: float, passes: int) -> bool:
-        """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the
-        step is timed."""
+        """Take the seconds and the forward passes of a model that drafted at the end of
+        the step; return whether the step is timed.
+        """
         if self._step is None:
             return False
         self._step = self._step._replace(drafting_seconds=seconds, passes=passes)
@@ -57,16 +89,24 @@ class StepTimer:
 
 
 def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Return the tokens for which the engine captures CUDA graphs, rising; none where it runs without."""
+    """Return the tokens for which the engine captures CUDA graphs, rising; none where
+    it runs without.
+    """
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    if vllm_config.model_config.enforce_eager or mode is None or mode is CUDAGraphMode.NONE:
+    if (
+        vllm_config.model_config.enforce_eager
+        or mode is None
+        or mode is CUDAGraphMode.NONE
+    ):
         return ()
     return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
 
 
 def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
-    """Return the largest of some sizes, and of the smaller ones each that is an eighth away from the last, falling."""
+    """Return the largest of some sizes, and of the smaller ones each that is an eighth
+    away from the last, falling.
+    """
     kept: list[int] = []
     for size in sorted(sizes, reverse=True):
         if not kept or 9 * size <= 8 * kept[-1]:
@@ -75,17 +115,31 @@ def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
 
 
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior | None:
-    """Return what steps take before any was timed, by the roofline of model and GPU; None where there is none, as where
-    the table of devices lacks the GPU or `Roofline.of` does not know the model's family."""
+    """Return what steps take before any was timed, by the roofline of model and GPU;
+    None where there is none, as where the table of devices lacks the GPU or
+    `Roofline.of` does not know the model's family.
+    """
     model = vllm_config.model_config
-    if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
+    if (
+        config.speculate != "auto"
+        or model.quantization not in _WEIGHT_BYTES
+        or not current_platform.is_cuda_alike()
+    ):
         return None
-    sizes, device = model.hf_text_config.to_dict(), recognise(current_platform.get_device_name())
+    sizes = model.hf_text_config.to_dict()
+    device = recognise(current_platform.get_device_name())
     if device is None or sizes.get("model_type") not in FAMILIES:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
     roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
-    return Prior(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)
+    return Prior(
+        roof.line(),
+        (
+            roof.line(share=COPY_SHARE[config.self.weights])
+            if config.copies_policy
+            else None
+        ),
+    )
 
 
 def assumed() -> StepModel:

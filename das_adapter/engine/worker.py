@@ -1,5 +1,6 @@
-"""das-adapter inside one vLLM worker, on either model runner: the calls that the host can make, the counts, and what an
-engine without a host does itself."""
+"""das-adapter inside one vLLM worker, on either model runner: the calls that the host
+can make, the counts, and what an engine without a host does itself.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +31,32 @@ class Seen:
     """What a worker has seen of a rehearsal's drafts."""
 
     asked: bool = False
-    """Whether the controller's plan came with a step of vLLM's scheduler; True where no plan travels."""
+    """Whether the controller's plan came with a step of vLLM's scheduler; True where no
+    plan travels.
+    """
     verified: int = 0
     """Draft tokens that the policy has verified."""
     accepted: int = 0
 
 
 class WorkerState:
-    """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
+    """The state of one worker. `call` is reached from the host by
+    `collective_rpc("das_rpc", (command, payload))`.
+    """
 
     model_runner: int
     """vLLM's: 1 or 2."""
 
     def __init__(self, runner: Any, config: DasConfig, drafter: Any):
-        """`drafter`: what decides on the drafts, the runner's `Proposer` or `DraftLengths`; None: vLLM does, or another
-        rank's, or nobody drafts."""
-        self.runner, self.config, self._decides = runner, config, drafter
-        self.counters: Counters = Counters() if drafter is None else drafter.engine.counters
+        """`drafter`: what decides on the drafts, the runner's `Proposer` or
+        `DraftLengths`; None: vLLM does, or another rank's, or nobody drafts.
+        """
+        self.runner = runner
+        self.config = config
+        self._decides = drafter
+        self.counters: Counters = (
+            Counters() if drafter is None else drafter.engine.counters
+        )
         self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
@@ -65,7 +75,9 @@ class WorkerState:
         """The policy copy that drafts; None: none does."""
         if not self.config.copies_policy:
             return None
-        source = getattr(self.runner, "speculator", None) or self.runner.drafter.model_source
+        source = (
+            getattr(self.runner, "speculator", None) or self.runner.drafter.model_source
+        )
         copy: PolicyCopy = source.copy
         return copy
 
@@ -78,37 +90,57 @@ class WorkerState:
         follow_loaded_models.apply(self.loaded, owner=self.runner)
 
     def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history, which has this name on the node: no host does."""
-        self.standalone, self._worker = Standalone(self, directory), worker
+        """Let the engine look after its own history, which has this name on the node:
+        no host does.
+        """
+        self.standalone = Standalone(self, directory)
+        self._worker = worker
 
     def loaded(self) -> None:
-        """Take over what vLLM has just loaded: the policy, and a drafter with weights."""
+        """Take over what vLLM has just loaded: the policy, and a drafter with
+        weights.
+        """
         if self.draft_weights:
             self.draft_weights.take_loaded()
         if self.draft_weights or self.standalone:
             see_weight_stream.apply(self.load_weights, owner=self.runner.get_model())
 
     def load_weights(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the weights of a trainer's stream into the policy, with `stock`, and into the drafter."""
-        load = functools.partial(self.draft_weights.load, stock) if self.draft_weights else stock
+        """Load the weights of a trainer's stream into the policy, with `stock`, and
+        into the drafter.
+        """
+        load = (
+            functools.partial(self.draft_weights.load, stock)
+            if self.draft_weights
+            else stock
+        )
         result = load(*args, **kwargs)
         if self.standalone:
             self.standalone.weights_changed()
         return result
 
     def begin_standalone(self, scheduled: Any) -> None:
-        """Note that a step begins (vLLM's `SchedulerOutput`), in an engine without a host."""
+        """Note that a step begins (vLLM's `SchedulerOutput`), in an engine without a
+        host.
+        """
         if self.standalone and self.rehearsal is None:
             try:
-                self.standalone.begin_step(scheduled, getattr(self._worker, "_weight_update_active", False))
+                self.standalone.begin_step(
+                    scheduled, getattr(self._worker, "_weight_update_active", False)
+                )
             except Exception as error:
-                logger.exception("das: the engine was not brought up to date; decoding goes on without drafts")
+                logger.exception(
+                    "das: the engine was not brought up to date; decoding goes on"
+                    " without drafts"
+                )
                 self.fail(error)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`; or of the engine's core: `rehearse`,
-        `rehearsed` or `give_up`. Raises only for an unknown command: a worker that raises during a weight sync would
-        leave the trainer waiting for ever."""
+        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`; or of the
+        engine's core: `rehearse`, `rehearsed` or `give_up`. Raises only for an unknown
+        command: a worker that raises during a weight sync would leave the trainer
+        waiting for ever.
+        """
         commands: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "refresh": self._refresh,
@@ -119,7 +151,9 @@ class WorkerState:
             "give_up": self.give_up,
         }
         if command not in commands:
-            raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
+            raise DasError(
+                f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}"
+            )
         try:
             return plain(commands[command](**payload))
         except Exception as error:
@@ -129,7 +163,9 @@ class WorkerState:
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
-        answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
+        answer: Refreshed = (
+            Refreshed() if self._decides is None else self._decides.refresh(message)
+        )
         if not self.gave_up:
             self._draft_again()
             if self._decides is None:  # else it has begun anew itself
@@ -137,7 +173,9 @@ class WorkerState:
         if self.copy is not None:
             self.copy.quantise()
         if not self.draft_weights or self.standalone is None or self.standalone.synced:
-            self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
+            self.counters.alarm = (
+                self.draft_weights.refresh() if self.draft_weights else None
+            )
             if self.counters.alarm:
                 logger.error("das: %s", self.counters.alarm)
         return answer
@@ -152,22 +190,29 @@ class WorkerState:
         return EngineStats() if self.copy is None else self.copy.stats()
 
     def rehearse(self) -> None:
-        """Draft in every step from now on, for the request with which the engine tries its drafts."""
+        """Draft in every step from now on, for the request with which the engine tries
+        its drafts.
+        """
         self.rehearsal = Seen(asked=not self.plans_travel)
         if self._decides is not None:
             self._decides.engine.rehearse()
 
     def rehearsed(self) -> dict[str, Any]:
-        """End the rehearsal; return what was seen of its drafts, and the error that ended them, None: none did. What
-        only some ranks see, the others give as None."""
-        seen, self.rehearsal = self.rehearsal or Seen(), None
+        """End the rehearsal; return what was seen of its drafts, and the error that
+        ended them, None: none did. What only some ranks see, the others give as
+        None.
+        """
+        seen = self.rehearsal or Seen()
+        self.rehearsal = None
         error = self.counters.error
         if self._decides is not None:
             self._decides.rehearsed()
         return {**vars(seen), "error": error}
 
     def give_up(self, error: str) -> None:
-        """Draft no more in this engine, weight sync or not: the rehearsal has shown that drafts can't arrive."""
+        """Draft no more in this engine, weight sync or not: the rehearsal has shown
+        that drafts can't arrive.
+        """
         self.gave_up = True
         self._draft_no_more()
         if self._decides is not None:
@@ -175,7 +220,9 @@ class WorkerState:
         self.counters.error = error
 
     def fail_in_step(self, error: Exception) -> None:
-        """As `fail`, where vLLM's own part of a step has failed with drafts: it takes none any more."""
+        """As `fail`, where vLLM's own part of a step has failed with drafts: it takes
+        none any more.
+        """
         self._draft_no_more()
         self.fail(error)
 
@@ -186,7 +233,9 @@ class WorkerState:
         elif self.counters.error is None:
             self.counters.error = repr(error)
             if self.rehearsal is None:
-                log_failure(error, self.config.drafter, "no drafts until the next weight sync")
+                log_failure(
+                    error, self.config.drafter, "no drafts until the next weight sync"
+                )
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -197,38 +246,63 @@ class WorkerState:
             self.fail(error)
 
     def _draft_no_more(self) -> None:
-        """Take the drafter out of the runner's steps, as far as that is not the controller's part."""
+        """Take the drafter out of the runner's steps, as far as that is not the
+        controller's part.
+        """
 
     def _draft_again(self) -> None:
         """Put it back, at a weight sync."""
 
     def _hello(self) -> dict[str, str]:
-        sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"
-        return {"version": __version__, "drafter": self.config.drafter, "sampler": sampler, "runner": runner}
+        sampler = type(self.runner.sampler).__name__
+        runner = f"V{self.model_runner}"
+        return {
+            "version": __version__,
+            "drafter": self.config.drafter,
+            "sampler": sampler,
+            "runner": runner,
+        }
 
     def _refresh(self, **payload: Any) -> Refreshed:
-        if self.standalone:  # whoever calls keeps no history; all that it may say is: now
+        # whoever calls keeps no history; all that it may say is: now
+        if self.standalone:
             if payload:
-                return Refreshed(error=f"refresh: found {', '.join(payload)}, allowed without a host: no arguments")
+                return Refreshed(
+                    error=(
+                        f"refresh: found {', '.join(payload)}, allowed without a host:"
+                        " no arguments"
+                    )
+                )
             self.standalone.weights_changed()
             return Refreshed()
         return self.refresh(Refresh(**payload))
 
     def _stats(self) -> EngineStats:
-        stats = self.counters.take() if self._decides is None else self._decides.stats() | self.own_stats()
-        return stats | {"model_runner": self.model_runner, **(self.standalone.stats() if self.standalone else {})}
+        stats = (
+            self.counters.take()
+            if self._decides is None
+            else self._decides.stats() | self.own_stats()
+        )
+        return stats | {
+            "model_runner": self.model_runner,
+            **(self.standalone.stats() if self.standalone else {}),
+        }
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
 def follow_loaded_models(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it nobody sees the weights that a trainer loads into the policy, and a drafter's weights are neither
-    synced nor checked (on either model runner; vLLM loads the drafter after the policy). Remove this patch when vLLM
-    tells plug-ins that its weights were updated, and keeps those of a drafter."""
+    """Without it nobody sees the weights that a trainer loads into the policy, and a
+    drafter's weights are neither synced nor checked (on either model runner; vLLM loads
+    the drafter after the policy). Remove this patch when vLLM tells plug-ins that its
+    weights were updated, and keeps those of a drafter.
+    """
     return then(stock, loaded)
 
 
 def then(stock: Any, changed: Callable[[], None]) -> Any:
-    """Return a function that calls `stock`, and then tells that something has changed."""
+    """Return a function that calls `stock`, and then tells that something has
+    changed.
+    """
 
     def update(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""`python -m das_adapter.nemo_rl examples/run_grpo.py --config ...`: a NeMo-RL entry script under das-adapter."""
+"""`python -m das_adapter.nemo_rl examples/run_grpo.py --config ...`: a NeMo-RL entry
+script under das-adapter.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Run-ahead in NeMo-RL: workers that have nothing left write what the requests of the next steps will begin with.
+"""Run-ahead in NeMo-RL: workers that have nothing left write what the requests of the
+next steps will begin with.
 
-The driver of a synchronous run has all that is needed: the data loader, the labeller that will give the requests their
-seeds, and the count of what each worker has. What is written stays in it, and travels with the request when it comes.
+The driver of a synchronous run has all that is needed: the data loader, the labeller
+that will give the requests their seeds, and the count of what each worker has. What is
+written stays in it, and travels with the request when it comes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 from das_adapter.nemo_rl.settings import LABELS, MEDIA
 from das_adapter.protocol.label import Label, Labeller
-from das_adapter.service.run_ahead import Coming, Job, LookAhead, Writing, new_texts, take
+from das_adapter.service.run_ahead import (
+    Coming,
+    Job,
+    LookAhead,
+    Writing,
+    new_texts,
+    take,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -37,22 +46,34 @@ class NemoJob(Job):
 
 
 class Ahead:
-    """Looks at the batches that come, and lets idle workers write ahead. It does so on a thread and an event loop of
-    its own: NeMo-RL's lasts for one rollout."""
+    """Looks at the batches that come, and lets idle workers write ahead. It does so on
+    a thread and an event loop of its own: NeMo-RL's lasts for one rollout.
+    """
 
-    def __init__(self, generation: Any, batches: LookAhead, config: Any, trained: int) -> None:
-        """`generation`: `DasVllmGeneration`; `config`: of the run; `trained`: its steps before this one."""
-        self._generation, self._batches, self._trained = generation, batches, trained
-        self._samples, self._last = config.grpo.num_generations_per_prompt, config.grpo.max_num_steps
+    def __init__(
+        self, generation: Any, batches: LookAhead, config: Any, trained: int
+    ) -> None:
+        """`generation`: `DasVllmGeneration`; `config`: of the run; `trained`: its steps
+        before this one.
+        """
+        self._generation = generation
+        self._batches = batches
+        self._trained = trained
+        self._samples = config.grpo.num_generations_per_prompt
+        self._last = config.grpo.max_num_steps
         self.coming = Coming(batches)
         self._step = 0
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="das run-ahead", daemon=True).start()
+        threading.Thread(
+            target=self._loop.run_forever, name="das run-ahead", daemon=True
+        ).start()
         self._writing = Writing(self._lend, generation.give_back, self._write)
 
     def begin(self, label: Label) -> Label:
-        """Let a request begin, on NeMo-RL's event loop; return its label with what was written ahead of it. The first
-        one of a step has the next batches looked at, as soon as all that begin with it are on their way."""
+        """Let a request begin, on NeMo-RL's event loop; return its label with what was
+        written ahead of it. The first one of a step has the next batches looked at, as
+        soon as all that begin with it are on their way.
+        """
         step = self._trained + self._batches.taken
         if step > self._step:
             self._step = step
@@ -70,11 +91,15 @@ class Ahead:
         try:
             labeller = self._generation.labeller()
             for step, batch, new in self.coming.show(self._step, self._last):
-                jobs = jobs_of(batch, self._samples, labeller, new_texts() if new else {})
+                jobs = jobs_of(
+                    batch, self._samples, labeller, new_texts() if new else {}
+                )
                 if new:
                     self._loop.call_soon_threadsafe(self._writing.add, step, jobs)
         except Exception:
-            logger.exception("das: no responses are written ahead any more; the run goes on")
+            logger.exception(
+                "das: no responses are written ahead any more; the run goes on"
+            )
             self.close()
 
     async def _lend(self, most: int) -> Sequence[int]:
@@ -83,22 +108,47 @@ class Ahead:
     async def _write(self, job: NemoJob, worker: int) -> None:
         ids = torch.cat([job.prompt, torch.tensor(job.text, dtype=torch.long)])[None]
         label = replace(job.label, record=False, start=len(job.prompt))
-        data = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([ids.shape[1]]), LABELS: [label]})
+        data = BatchedDataDict(
+            {
+                "input_ids": ids,
+                "input_lengths": torch.tensor([ids.shape[1]]),
+                LABELS: [label],
+            }
+        )
         data["stop_strings"] = [job.stop_strings]
         group = self._generation.worker_group
         leader = group.get_dp_leader_worker_idx(worker)
-        job.add(label.seed, *await group.run_single_worker_single_data("das_write_ahead", leader, data=data))
+        job.add(
+            label.seed,
+            *await group.run_single_worker_single_data(
+                "das_write_ahead", leader, data=data
+            ),
+        )
 
 
-def jobs_of(batch: Any, samples: int, labeller: Labeller, texts: dict[int, array[int]]) -> list[NemoJob]:
-    """Return the samples of a batch of NeMo-RL's data loader, the first of all rows in front, with the labels that
-    their first requests get from a labeller; none of a row with images, sound or video. `texts`: of the step."""
-    jobs, logs = [], batch["message_log"]
+def jobs_of(
+    batch: Any, samples: int, labeller: Labeller, texts: dict[int, array[int]]
+) -> list[NemoJob]:
+    """Return the samples of a batch of NeMo-RL's data loader, the first of all rows in
+    front, with the labels that their first requests get from a labeller; none of a row
+    with images, sound or video. `texts`: of the step.
+    """
+    jobs = []
+    logs = batch["message_log"]
     stops = batch.get("stop_strings") or [None] * len(logs)
-    for log, stop, *media in zip(logs, stops, *(batch[name] for name in MEDIA if name in batch), strict=True):
+    for log, stop, *media in zip(
+        logs, stops, *(batch[name] for name in MEDIA if name in batch), strict=True
+    ):
         if any(media):
             continue
         prompt = torch.cat([message["token_ids"] for message in log])
-        labels = [labeller.label(prompt.numpy(), validate=False) for _ in range(samples)]
-        jobs.append([NemoJob(texts=texts, prompt=prompt, stop_strings=stop, label=label) for label in labels])
+        labels = [
+            labeller.label(prompt.numpy(), validate=False) for _ in range(samples)
+        ]
+        jobs.append(
+            [
+                NemoJob(texts=texts, prompt=prompt, stop_strings=stop, label=label)
+                for label in labels
+            ]
+        )
     return [job for of_rows in zip(*jobs, strict=True) for job in of_rows]

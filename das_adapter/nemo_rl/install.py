@@ -1,5 +1,6 @@
-"""What das-adapter changes in NeMo-RL, so that it uses das-adapter's classes. No file is edited; without an active
-`das:` block it is stock."""
+"""What das-adapter changes in NeMo-RL, so that it uses das-adapter's classes. No file
+is edited; without an active `das:` block it is stock.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from das_adapter.patching import patch
     since="0.6.0",
 )
 def choose_workers(stock: Any) -> Any:
-    """Without it generations with an active block get the stock workers. Remove this patch when the oldest supported
-    NeMo-RL has the key of NVIDIA-NeMo/RL#3809."""
+    """Without it generations with an active block get the stock workers. Remove this
+    patch when the oldest supported NeMo-RL has the key of NVIDIA-NeMo/RL#3809.
+    """
 
     def resolve(default_cls: str, config: Any) -> str:
         chosen: str = stock(default_cls, config)
-        return WORKERS.get(chosen, chosen) if of_generation(config) is not None else chosen
+        return (
+            WORKERS.get(chosen, chosen) if of_generation(config) is not None else chosen
+        )
 
     return resolve
 
@@ -36,15 +40,20 @@ def choose_workers(stock: Any) -> Any:
     since="0.6.0",
 )
 def use_our_generation(stock: Any) -> Any:
-    """Without it the trainer generates without labels, length-aware dispatch and das-adapter's figures. Remove this
-    patch when NeMo-RL lets the config name the generation class."""
+    """Without it the trainer generates without labels, length-aware dispatch and
+    das-adapter's figures. Remove this patch when NeMo-RL lets the config name the
+    generation class.
+    """
     return _our_generation()
 
 
-@patch("nemo_rl.algorithms.single_controller:VllmGeneration", since="0.6.0", optional=True)
+@patch(
+    "nemo_rl.algorithms.single_controller:VllmGeneration", since="0.6.0", optional=True
+)
 def know_our_generation(stock: Any) -> Any:
-    """As `use_our_generation`, in a module that only names the class. Remove this patch when `use_our_generation` is
-    removed."""
+    """As `use_our_generation`, in a module that only names the class. Remove this patch
+    when `use_our_generation` is removed.
+    """
     return _our_generation()
 
 
@@ -62,8 +71,9 @@ def _our_generation() -> Any:
     since="0.6.0",
 )
 def mark_validation(stock: Any) -> Any:
-    """Without it validation rollouts enter the history. Remove this patch when NeMo-RL marks requests of a
-    validation."""
+    """Without it validation rollouts enter the history. Remove this patch when NeMo-RL
+    marks requests of a validation.
+    """
     from das_adapter.nemo_rl.generation import live
 
     def validate(*args: Any, **kwargs: Any) -> Any:
@@ -86,19 +96,28 @@ def mark_validation(stock: Any) -> Any:
     feature="run-ahead",
 )
 def look_ahead(stock: Any) -> Any:
-    """Without it run-ahead has no effect. Remove this patch when NeMo-RL shows plug-ins the batches that come."""
+    """Without it run-ahead has no effect. Remove this patch when NeMo-RL shows plug-ins
+    the batches that come.
+    """
     from das_adapter.nemo_rl.ahead import Ahead
     from das_adapter.service.run_ahead import LookAhead
 
     def grpo_train(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(stock).bind(*args, **kwargs)
         found = given.arguments
-        generation, config = found["policy_generation"], found["master_config"]
+        generation = found["policy_generation"]
+        config = found["master_config"]
         das = getattr(generation, "das", None)
-        if das is None or das.history.run_ahead == "off" or no_effect(stock.__module__, config):
+        if (
+            das is None
+            or das.history.run_ahead == "off"
+            or no_effect(stock.__module__, config)
+        ):
             return stock(*args, **kwargs)
         found["wrapped_dataloader"] = batches = LookAhead(found["wrapped_dataloader"])
-        generation.ahead = ahead = Ahead(generation, batches, config, found["grpo_save_state"].total_steps)
+        generation.ahead = ahead = Ahead(
+            generation, batches, config, found["grpo_save_state"].total_steps
+        )
         try:
             return stock(*given.args, **given.kwargs)
         finally:
@@ -115,22 +134,31 @@ HOOKS = (
 
 
 def install() -> None:
-    """Replace the generation class and its workers, mark validations, and put the history into checkpoints; a second
-    call changes nothing."""
+    """Replace the generation class and its workers, mark validations, and put the
+    history into checkpoints; a second call changes nothing.
+    """
     from nemo_rl.distributed import ray_actor_environment_registry as environments
 
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY
     for stock, ours in WORKERS.items():
-        built = _built_environment(stock) if registry[stock].startswith("uv") else None  # else the user has chosen
+        # else the user has chosen
+        built = _built_environment(stock) if registry[stock].startswith("uv") else None
         registry[ours] = built or registry[stock]
     for hook in HOOKS:
         hook.when_imported()
 
 
 def _built_environment(worker: str) -> str | None:
-    """Return the interpreter of a stock worker's virtual environment, where NeMo-RL's containers have built it: one
-    named after das-adapter's worker would be built anew, without das-adapter."""
+    """Return the interpreter of a stock worker's virtual environment, where NeMo-RL's
+    containers have built it: one named after das-adapter's worker would be built anew,
+    without das-adapter.
+    """
     from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
 
-    python = Path(os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)).absolute() / worker / "bin" / "python"
+    python = (
+        Path(os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)).absolute()
+        / worker
+        / "bin"
+        / "python"
+    )
     return str(python) if python.exists() else None

@@ -1,4 +1,6 @@
-"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there; the keys of NeMo-RL's that are used."""
+"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there; the
+keys of NeMo-RL's that are used.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,57 @@ from das_adapter.protocol.engine_args import refuse_arguments, refuse_variable
 GENERATION = "policy.generation"
 _VLLM = "nemo_rl.models.generation.vllm"
 WORKERS = {
-    f"{_VLLM}.vllm_worker.VllmGenerationWorker": "das_adapter.nemo_rl.workers.DasGenerationWorker",
-    f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker",
+    f"{_VLLM}.vllm_worker.VllmGenerationWorker": (
+        "das_adapter.nemo_rl.workers.DasGenerationWorker"
+    ),
+    f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": (
+        "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker"
+    ),
 }
 BLOCK = f"{GENERATION}.das"
 GRPO = "nemo_rl.algorithms.grpo"
-_WITHOUT_FIGURES = "nemo_rl.algorithms.distillation", "nemo_rl.algorithms.single_controller_utils.setup"
+_WITHOUT_FIGURES = (
+    "nemo_rl.algorithms.distillation",
+    "nemo_rl.algorithms.single_controller_utils.setup",
+)
 LABELS = "das_labels"
-"""Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its generation only the prompts, so the
-first turn's is a problem's identity (`protocol.label.Labeller`)."""
+"""Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its
+generation only the prompts, so the first turn's is a problem's identity
+(`protocol.label.Labeller`).
+"""
 MEDIA = ("vllm_images", "vllm_audios", "vllm_videos")
-"""Keys of a NeMo-RL generation batch whose rows belong to a problem and leave only place holders in its prompt."""
+"""Keys of a NeMo-RL generation batch whose rows belong to a problem and leave only
+place holders in its prompt.
+"""
 STEP = "_das_step"
-"""Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
+"""Key of `policy.generation`, set at the start: training step of the checkpoint from
+which the run resumes, else 0.
+"""
 SAMPLES = "_das_samples"
-"""Key of `policy.generation`, set at the start: samples of a prompt in a training step."""
+"""Key of `policy.generation`, set at the start: samples of a prompt in a training
+step.
+"""
 FACTS = "_das_facts"
-"""Key of `policy.generation`, set at the start of a run whose history is saved: `service.checkpoint.Facts`."""
+"""Key of `policy.generation`, set at the start of a run whose history is saved:
+`service.checkpoint.Facts`.
+"""
 _hashes = MediaHashes()
-"""NeMo-RL copies the images for each sample of a problem, and sends single samples of an asynchronous engine."""
+"""NeMo-RL copies the images for each sample of a problem, and sends single samples of
+an asynchronous engine.
+"""
 
 
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
-    """Return the block of a generation config (`policy.generation`); None leaves NeMo-RL as it is."""
+    """Return the block of a generation config (`policy.generation`); None leaves
+    NeMo-RL as it is.
+    """
     return parse(block_of(generation, GENERATION))
 
 
 def check(generation: Mapping[str, Any]) -> DasConfig | None:
-    """Refuse, before a worker is started, a block that is wrong or contradicts the rest of the generation config, and
-    one in the environment, also where the config has none.
+    """Refuse, before a worker is started, a block that is wrong or contradicts the rest
+    of the generation config, and one in the environment, also where the config has
+    none.
 
     Raises:
         ConfigError: names the key, what was found and what is allowed.
@@ -52,20 +76,37 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     das = of_generation(generation)
     if das is None:
         return None
-    check_host(BLOCK, f"{GENERATION}.backend", generation.get("backend", "vllm"), "vllm")
-    refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
-    for key in ("quant_cfg", "worker_extension_cls_fqn"):  # their workers would take the place of das-adapter's
+    check_host(
+        BLOCK, f"{GENERATION}.backend", generation.get("backend", "vllm"), "vllm"
+    )
+    refuse_arguments(
+        das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {}
+    )
+    # their workers would take the place of das-adapter's
+    for key in (
+        "quant_cfg",
+        "worker_extension_cls_fqn",
+    ):
         check_host(BLOCK, f"{GENERATION}.{key}", generation.get(key), None)
     if das.drafter != "none":
-        check_host(BLOCK, f"{GENERATION}.vllm_cfg.pipeline_parallel_size", _parallel_size(generation, "pipeline"), 1)
+        check_host(
+            BLOCK,
+            f"{GENERATION}.vllm_cfg.pipeline_parallel_size",
+            _parallel_size(generation, "pipeline"),
+            1,
+        )
     check_files(das)
     compat.require("nemo_rl")
     return das
 
 
 def data_parallel_size(generation: Mapping[str, Any]) -> int:
-    """Return how many workers are data-parallel ranks of one vLLM engine: those that share its experts."""
-    return max(1, _parallel_size(generation, "expert") // _parallel_size(generation, "tensor"))
+    """Return how many workers are data-parallel ranks of one vLLM engine: those that
+    share its experts.
+    """
+    return max(
+        1, _parallel_size(generation, "expert") // _parallel_size(generation, "tensor")
+    )
 
 
 def _parallel_size(generation: Mapping[str, Any], of: str) -> int:
@@ -73,27 +114,46 @@ def _parallel_size(generation: Mapping[str, Any], of: str) -> int:
 
 
 def logs_figures(algorithm: str, config: Any) -> bool:
-    """Return whether the trainer of an algorithm, NeMo-RL's module, asks its generation for a step's figures."""
+    """Return whether the trainer of an algorithm, NeMo-RL's module, asks its generation
+    for a step's figures.
+    """
     asynchronous_ppo = getattr(getattr(config, "ppo", None), "async_ppo", None)
-    return algorithm not in _WITHOUT_FIGURES and not getattr(asynchronous_ppo, "enabled", False)
+    return algorithm not in _WITHOUT_FIGURES and not getattr(
+        asynchronous_ppo, "enabled", False
+    )
 
 
 def samples_of(config: Any) -> int:
-    """Return how many samples of a prompt a training step has, by the config of any of NeMo-RL's algorithms."""
+    """Return how many samples of a prompt a training step has, by the config of any of
+    NeMo-RL's algorithms.
+    """
     sections = (getattr(config, name, None) for name in ("grpo", "ppo", "distillation"))
-    return max(getattr(section, "num_generations_per_prompt", 1) for section in sections)
+    return max(
+        getattr(section, "num_generations_per_prompt", 1) for section in sections
+    )
 
 
 def no_effect(algorithm: str, config: Any) -> str | None:
-    """Say why nothing is written ahead in a run of an algorithm, NeMo-RL's module, with a config; None: it is."""
+    """Say why nothing is written ahead in a run of an algorithm, NeMo-RL's module, with
+    a config; None: it is.
+    """
     if algorithm != GRPO:
-        return f"of NeMo-RL's algorithms it is grpo alone that shows its next batch, not {algorithm}"
+        return (
+            "of NeMo-RL's algorithms it is grpo alone that shows its next batch, not"
+            f" {algorithm}"
+        )
     if config.grpo.async_grpo.enabled:
         return "rollout and training do not take turns"
     if (config.data_plane or {}).get("enabled"):
-        return "with data_plane the rollouts are in an actor that does not know the next batch"
+        return (
+            "with data_plane the rollouts are in an actor that does not know the next"
+            " batch"
+        )
     if not config.policy["generation"]["vllm_cfg"].get("async_engine"):
-        return "vllm_cfg.async_engine=false: a synchronous engine answers a worker's batch in one call"
+        return (
+            "vllm_cfg.async_engine=false: a synchronous engine answers a worker's batch"
+            " in one call"
+        )
     if config.env.get("should_use_nemo_gym"):
         return "NeMo-Gym's requests come past the driver"
     if config.grpo.use_dynamic_sampling:
@@ -104,6 +164,11 @@ def no_effect(algorithm: str, config: Any) -> str | None:
 
 
 def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
-    """Return the hashes of the images, sound and video of each row of a generation batch."""
-    items = ([item for name in MEDIA if name in data for item in data[name][row] or ()] for row in range(rows))
+    """Return the hashes of the images, sound and video of each row of a generation
+    batch.
+    """
+    items = (
+        [item for name in MEDIA if name in data for item in data[name][row] or ()]
+        for row in range(rows)
+    )
     return [_hashes.of_row(row) if row else [] for row in items]

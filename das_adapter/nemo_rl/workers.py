@@ -1,5 +1,7 @@
-"""NeMo-RL's vLLM generation workers with das-adapter in their engines. Ray ships their methods by value, and with them
-what they name here, which must be modules or can be pickled."""
+"""NeMo-RL's vLLM generation workers with das-adapter in their engines. Ray ships their
+methods by value, and with them what they name here, which must be modules or can be
+pickled.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,16 @@ from typing import Any
 import ray
 from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
-from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import (
+    VllmAsyncGenerationWorkerImpl,
+)
 
 from das_adapter.nemo_rl import engine_hooks, settings
-from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks
+from das_adapter.nemo_rl.engine_hooks import (
+    AsyncEngineHooks,
+    EngineHooks,
+    SyncEngineHooks,
+)
 from das_adapter.nemo_rl.settings import LABELS
 from das_adapter.protocol.engine_args import engine_args
 from das_adapter.service.session import for_run
@@ -22,32 +30,44 @@ _NSIGHT = dict(get_nsight_config_if_pattern_matches("vllm_generation_worker"))
 
 
 class _Worker:
-    """What both kinds of workers have: an engine with hooks, and answers to calls of the generation."""
+    """What both kinds of workers have: an engine with hooks, and answers to calls of
+    the generation.
+    """
 
     cfg: Any
     llm: Any
     hooks_class: type[EngineHooks]
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        """Give the engine its block: the plug-in in its processes does what the block says.
+        """Give the engine its block: the plug-in in its processes does what the block
+        says.
 
-        A response must end at `vllm_cfg.max_model_len`, whether drafts reach past it or not. NeMo-RL is told to cap it
-        there; its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
+        A response must end at `vllm_cfg.max_model_len`, whether drafts reach past it or
+        not. NeMo-RL is told to cap it there; its clamp for speculative runs, K + 1
+        tokens earlier, does not see a drafter that the block chose.
         """
         das = settings.of_generation(self.cfg)
         assert das is not None, "these workers are chosen for an active das: block only"
         self.cfg["vllm_cfg"]["cap_max_tokens_to_context"] = True
-        llm_kwargs.update(engine_args(for_run(das), llm_kwargs.get("additional_config")))
+        llm_kwargs.update(
+            engine_args(for_run(das), llm_kwargs.get("additional_config"))
+        )
         if self.hooks_class is AsyncEngineHooks and das.routing == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)  # type: ignore[misc]
         source = f"worker {llm_kwargs.get('seed') or 0}"
-        owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
-        self.hooks = self.hooks_class(self.llm, das, source, self.cfg.get(settings.STEP, 0), owner and owner.loop)
+        # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
+        owner = getattr(self, "_engine_owner_loop", None)
+        self.hooks = self.hooks_class(
+            self.llm, das, source, self.cfg.get(settings.STEP, 0), owner and owner.loop
+        )
 
     def das_validation(self, on: bool, alone: bool = False) -> None:
-        """Mark requests from now on as a validation's; off: no longer. `alone`: those too that say otherwise."""
-        self.hooks.validating, self.hooks.alone = on, alone
+        """Mark requests from now on as a validation's; off: no longer. `alone`: those
+        too that say otherwise.
+        """
+        self.hooks.validating = on
+        self.hooks.alone = alone
 
     def das_report(self) -> Any:
         """Return the counts since the last report."""
@@ -61,12 +81,16 @@ class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
     hooks_class = SyncEngineHooks
 
     def post_init(self) -> None:
-        """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
+        """Set NUMA binding up as the stock worker does; check that das-adapter is in
+        the engine.
+        """
         super().post_init()
         self.hooks.start()
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        """Generate as the stock worker does, under the labels that the batch carries."""
+        """Generate as the stock worker does, under the labels that the batch
+        carries.
+        """
         token = engine_hooks.labels.set(data.pop(LABELS, None))
         try:
             return super().generate(data, greedy=greedy)
@@ -82,12 +106,18 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
     hooks: AsyncEngineHooks
 
     async def post_init_async(self) -> None:
-        """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
+        """Set NUMA binding up as the stock worker does; check that das-adapter is in
+        the engine.
+        """
         await super().post_init_async()
         await self.hooks.start()
 
-    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncGenerator[Any, None]:
-        """Generate as the stock worker does, under the label that the sample carries."""
+    async def generate_async(
+        self, data: Any, greedy: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        """Generate as the stock worker does, under the label that the sample
+        carries.
+        """
         engine_hooks.labels.set(data.pop(LABELS, None))
         async for result in super().generate_async(data, greedy=greedy):
             yield result
@@ -102,7 +132,9 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
         await super().sleep_async()
 
     async def reset_prefix_cache_async(self) -> None:
-        """Forget what is cached as the stock worker does: a rollout has ended whose engines do not sleep."""
+        """Forget what is cached as the stock worker does: a rollout has ended whose
+        engines do not sleep.
+        """
         await self.hooks.end_ahead()
         await super().reset_prefix_cache_async()
 

@@ -1,7 +1,8 @@
-"""The decision log: what the controller decided in every step and how each request went, as lines of JSON.
+"""The decision log: what the controller decided in every step and how each request
+went, as lines of JSON.
 
-One file per engine and run, and another with what came before once it is full. A line is a list: the kind of record,
-then its fields in the order in which they stand here.
+One file per engine and run, and another with what came before once it is full. A line
+is a list: the kind of record, then its fields in the order in which they stand here.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class WeightSync(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What an engine counted since the last such record: before a weight sync, and each time that it was asked."""
+    """What an engine counted since the last such record: before a weight sync, and each
+    time that it was asked.
+    """
 
     stats: dict[str, Any]
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
@@ -81,27 +84,40 @@ _KINDS: dict[str, type] = {"s": Step, "r": Request, "v": WeightSync, "c": Counts
 
 
 class DecisionLog:
-    """Writes one worker's decisions. Lines of the last moments before a crash may be missing, and the oldest where a
-    run is long."""
+    """Writes one worker's decisions. Lines of the last moments before a crash may be
+    missing, and the oldest where a run is long.
+    """
 
     def __init__(self, directory: str):
         """Raises OSError where the directory can't be made."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        name = f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"  # hosts may share the directory
+        name = (  # hosts may share the directory
+            f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
+        )
         self.path = Path(directory) / f"{name}.jsonl"
         self._lines: list[str] = []
         self._ended = False
 
     def add(self, record: Record) -> None:
-        """Write a record, if not at once: after counts or a weight sync everything so far is on disk."""
-        kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
-        values = [round(value, 6) if isinstance(value, float) else value for value in record]
+        """Write a record, if not at once: after counts or a weight sync everything so
+        far is on disk.
+        """
+        kind = next(
+            kind
+            for kind, record_type in _KINDS.items()
+            if isinstance(record, record_type)
+        )
+        values = [
+            round(value, 6) if isinstance(value, float) else value for value in record
+        ]
         self._lines.append(json.dumps([kind, *values], separators=(",", ":")))
         if len(self._lines) >= _LINES or isinstance(record, WeightSync | Counts):
             self.flush()
 
     def flush(self) -> None:
-        """Write what was kept back. Where the disk is full the log ends, and nothing else does."""
+        """Write what was kept back. Where the disk is full the log ends, and nothing
+        else does.
+        """
         if not self._ended:
             try:
                 with self.path.open("a") as file:
@@ -135,22 +151,29 @@ class Rollout:
 
 
 def read(directory: Path) -> list[Rollout]:
-    """Read every rollout of the decision logs in a directory or under it, in the order of their beginning.
+    """Read every rollout of the decision logs in a directory or under it, in the order
+    of their beginning.
 
     Raises:
-        DasError: there is no log, there are those of several runs, or a line is no record.
+        DasError: there is no log, there are those of several runs, or a line is no
+            record.
     """
     found = directory.rglob("decisions-*.jsonl")
-    paths = sorted(found, key=lambda path: (path.name.rpartition("-")[0], path))  # by time
+    # by time
+    paths = sorted(found, key=lambda path: (path.name.rpartition("-")[0], path))
     if not paths:
-        raise DasError(f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the run's config")
+        raise DasError(
+            f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
+            " run's config"
+        )
     runs = list(dict.fromkeys(str(path.parent) for path in paths))
     if len(runs) > 1:
         raise DasError(
-            f"report: found logs of {len(runs)} runs under {directory}, choose one, the last is the newest: "
-            f"{', '.join(runs)}"
+            f"report: found logs of {len(runs)} runs under {directory}, choose one, the"
+            f" last is the newest: {', '.join(runs)}"
         )
-    logs = itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])  # what came before is the first
+    # what came before is the first
+    logs = itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])
     rollouts = [rollout for name, files in logs for rollout in _rollouts(name, files)]
     return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)
 
@@ -172,10 +195,13 @@ def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    whole = path.read_text(errors="replace").rpartition("\n")[0]  # the last line may be cut, or being written
+    # the last line may be cut, or being written
+    whole = path.read_text(errors="replace").rpartition("\n")[0]
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             kind, *values = json.loads(line)
             yield _KINDS[kind](*values)
         except (KeyError, TypeError, ValueError) as error:
-            raise DasError(f"report: {path}, line {number}: found {line:.80}, no record: {error!r}") from None
+            raise DasError(
+                f"report: {path}, line {number}: found {line:.80}, no record: {error!r}"
+            ) from None

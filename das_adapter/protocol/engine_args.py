@@ -1,4 +1,6 @@
-"""What a host must pass to vLLM so that an engine speculates as a `das:` block says. Imports no vLLM."""
+"""What a host must pass to vLLM so that an engine speculates as a `das:` block says.
+Imports no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -15,44 +17,82 @@ from das_adapter.config import DasConfig
 from das_adapter.errors import ConfigError
 
 SETTINGS_KEY = "das"
-"""Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
+"""Key of vLLM's `additional_config` under which every engine process finds the `das:`
+block.
+"""
 REFRESHER = "das_refresher"
-"""Key of `additional_config`: `host` where a host labels requests, harvests trajectories and refreshes the engine at
-weight syncs; without it the engine does so itself (`das_adapter.engine.alone`)."""
+"""Key of `additional_config`: `host` where a host labels requests, harvests
+trajectories and refreshes the engine at weight syncs; without it the engine does so
+itself (`das_adapter.engine.alone`).
+"""
 RUN_KEY = "das_run"
-"""Key of `additional_config`: what `RUN_VARIABLE` said, for workers that do not inherit the environment."""
+"""Key of `additional_config`: what `RUN_VARIABLE` said, for workers that do not inherit
+the environment.
+"""
 CONFIG_VARIABLE = "DAS_CONFIG"
-"""Environment variable: the `das:` block of engines whose `additional_config` has none, see `config.read`."""
+"""Environment variable: the `das:` block of engines whose `additional_config` has none,
+see `config.read`.
+"""
 RUN_VARIABLE = "DAS_RUN"
-"""Environment variable: engines of a node that have no host share a history where this names the same run."""
+"""Environment variable: engines of a node that have no host share a history where this
+names the same run.
+"""
 DRAFTER = "das_adapter.engine.v1.proposer.Proposer"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
 DRAFT_LENGTH = "das_draft_length"
-"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next step that is not scheduled yet."""
+"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next
+step that is not scheduled yet.
+"""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
-_MOST_LIKELY = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
-"""Options of vLLM's drafters with which they draft their most likely tokens, in some version."""
+_MOST_LIKELY = (
+    "parallel_drafting",
+    "use_heterogeneous_vocab",
+    "use_local_argmax_reduction",
+)
+"""Options of vLLM's drafters with which they draft their most likely tokens, in some
+version.
+"""
 _DRAWN = {"draft_sample_method": "probabilistic"}
-"""With it vLLM's drafters draw their tokens, and its rejection sampler knows with which probabilities."""
-_NOBODY, _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0)
+"""With it vLLM's drafters draw their tokens, and its rejection sampler knows with which
+probabilities.
+"""
+_NOBODY = np.zeros(0, dtype=np.int64)
+_NOTHING = np.zeros(0)
 
 
 def needs_v1(config: DasConfig) -> str | None:
-    """Say why an engine must run vLLM's V1 model runner; None: it may run V2, where vLLM's own choice is V2."""
+    """Say why an engine must run vLLM's V1 model runner; None: it may run V2, where
+    vLLM's own choice is V2.
+    """
     if config.drafter == "ngram":
-        return "das.drafter='ngram' needs it; on V2 `history` drafts from the request's own text as well"
+        return (
+            "das.drafter='ngram' needs it; on V2 `history` drafts from the request's"
+            " own text as well"
+        )
     if config.uses_history and config.by_model and not config.keyed:
-        return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
+        return (
+            "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
+        )
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
     installed = compat.version("vllm")
     if installed is None:
         return None  # as in NeMo-RL's driver: its engines have one, and ask again
-    oldest = compat.V2_NEURAL.oldest if config.method == "draft_model" else compat.V2_RUNNER.oldest
+    oldest = (
+        compat.V2_NEURAL.oldest
+        if config.method == "draft_model"
+        else compat.V2_RUNNER.oldest
+    )
     if compat.numbers(installed) < compat.numbers(oldest):
         return f"vLLM {installed} is older than {oldest}"
-    needed = compat.V2_NEURAL if config.neural else compat.V2_COPY if config.copies_policy else compat.V2_RUNNER
+    needed = (
+        compat.V2_NEURAL
+        if config.neural
+        else compat.V2_COPY
+        if config.copies_policy
+        else compat.V2_RUNNER
+    )
     if compat.numbers(installed) < compat.numbers(needed.oldest):
         needed = compat.V2_RUNNER
     if lacking := compat.missing(needed):
@@ -61,16 +101,22 @@ def needs_v1(config: DasConfig) -> str | None:
 
 
 def refuse_variable(block: str) -> None:
-    """Refuse, with a ConfigError, a block in the environment of a host's run: a run whose own config has none, or other
-    engines than those of its rollouts, would speculate as without a host; `block`: key of the run's own block."""
+    """Refuse, with a ConfigError, a block in the environment of a host's run: a run
+    whose own config has none, or other engines than those of its rollouts, would
+    speculate as without a host; `block`: key of the run's own block.
+    """
     if found := os.environ.get(CONFIG_VARIABLE):
         raise ConfigError(
-            f"{CONFIG_VARIABLE}: found {found!r:.100}, allowed: not set, because {block} has the run's block"
+            f"{CONFIG_VARIABLE}: found {found!r:.100}, allowed: not set, because"
+            f" {block} has the run's block"
         )
 
 
-def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str, Any]) -> None:
-    """Refuse, with a ConfigError, a host's own engine arguments that contradict a block.
+def refuse_arguments(
+    das: DasConfig, block: str, place: str, given: Mapping[str, Any]
+) -> None:
+    """Refuse, with a ConfigError, a host's own engine arguments that contradict a
+    block.
 
     Args:
         block, place: keys of the block and of the arguments in the run's config.
@@ -78,84 +124,126 @@ def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str,
     """
     additional = given.get("additional_config")
     if additional is not None and not isinstance(additional, Mapping):
-        raise ConfigError(f"{place}.additional_config: found {additional!r}, expected a mapping")
+        raise ConfigError(
+            f"{place}.additional_config: found {additional!r}, expected a mapping"
+        )
     if das.uses_history and das.history.scope == "trusted":
-        raise ConfigError(f"{block}.history.scope: found 'trusted', which is for engines whose requests no host labels")
+        raise ConfigError(
+            f"{block}.history.scope: found 'trusted', which is for engines whose"
+            " requests no host labels"
+        )
     if das.drafter != "none" and given.get("speculative_config"):
         raise ConfigError(
-            f"{block}.drafter={das.drafter!r} and {place}.speculative_config both choose a drafter: remove one of them"
+            f"{block}.drafter={das.drafter!r} and {place}.speculative_config both"
+            " choose a drafter: remove one of them"
         )
     if das.controlled and needs_v1(das) and given.get("async_scheduling"):
         raise ConfigError(
-            f"{block}.drafter={das.drafter!r}: found {place}.async_scheduling=True, which vLLM's V1 runner refuses: "
-            "remove it"
+            f"{block}.drafter={das.drafter!r}: found {place}.async_scheduling=True,"
+            " which vLLM's V1 runner refuses: remove it"
         )
 
 
-def engine_args(config: DasConfig | None, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a host's `das:` block; none without one.
+def engine_args(
+    config: DasConfig | None, additional: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a host's
+    `das:` block; none without one.
 
-    They are `additional_config`, with what a host has there already: all else the plug-in adds where the engine's
-    config is made.
+    They are `additional_config`, with what a host has there already: all else the
+    plug-in adds where the engine's config is made.
     """
     if config is None:
         return {}
-    return {"additional_config": {**(additional or {}), SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
+    return {
+        "additional_config": {
+            **(additional or {}),
+            SETTINGS_KEY: config.to_dict(),
+            REFRESHER: "host",
+        }
+    }
 
 
 def v1_speculative_config(config: DasConfig) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config` of a block for the V1 runner; None where nothing drafts."""
+    """Return vLLM's `speculative_config` of a block for the V1 runner; None where
+    nothing drafts.
+    """
     if config.drafter == "none":
         return None
-    own = _neural(config) if config.neural else {"method": "custom_class", "model": DRAFTER}
+    own = (
+        _neural(config)
+        if config.neural
+        else {"method": "custom_class", "model": DRAFTER}
+    )
     return {"num_speculative_tokens": config.num_draft_tokens, **own}
 
 
 def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config` of a block for the V2 runner: a neural drafter's, or that of the look-up
-    drafter whose place das-adapter's takes; with the draft lengths that graphs are captured for, where the controller
-    chooses among them. None where nothing drafts."""
+    """Return vLLM's `speculative_config` of a block for the V2 runner: a neural
+    drafter's, or that of the look-up drafter whose place das-adapter's takes; with the
+    draft lengths that graphs are captured for, where the controller chooses among them.
+    None where nothing drafts.
+    """
     if config.drafter == "none":
         return None
     most = config.num_draft_tokens
     look_up = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     look_up |= _DRAWN if config.copies_policy and not config.keyed else {}
-    speculative = {"num_speculative_tokens": most, **(_neural(config) if config.neural else look_up)}
+    speculative = {
+        "num_speculative_tokens": most,
+        **(_neural(config) if config.neural else look_up),
+    }
     if not config.in_every_step:
         lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
-        speculative["num_speculative_tokens_per_batch_size"] = [(i, i, length) for i, length in lengths]
+        speculative["num_speculative_tokens_per_batch_size"] = [
+            (i, i, length) for i, length in lengths
+        ]
     return speculative
 
 
 def _neural(config: DasConfig) -> dict[str, Any]:
     model = {} if config.draft.model is None else {"model": config.draft.model}
-    # Hosts load no weights (`load_format: dummy`), and an EAGLE-3, DFlash or DSpark head of which vLLM has read none
-    # shares the policy's output layer, which may have more rows than its own.
+    # Hosts load no weights (`load_format: dummy`), and an EAGLE-3, DFlash or DSpark
+    # head of which vLLM has read none shares the policy's output layer, which may have
+    # more rows than its own.
     shares = config.method == "eagle3" or config.parallel
     load = {"draft_load_config": {"load_format": "auto"}} if shares else {}
-    drawn = {} if config.keyed or any(map(config.draft.options.get, _MOST_LIKELY)) else _DRAWN
+    drawn = (
+        {}
+        if config.keyed or any(map(config.draft.options.get, _MOST_LIKELY))
+        else _DRAWN
+    )
     return {"method": config.method, **drawn, **load, **config.draft.options, **model}
 
 
 def draft_lengths(config: DasConfig) -> tuple[int, ...]:
-    """Return the draft lengths that the steps of an engine on the V2 runner have, beside 0."""
-    most = {config.num_draft_tokens} | ({config.model_tokens} if config.by_model else set())
+    """Return the draft lengths that the steps of an engine on the V2 runner have,
+    beside 0.
+    """
+    most = {config.num_draft_tokens} | (
+        {config.model_tokens} if config.by_model else set()
+    )
     return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
 
 
 class DraftTokens(int):
-    """How many tokens are drafted for each request at the end of a step. vLLM's scheduler hands it on as the number
-    that it is; made of another one, it is that one."""
+    """How many tokens are drafted for each request at the end of a step. vLLM's
+    scheduler hands it on as the number that it is; made of another one, it is that
+    one.
+    """
 
     by_model: int
     """How many of them a model drafts where nothing better is in the history."""
     looks: bool
     """Whether it is looked up what the history has."""
     chances: npt.NDArray[np.float32] | None
-    """Of each kind of token that a model drafts (`core.confidence`) to be accepted, given those before it; None: the
-    number is not the controller's."""
+    """Of each kind of token that a model drafts (`core.confidence`) to be accepted,
+    given those before it; None: the number is not the controller's.
+    """
     total: int
-    """Draft tokens of all requests that the next step verifies, where each request has its own number."""
+    """Draft tokens of all requests that the next step verifies, where each request has
+    its own number.
+    """
     req_ids: Sequence[str]
     """These requests."""
     most: npt.NDArray[np.int64]
@@ -163,14 +251,23 @@ class DraftTokens(int):
     worth: npt.NDArray[np.float64]
     """What a token of each is worth beside one of the dearest, float64 [requests]."""
     error: str | None
-    """Why vLLM's scheduler asks for no drafts any more; None: nothing has failed there."""
+    """Why vLLM's scheduler asks for no drafts any more; None: nothing has failed
+    there.
+    """
 
-    def __new__(cls, tokens: int | None, by_model: int = 0, looks: bool = True) -> DraftTokens:
+    def __new__(
+        cls, tokens: int | None, by_model: int = 0, looks: bool = True
+    ) -> DraftTokens:
         if isinstance(tokens, cls):
             return tokens
         made = super().__new__(cls, tokens or 0)
-        made.by_model, made.looks, made.chances, made.total = by_model, looks, None, 0
-        made.req_ids, made.most, made.worth = (), _NOBODY, _NOTHING
+        made.by_model = by_model
+        made.looks = looks
+        made.chances = None
+        made.total = 0
+        made.req_ids = ()
+        made.most = _NOBODY
+        made.worth = _NOTHING
         made.error = None
         return made
 
@@ -180,12 +277,16 @@ class DraftTokens(int):
         vars(made).update(vars(self))
         return made
 
-    def parts(self, req_ids: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
-        """Return `most` and `worth` of these requests, and how many have joined since then: they have those of the
-        dearest."""
+    def parts(
+        self, req_ids: Sequence[str]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
+        """Return `most` and `worth` of these requests, and how many have joined since
+        then: they have those of the dearest.
+        """
         if self.req_ids == req_ids:
             return self.most, self.worth, 0
         places = dict(zip(self.req_ids, count(), strict=False))
         rows = np.fromiter(map(places.get, req_ids, repeat(-1)), np.int64, len(req_ids))
-        most, worth = np.append(self.most, int(self)), np.append(self.worth, 1.0)
+        most = np.append(self.most, int(self))
+        worth = np.append(self.worth, 1.0)
         return most[rows], worth[rows], int(np.count_nonzero(rows < 0))

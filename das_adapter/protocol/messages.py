@@ -1,4 +1,6 @@
-"""What a host and an engine tell each other. Payloads are plain containers, as vLLM's remote calls carry them."""
+"""What a host and an engine tell each other. Payloads are plain containers, as vLLM's
+remote calls carry them.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ class Trajectory(NamedTuple):
 
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
     """Return how long some trajectories are."""
-    return np.array([(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE)
+    return np.array(
+        [(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE
+    )
 
 
 def plain(value: Any) -> Any:
-    """Return a payload with Python's own numbers and lists in the place of NumPy's, which vLLM's transport refuses."""
+    """Return a payload with Python's own numbers and lists in the place of NumPy's,
+    which vLLM's transport refuses.
+    """
     return to_jsonable_python(value, fallback=lambda numbers: numbers.tolist())
 
 
@@ -41,21 +47,34 @@ _ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
 def pack(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as bytes: their number, a row for each, then their texts."""
     rows = np.array([(t.problem, len(t.tokens), t.version) for t in trajectories], _ROW)
-    return b"".join([np.uint64(len(rows)).tobytes(), rows.tobytes(), *(t.tokens for t in trajectories)])
+    return b"".join(
+        [
+            np.uint64(len(rows)).tobytes(),
+            rows.tobytes(),
+            *(t.tokens for t in trajectories),
+        ]
+    )
 
 
 def unpack(content: bytes) -> list[Trajectory]:
     """Return what was packed; ValueError: the bytes are no trajectories."""
     count = int(np.frombuffer(content, np.uint64, 1)[0])
     if count > len(content) // _ROW.itemsize:
-        raise ValueError(f"found {len(content)} bytes of trajectories, expected {count} rows of {_ROW.itemsize}")
+        raise ValueError(
+            f"found {len(content)} bytes of trajectories, expected {count} rows of"
+            f" {_ROW.itemsize}"
+        )
     rows = np.frombuffer(content, _ROW, count, offset=8)
     ends = 8 + rows.nbytes + np.cumsum(rows["bytes"])
     if count and ends[-1] != len(content):
-        raise ValueError(f"found {len(content)} bytes of trajectories, expected {ends[-1]}")
+        raise ValueError(
+            f"found {len(content)} bytes of trajectories, expected {ends[-1]}"
+        )
     return [
         Trajectory(problem, content[end - size : end], version)
-        for (problem, size, version), end in zip(rows.tolist(), ends.tolist(), strict=True)
+        for (problem, size, version), end in zip(
+            rows.tolist(), ends.tolist(), strict=True
+        )
     ]
 
 
@@ -83,7 +102,9 @@ class Refresh:
         return np.frombuffer(self.lengths, RESPONSE)
 
     def payload(self) -> dict[str, Any]:
-        """Return the fields that are not at their default, of which `Refresh(**payload)` makes the same message."""
+        """Return the fields that are not at their default, of which
+        `Refresh(**payload)` makes the same message.
+        """
         return TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
 
 
@@ -91,14 +112,20 @@ class Refreshed(TypedDict, total=False):
     """The answer of one rank of an engine to a refresh."""
 
     generation: int
-    """Of the history that is mapped, 0: none. Missing where another rank of the engine has the history."""
+    """Of the history that is mapped, 0: none. Missing where another rank of the engine
+    has the history.
+    """
     error: str
     """What went wrong; the rank goes on without drafts."""
 
 
-async def call_workers(engine: Any, command: str, payload: dict[str, Any]) -> list[list[Any]]:
-    """Run a command in every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
-    own `collective_rpc` calls all of them too, and returns the answers of the first engine's alone."""
+async def call_workers(
+    engine: Any, command: str, payload: dict[str, Any]
+) -> list[list[Any]]:
+    """Run a command in every worker of vLLM's `AsyncLLM`; return the answers of each
+    data-parallel engine's ranks. Its own `collective_rpc` calls all of them too, and
+    returns the answers of the first engine's alone.
+    """
     core: Any = getattr(engine, "engine_core", None)
     if len(engines := getattr(core, "core_engines", ())) < 2:
         return [await engine.collective_rpc("das_rpc", args=(command, payload))]

@@ -1,13 +1,18 @@
-"""How engines and the writer of a node's history exchange files, in the history's directory:
+"""How engines and the writer of a node's history exchange files, in the history's
+directory:
 
-    writer, users, janitor   locks: of the writer, of engines without a host, of the process that removes the directory
+    writer, users, janitor   locks: of the writer, of engines without a host, of the
+        process that removes the directory
     manifest-*, segments-*   what the writer has published, see `core.index.store`
-    spool/                   batch-*: trajectories of an engine here; texts-*: from another node;
+    spool/                   batch-*: trajectories of an engine here; texts-*: from
+    another node;
                              away-HISTORY-*: on their way to another node;
-                             ask-ENGINE, answer-ENGINE: a request for a generation and its answer, where there is no Ray
+                             ask-ENGINE, answer-ENGINE: a request for a generation and
+                             its answer, where there is no Ray
 
-Any thread and any process of this user may leave files, each whole or not at all, for this user alone; one thread of
-the writer takes them at a time. Nothing in them is unpickled.
+Any thread and any process of this user may leave files, each whole or not at all, for
+this user alone; one thread of the writer takes them at a time. Nothing in them is
+unpickled.
 """
 
 from __future__ import annotations
@@ -34,10 +39,15 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER = "spool"
 USERS = "users"
 """File that engines without a host lock, shared, as long as they live."""
-BATCH, TEXTS, AWAY = "batch", "texts", "away"
-ASK, ANSWER = "ask", "answer"
+BATCH = "batch"
+TEXTS = "texts"
+AWAY = "away"
+ASK = "ask"
+ANSWER = "answer"
 GRACE_S = 20.0
-"""How long a directory outlives its writer, or its last engine, so that one that is started again finds it."""
+"""How long a directory outlives its writer, or its last engine, so that one that is
+started again finds it.
+"""
 GATHER_S = 0.5
 """How long trajectories are gathered before they are left together."""
 SPARE = 1 << 30
@@ -47,13 +57,17 @@ KEPT = 64 << 20
 
 
 def places() -> tuple[Path, Path]:
-    """Return where a history's directory may lie: in shared memory, or with temporary files, if there is no room."""
+    """Return where a history's directory may lie: in shared memory, or with temporary
+    files, if there is no room.
+    """
     return SHARED_MEMORY, Path(tempfile.gettempdir())
 
 
 def directory_for(name: str, size: int, beside: int = 0) -> Path:
-    """Return the directory of a history: the one that is there, else a new one, in the second of the `places` if the
-    first has no room for `size` bytes; `beside` as in `room`."""
+    """Return the directory of a history: the one that is there, else a new one, in the
+    second of the `places` if the first has no room for `size` bytes; `beside` as in
+    `room`.
+    """
     for root in places():
         if is_private(root / name):
             return root / name
@@ -61,17 +75,19 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
         if room(SHARED_MEMORY, beside) >= size:
             return SHARED_MEMORY / name
     logger.warning(
-        "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
-        "the history lies in %s",
+        "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object"
+        " store of %s bytes; the history lies in %s",
         *(SHARED_MEMORY, size, beside, root),
     )
     return root / name
 
 
 def room(directory: Path, beside: int, held: int = 0) -> int:
-    """Return how many bytes a history's files may take, which take `held` now. `beside`: the size of Ray's object
-    store, which takes memory when it needs it; it lies in shared memory, or with temporary files if that is smaller.
-    OSError: the directory is gone."""
+    """Return how many bytes a history's files may take, which take `held` now.
+    `beside`: the size of Ray's object store, which takes memory when it needs it; it
+    lies in shared memory, or with temporary files if that is smaller. OSError: the
+    directory is gone.
+    """
     disk = shutil.disk_usage(directory)
     if beside:
         store = places()[shutil.disk_usage(SHARED_MEMORY).total < beside]
@@ -90,16 +106,23 @@ def size_of(directory: Path) -> int:
 
 def write(path: Path, content: bytes) -> None:
     """Write a file for this user alone, without following a link."""
-    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
+    with open(
+        path,
+        "wb",
+        opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600),
+    ) as file:
         file.write(content)
 
 
 def put(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
-    """Leave a file in a spool, all of it or nothing; one of the same name is replaced. OSError: the directory is gone,
-    or has no room; IndexFileError: it is a link or another user's."""
+    """Leave a file in a spool, all of it or nothing; one of the same name is replaced.
+    OSError: the directory is gone, or has no room; IndexFileError: it is a link or
+    another user's.
+    """
     folder = Path(directory) / FOLDER
     check_owner(folder)
-    new = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # another thread may leave the same file, sent again
+    # another thread may leave the same file, sent again
+    new = folder / f"{name}.{uuid.uuid4().hex}.tmp"
     try:
         write(new, content)
         new.rename(folder / name)
@@ -108,13 +131,23 @@ def put(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
         raise
 
 
-def put_batch(directory: str | os.PathLike[str], engine: str, trajectories: Sequence[Trajectory]) -> None:
-    """Leave what an engine wrote; `put` says what is raised. Files are taken in the order of their names."""
-    put(directory, f"{BATCH}-{engine}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}", pack(trajectories))
+def put_batch(
+    directory: str | os.PathLike[str], engine: str, trajectories: Sequence[Trajectory]
+) -> None:
+    """Leave what an engine wrote; `put` says what is raised. Files are taken in the
+    order of their names.
+    """
+    put(
+        directory,
+        f"{BATCH}-{engine}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}",
+        pack(trajectories),
+    )
 
 
 class Answer(NamedTuple):
-    """The writer's answer to an engine that asks for a generation with all that it has left."""
+    """The writer's answer to an engine that asks for a generation with all that it has
+    left.
+    """
 
     number: int
     """Of the request, which is all that its file says."""
@@ -135,14 +168,23 @@ class Answer(NamedTuple):
 
 
 class Gathered:
-    """What is gathered for a while and then left together, such as trajectories on their way from an engine to a spool.
-    Trajectories that can't be left are kept, up to `KEPT` bytes, for the next time. Any thread may call."""
+    """What is gathered for a while and then left together, such as trajectories on
+    their way from an engine to a spool. Trajectories that can't be left are kept, up to
+    `KEPT` bytes, for the next time. Any thread may call.
+    """
 
-    def __init__(self, leave: Callable[[Sequence[Any]], None], seconds: float = GATHER_S) -> None:
-        """`leave`: leaves some, or, of trajectories, raises; one thread calls it at a time."""
-        self._leave, self._seconds = leave, seconds
+    def __init__(
+        self, leave: Callable[[Sequence[Any]], None], seconds: float = GATHER_S
+    ) -> None:
+        """`leave`: leaves some, or, of trajectories, raises; one thread calls it at a
+        time.
+        """
+        self._leave = leave
+        self._seconds = seconds
         self._lock = threading.Lock()
-        """Of what is gathered; never held while something is left, because an event loop may wait for it."""
+        """Of what is gathered; never held while something is left, because an event
+        loop may wait for it.
+        """
         self._leaving = threading.Lock()
         self._batch: list[Any] = []
         self._due = False
@@ -152,7 +194,8 @@ class Gathered:
         """Take something, without waiting for anything."""
         with self._lock:
             self._batch.append(item)
-            due, self._due = self._due, True
+            due = self._due
+            self._due = True
         if not due:
             timer = threading.Timer(self._seconds, self.flush)
             timer.daemon = True  # the process need not wait for it
@@ -162,7 +205,9 @@ class Gathered:
         """Leave now what was gathered; if that fails, a line in the log says so."""
         with self._leaving:
             with self._lock:
-                batch, self._batch, self._due = self._batch, [], False
+                batch = self._batch
+                self._batch = []
+                self._due = False
             try:
                 if batch:
                     self._leave(batch)

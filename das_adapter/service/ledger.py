@@ -1,5 +1,6 @@
-"""A run's ledger, a Ray actor: how long responses were, the engines' counts, added up to one set of figures per
-training step, and what the run's history starts from."""
+"""A run's ledger, a Ray actor: how long responses were, the engines' counts, added up
+to one set of figures per training step, and what the run's history starts from.
+"""
 
 from __future__ import annotations
 
@@ -47,19 +48,25 @@ class Ledger(LengthLog):
         """Faults that were logged."""
         self._start: tuple[str | None, int] = None, 0
         self._nodes: tuple[str, ...] = ()
-        self._version, self._heard = -1, 0
+        self._version = -1
+        self._heard = 0
         self._lengths: dict[int, Responses] = {}
-        """What `sync` has answered for this weight version, by cursor: engines ask alike."""
+        """What `sync` has answered for this weight version, by cursor: engines ask
+        alike.
+        """
         self._expected: dict[int, float] | None = None
         end_with_job()
 
     def sync(self, version: int, cursor: int) -> Synced:
-        """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
-        first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
-        `cursor`: of the last weight sync, 0: there was none."""
+        """Tell an engine, or a node's history for its engines, what the run knows, at a
+        weight sync to `version`. The first call for a weight version fixes the answer
+        for all: lengths that arrive later are told at the next. `cursor`: of the last
+        weight sync, 0: there was none.
+        """
         if version > self._version:
             self._version, self._heard, self._nodes = version, self.count, histories()
-            self._lengths, self._expected = {}, None
+            self._lengths = {}
+            self._expected = None
         if cursor not in self._lengths:
             self._lengths[cursor] = self.since(cursor, self._heard)
         return Synced(self._heard, self._lengths[cursor], self._nodes)
@@ -75,30 +82,37 @@ class Ledger(LengthLog):
         return self._name
 
     def start_from(self, directory: str | None, offset: int = 0) -> None:
-        """Let the run's history begin with what lies in a directory (see `service.checkpoint`), whose weight versions
-        are `offset` above the run's; None: it begins empty."""
+        """Let the run's history begin with what lies in a directory (see
+        `service.checkpoint`), whose weight versions are `offset` above the run's; None:
+        it begins empty.
+        """
         self._start = directory, offset
 
     def start(self) -> tuple[str | None, int, int]:
-        """Return what a node's history begins with, see `start_from`, and the run's weight version; -1: it has had no
-        weight sync yet."""
+        """Return what a node's history begins with, see `start_from`, and the run's
+        weight version; -1: it has had no weight sync yet.
+        """
         return *self._start, self._version
 
     def report(self, step: int, report: dict[str, Any]) -> None:
-        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`."""
+        """Take one replica's counts of a step, with the keys of `EngineStats` and
+        `RolloutClock`.
+        """
         self._reports.setdefault(step, []).append(report)
         for old in [s for s in self._reports if s < step - 8]:
             del self._reports[old]
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the figures of a step over all replicas, under the names the trainer logs; say in the log, once per
-        run and kind of fault, why `das/health` is 0."""
+        """Return the figures of a step over all replicas, under the names the trainer
+        logs; say in the log, once per run and kind of fault, why `das/health` is 0.
+        """
         return figures(self._reports.get(step, []), self._told)
 
 
 def ask(call: ray.ObjectRef, timeout: float) -> Any:
-    """Wait for what an actor answers; a call that times out is taken back, so that nobody waits for its turn. RayError:
-    there is no answer."""
+    """Wait for what an actor answers; a call that times out is taken back, so that
+    nobody waits for its turn. RayError: there is no answer.
+    """
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -107,38 +121,52 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
 
 
 def answers(calls: Sequence[ray.ObjectRef], timeout: float, what: str) -> list[Any]:
-    """Wait for what several actors answer to `what`; those that do not within `timeout` seconds, or that fail, are left
-    out, with a line in the log."""
-    found, deadline = [], time.monotonic() + timeout
+    """Wait for what several actors answer to `what`; those that do not within `timeout`
+    seconds, or that fail, are left out, with a line in the log.
+    """
+    found = []
+    deadline = time.monotonic() + timeout
     for call in calls:
         try:
             found.append(ask(call, max(0.0, deadline - time.monotonic())))
         except ray.exceptions.RayError as error:
-            logger.warning("das: one of %s actors has no answer to %s: %r", len(calls), what, error)
+            logger.warning(
+                "das: one of %s actors has no answer to %s: %r", len(calls), what, error
+            )
     return found
 
 
 def expected(timeout: float) -> Expected | None:
-    """Ask for what is expected; None, with a line in the log, where the ledger does not answer."""
+    """Ask for what is expected; None, with a line in the log, where the ledger does not
+    answer.
+    """
     try:
         return Expected(ask(running().expected.remote(), timeout))
     except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning("das: no new predicted lengths; those from before stand: %r", error)
+        logger.warning(
+            "das: no new predicted lengths; those from before stand: %r", error
+        )
         return None
 
 
 def name_of(part: str) -> str:
-    """Return the name of an actor of this run: jobs that share a namespace have actors of their own."""
+    """Return the name of an actor of this run: jobs that share a namespace have actors
+    of their own.
+    """
     return f"{part}:{ray.get_runtime_context().get_job_id()}"
 
 
 NAMESPACE = "das_adapter"
-"""Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace without a name."""
+"""Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace
+without a name.
+"""
 HISTORY = "das_history"
 
 
 def histories() -> tuple[str, ...]:
-    """Return the names of the histories of this run's nodes, sorted; each ends in `:` and Ray's id of its node."""
+    """Return the names of the histories of this run's nodes, sorted; each ends in `:`
+    and Ray's id of its node.
+    """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     own = (name for name in _names() if name.startswith(f"{name_of(HISTORY)}:"))
     return tuple(sorted(name for name in own if name.rpartition(":")[2] in alive))
@@ -169,23 +197,43 @@ def actor(name: str) -> Any:
 
 
 def named(name: str, kind: type, *args: Any, **options: Any) -> Any:
-    """Return the run's actor of this name; if there is none, it is started as `kind(*args)` with Ray's `options`. It
-    outlives the process that started it, because engines come and go; `kind` calls `end_with_job`."""
+    """Return the run's actor of this name; if there is none, it is started as
+    `kind(*args)` with Ray's `options`. It outlives the process that started it, because
+    engines come and go; `kind` calls `end_with_job`.
+    """
     try:
         return actor(name)
     except ValueError:
-        options = {"scheduling_strategy": "DEFAULT", **options}  # not in the placement group of an engine
-        started = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(kind)
-        return started.options(name=name, namespace=NAMESPACE, get_if_exists=True).remote(*args)
+        # not in the placement group of an engine
+        options = {
+            "scheduling_strategy": "DEFAULT",
+            **options,
+        }
+        started = ray.remote(
+            num_cpus=0, max_restarts=-1, lifetime="detached", **options
+        )(kind)
+        return started.options(
+            name=name, namespace=NAMESPACE, get_if_exists=True
+        ).remote(*args)
 
 
 def end_earlier() -> None:
-    """End what an earlier run of this job has left, before anything of a run is started: its lengths, figures and
-    history, whose weight versions may be higher, are not the next one's."""
-    names = {name_of("das_ledger"), *histories()} & _names() if ray.is_initialized() else set[str]()
+    """End what an earlier run of this job has left, before anything of a run is
+    started: its lengths, figures and history, whose weight versions may be higher, are
+    not the next one's.
+    """
+    names = (
+        {name_of("das_ledger"), *histories()} & _names()
+        if ray.is_initialized()
+        else set[str]()
+    )
     if not names:
         return
-    answers([actor(name).end.remote() for name in names if name.startswith(HISTORY)], _END_S, "end")
+    answers(
+        [actor(name).end.remote() for name in names if name.startswith(HISTORY)],
+        _END_S,
+        "end",
+    )
     for name in names:
         with contextlib.suppress(ValueError):
             ray.kill(actor(name))
@@ -195,18 +243,22 @@ def end_earlier() -> None:
 
 
 def end_with_job() -> None:
-    """Let this actor end soon after its job: Ray keeps a detached one as long as the cluster. In a process that is no
-    actor nothing happens."""
+    """Let this actor end soon after its job: Ray keeps a detached one as long as the
+    cluster. In a process that is no actor nothing happens.
+    """
     context = ray.get_runtime_context() if ray.is_initialized() else None
     if context is None or context.get_actor_id() is None:
         return
-    job, own = context.get_job_id(), context.current_actor
+    job = context.get_job_id()
+    own = context.current_actor
 
     def watch() -> None:
         while True:
             time.sleep(_LOOK_S)
             try:
-                if any(found["JobID"] == job and found["IsDead"] for found in state.jobs()):
+                if any(
+                    found["JobID"] == job and found["IsDead"] for found in state.jobs()
+                ):
                     ray.kill(own)
             except Exception as error:  # Ray's head is restarted, say
                 logger.warning("das: whether the job has ended is not known: %r", error)
@@ -215,7 +267,9 @@ def end_with_job() -> None:
 
 
 def metrics(step: int) -> dict[str, float]:
-    """Return the figures of a step, for the trainer's logger; none, with a warning, if the ledger does not answer."""
+    """Return the figures of a step, for the trainer's logger; none, with a warning, if
+    the ledger does not answer.
+    """
     try:
         found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
         return found

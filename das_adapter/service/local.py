@@ -1,9 +1,10 @@
-"""The writer of a node's history where there is no Ray cluster: a process that the engines of the node share and that
-ends after them.
+"""The writer of a node's history where there is no Ray cluster: a process that the
+engines of the node share and that ends after them.
 
     python -m das_adapter.service.local DIRECTORY HISTORY_BLOCK GRACE_S
 
-It leaves the process that starts it at once, so that it is not ended together with an engine's children.
+It leaves the process that starts it at once, so that it is not ended together with an
+engine's children.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _REST_S = 0.5
 
 
 class LocalHistory:
-    """A writer for engines that ask by files. Each counts weight versions of its own from 0; those of an engine that
-    comes later follow what is there."""
+    """A writer for engines that ask by files. Each counts weight versions of its own
+    from 0; those of an engine that comes later follow what is there.
+    """
 
     def __init__(self, directory: Path, config: HistoryConfig, grace_s: float):
         """Arguments and errors as in `Writer`."""
-        self._told = logging.handlers.BufferingHandler(100)  # for the next engine that asks: somebody reads its log
+        # for the next engine that asks: somebody reads its log
+        self._told = logging.handlers.BufferingHandler(100)
         self._told.setLevel(logging.WARNING)
         logger.addHandler(self._told)
         self._writer = Writer(config, directory, grace_s)
@@ -45,9 +48,12 @@ class LocalHistory:
 
     def work(self) -> None:
         """Take what has arrived, and answer the engines that ask."""
-        asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]  # what they left before is taken
+        # what they left before is taken
+        asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]
         for file, texts in self._writer.read():
-            offset = self._offset(file.split("-")[1], max((text.version for text in texts), default=0))
+            offset = self._offset(
+                file.split("-")[1], max((text.version for text in texts), default=0)
+            )
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
         for path, number in asked:
@@ -56,14 +62,18 @@ class LocalHistory:
             store = self._writer.store
             told = [self._told.format(record) for record in self._told.buffer]
             self._told.flush()
-            Answer(number, store.generation, told).put(store.directory, path.name.partition("-")[2])
+            Answer(number, store.generation, told).put(
+                store.directory, path.name.partition("-")[2]
+            )
             path.unlink(missing_ok=True)
         if time.monotonic() > self._rests_until:
             more = self._writer.work(_TICK_S)
             self._rests_until = time.monotonic() + (0.0 if more else _REST_S)
 
     def serve(self, grace_s: float) -> None:
-        """Work until there has been no engine for so long; the janitor removes the directory then."""
+        """Work until there has been no engine for so long; the janitor removes the
+        directory then.
+        """
         last = time.monotonic()
         while time.monotonic() < last + grace_s:
             try:
@@ -75,23 +85,32 @@ class LocalHistory:
             time.sleep(min(_TICK_S, grace_s))
 
     def _used(self) -> bool:
-        with contextlib.suppress(OSError), (self._writer.directory / USERS).open("r+b") as users:
+        with (
+            contextlib.suppress(OSError),
+            (self._writer.directory / USERS).open("r+b") as users,
+        ):
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return True
-        return False  # or files were removed, which the next engine that asks will notice
+        return (
+            False  # or files were removed, which the next engine that asks will notice
+        )
 
     def _offset(self, engine: str, version: int) -> int:
-        offset, store = self._offsets.get(engine, 0), self._writer.store
+        offset = self._offsets.get(engine, 0)
+        store = self._writer.store
         behind = store.newest - version - offset if store.tokens else 0
-        # Engines of one run may be one weight version apart; one without requests counts several updates as one.
+        # Engines of one run may be one weight version apart; one without requests
+        # counts several updates as one.
         self._offsets[engine] = offset + (behind if behind > 1 else 0)
         return self._offsets[engine]
 
 
 def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
-    """Serve a directory until its engines are gone; end at once where another process serves it."""
+    """Serve a directory until its engines are gone; end at once where another process
+    serves it.
+    """
     try:
         history = LocalHistory(directory, config, grace_s)
     except (DasError, OSError) as error:
@@ -102,4 +121,8 @@ def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
 
 if __name__ == "__main__":
     if os.fork() == 0:
-        main(Path(sys.argv[1]), HistoryConfig.model_validate_json(sys.argv[2]), float(sys.argv[3]))
+        main(
+            Path(sys.argv[1]),
+            HistoryConfig.model_validate_json(sys.argv[2]),
+            float(sys.argv[3]),
+        )

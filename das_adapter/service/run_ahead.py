@@ -1,4 +1,6 @@
-"""Run-ahead, whatever the host: the batches that come, what is written ahead of them, and the order in which it is."""
+"""Run-ahead, whatever the host: the batches that come, what is written ahead of them,
+and the order in which it is.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ from das_adapter.core.backoff import Backoff
 logger = logging.getLogger("das_adapter")
 
 STEPS = 4
-"""Steps that are written ahead. A step that was written ahead leaves hardly an engine idle: with one, the step after it
-is not written ahead. A long tail is enough for several; what was written more weight syncs ago is repeated less."""
+"""Steps that are written ahead. A step that was written ahead leaves hardly an engine
+idle: with one, the step after it is not written ahead. A long tail is enough for
+several; what was written more weight syncs ago is repeated less.
+"""
 LEAST = 0.05
-"""Share of the tokens written ahead that requests must repeat, or nothing is written ahead for a while."""
+"""Share of the tokens written ahead that requests must repeat, or nothing is written
+ahead for a while.
+"""
 _REST, _LONGEST = 8, 64
 """Steps without, after one that was not worth it, and at most."""
 POLL_S = 0.2
@@ -30,15 +36,20 @@ POLL_S = 0.2
 
 
 class LookAhead:
-    """A host's stateful data loader, of which the next batches of an epoch can be seen before they are taken. Whoever
-    takes batches or saves the state finds what the loader alone would give: what was only seen is not taken yet."""
+    """A host's stateful data loader, of which the next batches of an epoch can be seen
+    before they are taken. Whoever takes batches or saves the state finds what the
+    loader alone would give: what was only seen is not taken yet.
+    """
 
     def __init__(self, loader: Any) -> None:
         """`loader`: torchdata's `StatefulDataLoader`, or one like it."""
-        self._loader, self._iterator = loader, iter(())
+        self._loader = loader
+        self._iterator = iter(())
         self._seen = deque[tuple[Any, Future[Any]]]()
-        """The loader's state before each batch that was read and is not taken yet; and the batch, or what was raised in
-        its place: at the end of an epoch, `StopIteration`."""
+        """The loader's state before each batch that was read and is not taken yet; and
+        the batch, or what was raised in its place: at the end of an epoch,
+        `StopIteration`.
+        """
         self.taken = 0
         """Batches that were taken."""
 
@@ -61,9 +72,12 @@ class LookAhead:
         return batch
 
     def peek(self, count: int) -> list[Any]:
-        """Return the batches that are taken next, at most so many: fewer where the epoch ends before, or one can't be
-        read, which is an error when it is taken."""
-        while len(self._seen) < count and not (self._seen and self._seen[-1][1].exception()):
+        """Return the batches that are taken next, at most so many: fewer where the
+        epoch ends before, or one can't be read, which is an error when it is taken.
+        """
+        while len(self._seen) < count and not (
+            self._seen and self._seen[-1][1].exception()
+        ):
             self._seen.append((self._loader.state_dict(), batch := Future[Any]()))
             try:
                 batch.set_result(next(self._iterator))
@@ -82,34 +96,49 @@ class Coming:
     def __init__(self, batches: LookAhead) -> None:
         self._batches = batches
         self.repeated: float | None = None
-        """Share of what was written ahead that was repeated, as logged last; None: none was, or it is judged."""
+        """Share of what was written ahead that was repeated, as logged last; None: none
+        was, or it is judged.
+        """
         self._pays = Backoff(_REST, _LONGEST)
         self._shown = 0
         """The last step whose batch was shown."""
 
     def show(self, now: int, last: int) -> Iterator[tuple[int, Any, bool]]:
-        """Yield the steps after the present one, up to the end of the epoch and to the run's last step: each with its
-        batch, and whether this is the first time that it is shown; none where it does not pay."""
+        """Yield the steps after the present one, up to the end of the epoch and to the
+        run's last step: each with its batch, and whether this is the first time that it
+        is shown; none where it does not pay.
+        """
         count = min(STEPS, last - now) if self._worth(now) else 0
-        for step, batch in enumerate(self._batches.peek(count)[: max(0, count)], now + 1):
-            new, self._shown = step > self._shown, max(step, self._shown)
+        for step, batch in enumerate(
+            self._batches.peek(count)[: max(0, count)], now + 1
+        ):
+            new = step > self._shown
+            self._shown = max(step, self._shown)
             yield step, batch, new
 
     def _worth(self, step: int) -> bool:
-        """Whether what was written ahead in the last steps was repeated; what of it is left at rest is not judged."""
-        repeated, self.repeated = self.repeated, None
+        """Whether what was written ahead in the last steps was repeated; what of it is
+        left at rest is not judged.
+        """
+        repeated = self.repeated
+        self.repeated = None
         if repeated is not None and self._pays.due(step):
             if repeated < LEAST:
                 self._pays.done(step)
-                logger.warning("das: requests repeat %.3f of what was written ahead: nothing is for a while", repeated)
+                logger.warning(
+                    "das: requests repeat %.3f of what was written ahead: nothing is"
+                    " for a while",
+                    repeated,
+                )
             else:
                 self._pays.restart()
         return self._pays.due(step)
 
 
 texts: deque[dict[int, array[int]]] = deque(maxlen=1 + STEPS)
-"""What is written ahead for the requests of this process, by the seeds of their noise: for the step that goes on, and
-for those after it."""
+"""What is written ahead for the requests of this process, by the seeds of their noise:
+for the step that goes on, and for those after it.
+"""
 
 
 def new_texts() -> dict[int, array[int]]:
@@ -119,14 +148,22 @@ def new_texts() -> dict[int, array[int]]:
 
 
 def take(seed: int | None) -> bytes | None:
-    """Return the response of a request that begins, int32 token ids; None: nothing is written."""
-    text = next((written.pop(seed) for written in texts if seed in written), None) if seed else None
+    """Return the response of a request that begins, int32 token ids; None: nothing is
+    written.
+    """
+    text = (
+        next((written.pop(seed) for written in texts if seed in written), None)
+        if seed
+        else None
+    )
     return None if text is None else text.tobytes()
 
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A sample of one of the next steps, whose first response is written ahead in one piece or several."""
+    """A sample of one of the next steps, whose first response is written ahead in one
+    piece or several.
+    """
 
     texts: dict[int, array[int]]
     """Where the text goes when there is any: those of its step."""
@@ -144,9 +181,10 @@ class Job:
 
 
 class Writing:
-    """Writes ahead on idle replicas, the next step first: the first sample of each row, then the second, and so on. No
-    more is written at once than a step has samples: later steps do not slow the next one down. Its calls are of one
-    event loop."""
+    """Writes ahead on idle replicas, the next step first: the first sample of each row,
+    then the second, and so on. No more is written at once than a step has samples:
+    later steps do not slow the next one down. Its calls are of one event loop.
+    """
 
     def __init__(
         self,
@@ -154,9 +192,12 @@ class Writing:
         give_back: Callable[[Any], object],
         write: Callable[[Any, Any], Awaitable[object]],
     ) -> None:
-        """`lend`: returns at most so many slots of idle replicas; `write`: lets the replica of a slot go on with a
-        host's `Job`."""
-        self._lend, self._give_back, self._ask = lend, give_back, write
+        """`lend`: returns at most so many slots of idle replicas; `write`: lets the
+        replica of a slot go on with a host's `Job`.
+        """
+        self._lend = lend
+        self._give_back = give_back
+        self._ask = write
         self._waiting: dict[int, deque[Job]] = {}
         """Samples that wait for a replica, by their steps, which come in any order."""
         self._most = 0
@@ -180,13 +221,16 @@ class Writing:
         while any(self._waiting.values()) or self._at_work:
             await asyncio.sleep(POLL_S)
             waiting = (jobs for _, jobs in sorted(self._waiting.items()) if jobs)
-            jobs = next(waiting, deque[Job]())  # a later step asks when these have begun
+            # a later step asks when these have begun
+            jobs = next(waiting, deque[Job]())
             most = min(len(jobs), self._most - len(self._at_work))
             try:
                 for slot in await self._lend(most):
                     self._begin(jobs, slot)
             except ray.exceptions.RayError as error:
-                logger.warning("das: nothing is written ahead for the next steps: %r", error)
+                logger.warning(
+                    "das: nothing is written ahead for the next steps: %r", error
+                )
                 return
 
     def _begin(self, jobs: deque[Job], slot: Any) -> None:
@@ -210,8 +254,10 @@ class Writing:
 
 
 class Aside:
-    """What an engine writes ahead, beside its requests: while it has none, and a rollout goes on. `request` and `end`
-    belong on the event loop on which the engine is called."""
+    """What an engine writes ahead, beside its requests: while it has none, and a
+    rollout goes on. `request` and `end` belong on the event loop on which the engine is
+    called.
+    """
 
     def __init__(self, abort: Callable[[list[str]], Awaitable[None]]) -> None:
         """`abort`: the engine's, of requests by their ids."""
@@ -219,7 +265,9 @@ class Aside:
         self.ids = set[str]()
         """Of the requests with which it writes ahead."""
         self._calls = 0
-        """Calls that write ahead: their requests may still be on the way to the engine."""
+        """Calls that write ahead: their requests may still be on the way to the
+        engine.
+        """
         self._requests, self._rests = 0, True
         """Other requests, and whether no rollout goes on."""
         self._ending: asyncio.Task[None] | None = None
@@ -227,7 +275,8 @@ class Aside:
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Have a request answered; what is written ahead ends within a step."""
-        self._requests, self._rests = self._requests + 1, False
+        self._requests = self._requests + 1
+        self._rests = False
         if self._calls and (self._ending is None or self._ending.done()):
             self._ending = asyncio.create_task(self._end())
         try:
@@ -235,17 +284,25 @@ class Aside:
         finally:
             self._requests -= 1
 
-    async def write(self, ask: Callable[[], Awaitable[tuple[Sequence[int], bool]]]) -> tuple[Sequence[int], bool]:
-        """Write ahead what a request will begin with, until the engine has others or the rollout ends; return that, and
-        whether it is the whole response. `ask`: sends the request, and returns the same."""
-        self._calls += 1  # first: a request may begin at the same moment, on another thread
+    async def write(
+        self, ask: Callable[[], Awaitable[tuple[Sequence[int], bool]]]
+    ) -> tuple[Sequence[int], bool]:
+        """Write ahead what a request will begin with, until the engine has others or
+        the rollout ends; return that, and whether it is the whole response. `ask`:
+        sends the request, and returns the same.
+        """
+        self._calls += (
+            1  # first: a request may begin at the same moment, on another thread
+        )
         try:
             return ([], False) if self._requests or self._rests else await ask()
         finally:
             self._calls -= 1
 
     async def end(self) -> None:
-        """End what is written ahead, as the rollout has ended; nothing more is before the next request."""
+        """End what is written ahead, as the rollout has ended; nothing more is before
+        the next request.
+        """
         self._rests = True
         await self._end()
 

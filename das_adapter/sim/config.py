@@ -1,4 +1,6 @@
-"""A simulation as a YAML file. Unknown keys are errors that name themselves and what is allowed."""
+"""A simulation as a YAML file. Unknown keys are errors that name themselves and what is
+allowed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Rates = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=1)
 
 
 class _Block(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class HardwareBlock(_Block):
@@ -36,8 +40,10 @@ class StepsBlock(_Block):
     """How long a decode step takes."""
 
     kind: Literal["roofline", "line"] = "roofline"
-    """`roofline`: from model and hardware; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c
-    seconds, with c tokens of context, and `draft` with drafts."""
+    """`roofline`: from model and hardware; `line`: base + token·n + bend·max(0, n -
+    knee) + request·b + context·c seconds, with c tokens of context, and `draft` with
+    drafts.
+    """
     line: dict[str, float] = {}
     """`line`: the coefficients."""
     overhead_ms: Annotated[float, Field(ge=0)] = 1.0
@@ -54,8 +60,9 @@ class EngineBlock(_Block):
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     """Requests that run at once."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
-    """Tokens that the KV cache holds; null: what the weights leave of nine tenths of the memory (without a device: no
-    limit)."""
+    """Tokens that the KV cache holds; null: what the weights leave of nine tenths of
+    the memory (without a device: no limit).
+    """
 
 
 class LengthsBlock(_Block):
@@ -66,14 +73,18 @@ class LengthsBlock(_Block):
     sigma: Positive = 0.8
     """Standard deviation of the logarithm, without the cap."""
     within: Share = 0.5
-    """Share of its variance that samples of one problem have in common, also from one visit of it to the next."""
+    """Share of its variance that samples of one problem have in common, also from one
+    visit of it to the next.
+    """
 
 
 class RolloutBlock(_Block):
     """What is written."""
 
     dump: str | None = None
-    """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are drawn."""
+    """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are
+    drawn.
+    """
     tokenizer: str | None = None
     """Of a dump that holds text."""
     dataset: Annotated[int, Field(ge=1)] = 1024
@@ -97,20 +108,28 @@ class AcceptanceBlock(_Block):
     """How much of the drafts survives."""
 
     history: Literal["given", "index"] = "given"
-    """Drafts from the history. `index`: the dump is written again, and searched; `given`: by `rates`."""
+    """Drafts from the history. `index`: the dump is written again, and searched;
+    `given`: by `rates`.
+    """
     rates: Annotated[list[Rates], Field(min_length=1)] = [[0.5], [0.65]]
-    """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
+    """`given`: chance of each draft position, if those before survived, by visit of the
+    problem; the last goes on.
+    """
     agreement: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Chance that a token that was written ahead (`history.run_ahead`) is the same under the weights of its step."""
+    """Chance that a token that was written ahead (`history.run_ahead`) is the same
+    under the weights of its step.
+    """
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None
-    """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens; null: 1 and
-    half of these, for neural drafters alone."""
+    """Tokens that a neural drafter's or n-gram's request gets from a step, with its
+    number of draft tokens; null: 1 and half of these, for neural drafters alone.
+    """
     pass_share: Annotated[float, Field(ge=0)] | None = None
-    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: 0.05.
-    Of what reading the context takes, EAGLE-3 and MTP have the share of one layer with `roofline`,
-    others this one."""
+    """Time of a pass of a neural drafter, of a plain step of the policy with as many
+    requests; null: 0.05. Of what reading the context takes, EAGLE-3 and MTP have the
+    share of one layer with `roofline`, others this one.
+    """
 
 
 class PipelineBlock(_Block):
@@ -119,7 +138,9 @@ class PipelineBlock(_Block):
     kind: Literal["sync", "async"] = "sync"
     """`sync`: rollout, then training; `async`: requests run on across weight syncs."""
     lag: Annotated[int, Field(ge=0)] = 1
-    """`async`: maximum number of weight versions between sending a request and training on it."""
+    """`async`: maximum number of weight versions between sending a request and training
+    on it.
+    """
     train_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds of rewards, log-probabilities and the update."""
     sync_s: Annotated[float, Field(ge=0)] = 0.0
@@ -132,14 +153,18 @@ class ArmBlock(_Block):
     das: dict[str, Any] = {}
     """The `das:` block, as in a run."""
     stride: Annotated[int, Field(ge=1)] = 1
-    """Steps between two calls of the controller; more than 1 for large fleets that draft from the history alone."""
+    """Steps between two calls of the controller; more than 1 for large fleets that
+    draft from the history alone.
+    """
 
 
 class SimConfig(_Block):
     """A simulation."""
 
     model: str | dict[str, Any] = "Qwen/Qwen2.5-7B"
-    """Name in the table of `das_adapter/sim/models.py`, path of a config.json, or the sizes themselves."""
+    """Name in the table of `das_adapter/sim/models.py`, path of a config.json, or the
+    sizes themselves.
+    """
     precision: Literal["bf16", "fp8"] = "bf16"
     """Of weights and matrix products."""
     hardware: HardwareBlock = HardwareBlock()
@@ -164,7 +189,9 @@ def parse(content: Any, where: str = "simulation") -> SimConfig:
     try:
         return SimConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {message(e, SimConfig, ())}" for e in error.errors())) from None
+        raise ConfigError(
+            "\n".join(f"{where}: {message(e, SimConfig, ())}" for e in error.errors())
+        ) from None
 
 
 def read(path: str | Path) -> SimConfig:
@@ -179,12 +206,18 @@ def read(path: str | Path) -> SimConfig:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    if isinstance(content, dict) and isinstance(content.get("arms"), dict):  # YAML reads `off:` as a truth value
-        content["arms"] = {{False: "off", True: "on"}.get(key, key): arm for key, arm in content["arms"].items()}
+    # YAML reads `off:` as a truth value
+    if isinstance(content, dict) and isinstance(content.get("arms"), dict):
+        content["arms"] = {
+            {False: "off", True: "on"}.get(key, key): arm
+            for key, arm in content["arms"].items()
+        }
     return parse(content if content is not None else {}, str(path))
 
 
-def variants(config: SimConfig, values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[dict[str, Any], SimConfig]]:
+def variants(
+    config: SimConfig, values: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[dict[str, Any], SimConfig]]:
     """Yield a config for each combination of values of keys such as `hardware.gpus`.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Drafters of simulated engines that need no controller: none, and one of fixed length."""
+"""Drafters of simulated engines that need no controller: none, and one of fixed
+length.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,23 @@ class Walk(NamedTuple):
     steps: Ints | int
     """Maximum number of steps: of each engine, int64 [engines], or of all."""
     least: Floats
-    """Logarithm of the chance under which each request's draft ends, float64 [requests]; inf: no draft."""
+    """Logarithm of the chance under which each request's draft ends, float64
+    [requests]; inf: no draft.
+    """
     limit: Ints
     """Maximum draft tokens of each request, int64 [requests]."""
     seconds: Seconds
 
 
 class Drafting:
-    """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied` and `copy_hits`."""
+    """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied`
+    and `copy_hits`.
+    """
 
     def walk(self, rows: Ints) -> Walk | None:
-        """Say how the engines of these running requests may go on without it; None: each step must be asked for."""
+        """Say how the engines of these running requests may go on without it; None:
+        each step must be asked for.
+        """
         return None
 
     def walked(self, steps: Ints) -> None:
@@ -58,8 +66,9 @@ class Drafting:
         """Take requests that were admitted."""
 
     def step(self, ticks: list[Ticked]) -> list[float]:
-        """Take one step of each of some engines and decide on the drafts of the next; return the seconds that this
-        takes each of them."""
+        """Take one step of each of some engines and decide on the drafts of the next;
+        return the seconds that this takes each of them.
+        """
         raise NotImplementedError
 
     def end(self, rows: Ints) -> None:
@@ -70,24 +79,47 @@ class Drafting:
 
 
 class Fixed(Drafting):
-    """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
+    """A drafter that vLLM runs by itself: the same number of draft tokens for every
+    request in every step.
+    """
 
     def __init__(
-        self, requests: Requests, source: Given, tokens: int, pass_seconds: Seconds | None = None, passes: int = 0
+        self,
+        requests: Requests,
+        source: Given,
+        tokens: int,
+        pass_seconds: Seconds | None = None,
+        passes: int = 0,
     ) -> None:
-        """A draft of `tokens` takes so many `passes` of `pass_seconds`; None: drafting takes no time."""
-        self._requests, self._source, self._tokens = requests, source, tokens
-        self._pass_seconds, self._each = pass_seconds, passes
+        """A draft of `tokens` takes so many `passes` of `pass_seconds`; None: drafting
+        takes no time.
+        """
+        self._requests = requests
+        self._source = source
+        self._tokens = tokens
+        self._pass_seconds = pass_seconds
+        self._each = passes
 
     def walk(self, rows: Ints) -> Walk | None:
-        return Walk(self._source, 2**30, np.full(len(rows), -np.inf), np.full(len(rows), self._tokens), self._passes)
+        return Walk(
+            self._source,
+            2**30,
+            np.full(len(rows), -np.inf),
+            np.full(len(rows), self._tokens),
+            self._passes,
+        )
 
     def step(self, ticks: list[Ticked]) -> list[float]:
-        rows, r = np.concatenate([tick.rows for tick in ticks]), self._requests
+        rows = np.concatenate([tick.rows for tick in ticks])
+        r = self._requests
         offer = self._source.offer(rows, np.minimum(self._tokens, r.room(rows)), 0.0)
-        r.draft[rows], r.hits[rows] = np.diff(offer.offsets), offer.hits
+        r.draft[rows] = np.diff(offer.offsets)
+        r.hits[rows] = offer.hits
         counts = np.array([len(tick.rows) for tick in ticks], dtype=float)
-        context = [float((r.prompt[t.rows] + r.written[t.rows] - t.got).sum()) for t in ticks]  # as the step read it
+        # as the step read it
+        context = [
+            float((r.prompt[t.rows] + r.written[t.rows] - t.got).sum()) for t in ticks
+        ]
         passes: list[float] = self._passes(counts, np.array(context)).tolist()
         return passes
 

@@ -1,8 +1,10 @@
-"""The engines of a rollout: slots, KV blocks, preemption, prefill, and steps that take their time.
+"""The engines of a rollout: slots, KV blocks, preemption, prefill, and steps that take
+their time.
 
-Each engine has a clock. All that are behind the same moment step together, in arrays, so that a step of many engines
-costs about as much as a step of one. Where nobody waits for what another engine does, all of them step together until
-they are done; elsewhere only those within `slack` of the earliest.
+Each engine has a clock. All that are behind the same moment step together, in arrays,
+so that a step of many engines costs about as much as a step of one. Where nobody waits
+for what another engine does, all of them step together until they are done; elsewhere
+only those within `slack` of the earliest.
 """
 
 from __future__ import annotations
@@ -25,29 +27,47 @@ UNLIMITED = 2**40
 BLOCK = 16
 """Tokens of a KV block, as vLLM has them by default."""
 BATCHED_TOKENS = 8192
-"""Maximum tokens of a forward pass, as vLLM's `max_num_batched_tokens`; prompts are read in such chunks."""
+"""Maximum tokens of a forward pass, as vLLM's `max_num_batched_tokens`; prompts are
+read in such chunks.
+"""
 
 
 class Fleet:
-    """Engines that are alike, and the requests on them. Siblings on one engine read their prompt once."""
+    """Engines that are alike, and the requests on them. Siblings on one engine read
+    their prompt once.
+    """
 
     def __init__(
-        self, engines: int, requests: Requests, steps: Steps, drafting: Drafting, slots: int = 256, kv: int = UNLIMITED
+        self,
+        engines: int,
+        requests: Requests,
+        steps: Steps,
+        drafting: Drafting,
+        slots: int = 256,
+        kv: int = UNLIMITED,
     ) -> None:
         """Each engine runs `slots` requests at once, whose KV cache has `kv` blocks."""
-        self.engines, self.requests, self.slots, self.kv_blocks = engines, requests, slots, kv
-        self.steps, self.drafting = steps, drafting
+        self.engines = engines
+        self.requests = requests
+        self.slots = slots
+        self.kv_blocks = kv
+        self.steps = steps
+        self.drafting = drafting
         self.clock: Floats = np.zeros(engines)
         self.busy_s: Floats = np.zeros(engines)
         """Seconds of steps."""
         self.step_count: Ints = np.zeros(engines, dtype=np.int64)
         self.running: Ints = np.zeros(0, dtype=np.int64)
-        """Rows of admitted requests, engine after engine, in the order of their admission."""
+        """Rows of admitted requests, engine after engine, in the order of their
+        admission.
+        """
         self._waiting: list[list[tuple[int, int, int]]] = [[] for _ in range(engines)]
         self._queued = np.zeros(engines, dtype=np.int64)
-        self._open = np.zeros(engines, dtype=bool)  # whether somebody who waits might be admitted
+        # whether somebody who waits might be admitted
+        self._open = np.zeros(engines, dtype=bool)
         self._arrived = 0
-        self._read: list[set[int]] = [set() for _ in range(engines)]  # problems whose prompt is cached
+        # problems whose prompt is cached
+        self._read: list[set[int]] = [set() for _ in range(engines)]
 
     def submit(self, rows: Ints, engines: Ints, priorities: Ints, at: float) -> None:
         """Send requests to engines at a time; the lowest priority starts first.
@@ -64,25 +84,35 @@ class Fleet:
             )
         r.engine[rows] = engines
         idle = engines[~self.busy[engines]]
-        self.clock[idle], self._open[engines] = np.maximum(self.clock[idle], at), True
-        for row, engine, priority in zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True):
+        self.clock[idle] = np.maximum(self.clock[idle], at)
+        self._open[engines] = True
+        for row, engine, priority in zip(
+            rows.tolist(), engines.tolist(), priorities.tolist(), strict=True
+        ):
             self._queue(row, engine, priority)
 
     def withdraw(self) -> None:
-        """Take back all requests, between two steps; those that have ended stay what they are."""
+        """Take back all requests, between two steps; those that have ended stay what
+        they are.
+        """
         waiting = [row for queue in self._waiting for _, _, row in queue]
-        r, rows = self.requests, np.append(self.running, np.array(waiting, np.int64))
+        r = self.requests
+        rows = np.append(self.running, np.array(waiting, np.int64))
         self.drafting.end(rows)
         r.draft[rows] = r.copied[rows] = r.handle[rows] = r.indexed[rows] = 0
         r.slot[rows] = -1
         self.running = self.running[:0]
         self._waiting = [[] for _ in range(self.engines)]
-        self._queued[:], self._open[:] = 0, False
+        self._queued[:] = 0
+        self._open[:] = False
 
     @property
     def counts(self) -> Ints:
         """How many requests each engine has."""
-        return self._sums(self.requests.engine[self.running]).astype(np.int64) + self._queued
+        return (
+            self._sums(self.requests.engine[self.running]).astype(np.int64)
+            + self._queued
+        )
 
     @property
     def busy(self) -> Bools:
@@ -90,15 +120,22 @@ class Fleet:
         return self.counts > 0
 
     def pause(self, at: float, seconds: float) -> None:
-        """Stop all engines at a time, for a weight sync; their requests stay, and cached prompts, whose keys and values
-        are of an older policy, are forgotten."""
+        """Stop all engines at a time, for a weight sync; their requests stay, and
+        cached prompts, whose keys and values are of an older policy, are forgotten.
+        """
         self.clock = np.maximum(self.clock, at) + seconds
         self._read = [set() for _ in range(self.engines)]
 
-    def run(self, until: float = np.inf, slack: float = np.inf, ended: Callable[[Ints], bool] | None = None) -> None:
-        """Step until nobody is left, all clocks have reached `until`, or `ended` says so, which receives the requests
-        that ended; without it, nobody steps on after `until`. Engines step together whose clocks are within `slack`
-        seconds."""
+    def run(
+        self,
+        until: float = np.inf,
+        slack: float = np.inf,
+        ended: Callable[[Ints], bool] | None = None,
+    ) -> None:
+        """Step until nobody is left, all clocks have reached `until`, or `ended` says
+        so, which receives the requests that ended; without it, nobody steps on after
+        `until`. Engines step together whose clocks are within `slack` seconds.
+        """
         leap = LEAP if until == np.inf else 1 if ended is None else LEAP // 16
         while True:
             busy = self.busy & (self.clock < until)
@@ -114,25 +151,39 @@ class Fleet:
     # Inside
 
     def _walk(self, active: Bools, leap: int) -> tuple[Bools, Ints]:
-        """Let engines go on until their drafter must be asked, a request ends, or the KV cache may be full;
-        return which engines these are, and the requests that ended."""
-        r, engine = self.requests, self.requests.engine[self.running]
-        reading = np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines) > 0
+        """Let engines go on until their drafter must be asked, a request ends, or the
+        KV cache may be full; return which engines these are, and the requests that
+        ended.
+        """
+        r = self.requests
+        engine = self.requests.engine[self.running]
+        reading = (
+            np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines) > 0
+        )
         active = active & ~self._open & ~reading
         rows = self.running[active[engine]]
         walk = self.drafting.walk(rows) if len(rows) else None
         if walk is None:
             return np.zeros(self.engines, dtype=bool), rows[:0]
-        at, requests = r.engine[rows], self._sums(r.engine[rows])
+        at = r.engine[rows]
+        requests = self._sums(r.engine[rows])
         steps = np.minimum(walk.steps, np.full(self.engines, leap))
-        steps = np.minimum(steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0)))
+        steps = np.minimum(
+            steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0))
+        )
         active &= (steps > 0) & (requests > 0)
-        chosen, mine = np.flatnonzero(active), active[at]
+        chosen = np.flatnonzero(active)
+        mine = active[at]
         if not len(chosen):
             return active, rows[:0]
-        rows, counts = rows[mine], requests[chosen]
+        rows = rows[mine]
+        counts = requests[chosen]
         tokens, context = np.zeros((2, len(chosen), int(steps[chosen].max())))
-        bounds, drafts = offsets_of(counts.astype(np.int64)), (walk.least[mine], walk.limit[mine])
+        bounds = offsets_of(counts.astype(np.int64))
+        drafts = (
+            walk.least[mine],
+            walk.limit[mine],
+        )
         taken = walk.source.walk(rows, bounds, steps[chosen], *drafts, tokens, context)
         there = np.arange(tokens.shape[1]) < taken[:, None]
         which = np.repeat(chosen, taken)
@@ -152,13 +203,18 @@ class Fleet:
         rows = self.running[active[r.engine[self.running]]]
         reading = r.unread[rows] > 0
         decoding = rows[~reading]
-        at, drafted = r.engine[decoding], r.draft[decoding] + r.copied[decoding]
+        at = r.engine[decoding]
+        drafted = r.draft[decoding] + r.copied[decoding]
         requests = self._sums(at)
         tokens = requests + self._sums(at, drafted)
         context = self._sums(at, r.prompt[decoding] + r.written[decoding])
         begun, prompts = self._prefill(rows[reading], tokens)
-        seconds = self.steps.decode(requests, tokens, context) + self.steps.prefill(prompts)
-        kept = np.minimum(r.draft[decoding], r.hits[decoding]) + np.minimum(r.copied[decoding], r.copy_hits[decoding])
+        seconds = self.steps.decode(requests, tokens, context) + self.steps.prefill(
+            prompts
+        )
+        kept = np.minimum(r.draft[decoding], r.hits[decoding]) + np.minimum(
+            r.copied[decoding], r.copy_hits[decoding]
+        )
         got = np.minimum(1 + kept, r.length[decoding] - r.written[decoding])
         got = np.concatenate([got, np.ones(len(begun), np.int64)])
         drafted = np.concatenate([drafted, np.zeros(len(begun), np.int64)])
@@ -188,28 +244,50 @@ class Fleet:
             r.ended[done] = self.clock[r.engine[done]]
             r.draft[done] = r.copied[done] = 0
             self.drafting.end(done)
-            self.running = self.running[r.written[self.running] < r.length[self.running]]
+            self.running = self.running[
+                r.written[self.running] < r.length[self.running]
+            ]
             self._open[r.engine[done]] = self._queued[r.engine[done]] > 0
         return done
 
-    def _draft(self, rows: Ints, got: Ints, drafted: Ints, tokens: Floats, seconds: Floats, timed: Bools) -> Floats:
-        """Let the drafter take the steps; return the seconds that this takes each engine."""
+    def _draft(
+        self,
+        rows: Ints,
+        got: Ints,
+        drafted: Ints,
+        tokens: Floats,
+        seconds: Floats,
+        timed: Bools,
+    ) -> Floats:
+        """Let the drafter take the steps; return the seconds that this takes each
+        engine.
+        """
         extra = np.zeros(self.engines)
         if not len(rows):
             return extra
         r = self.requests
-        order, ticks = np.argsort(r.engine[rows], kind="stable"), []
+        order = np.argsort(r.engine[rows], kind="stable")
+        ticks = []
         for mine in np.split(order, np.flatnonzero(np.diff(r.engine[rows[order]])) + 1):
-            e, some = int(r.engine[rows[mine[0]]]), rows[mine]
+            e = int(r.engine[rows[mine[0]]])
+            some = rows[mine]
             step = int(tokens[e]), float(seconds[e]), bool(timed[e])
-            ticks.append(Ticked(e, some, got[mine], drafted[mine], r.copied[some], *step))
+            ticks.append(
+                Ticked(e, some, got[mine], drafted[mine], r.copied[some], *step)
+            )
         extra[[tick.engine for tick in ticks]] = self.drafting.step(ticks)
         return extra
 
     def _room(self, rows: Ints, requests: Floats) -> Ints:
-        """Return how many tokens each request of an engine can write before the KV cache may be full."""
-        free = self.kv_blocks - self._sums(self.requests.engine[rows], self._blocks(rows))
-        room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * BLOCK).astype(np.int64)
+        """Return how many tokens each request of an engine can write before the KV
+        cache may be full.
+        """
+        free = self.kv_blocks - self._sums(
+            self.requests.engine[rows], self._blocks(rows)
+        )
+        room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * BLOCK).astype(
+            np.int64
+        )
         return room
 
     def _blocks(self, rows: Ints) -> Ints:
@@ -220,12 +298,19 @@ class Fleet:
 
     def used_blocks(self) -> Ints:
         """Return the KV blocks that each engine's requests take."""
-        return self._sums(self.requests.engine[self.running], self._blocks(self.running)).astype(np.int64)
+        return self._sums(
+            self.requests.engine[self.running], self._blocks(self.running)
+        ).astype(np.int64)
 
     def _preempt(self, active: Bools) -> None:
-        """Take their place from the requests that were admitted last, where the KV cache is full."""
-        r, lost = self.requests, list[int]()
-        for e in np.flatnonzero(active & (self.used_blocks() > self.kv_blocks)).tolist():
+        """Take their place from the requests that were admitted last, where the KV
+        cache is full.
+        """
+        r = self.requests
+        lost = list[int]()
+        for e in np.flatnonzero(
+            active & (self.used_blocks() > self.kv_blocks)
+        ).tolist():
             mine = self.running[r.engine[self.running] == e]
             blocks = self._blocks(mine)
             excess = blocks.sum() - self.kv_blocks
@@ -247,10 +332,12 @@ class Fleet:
         r = self.requests
         if not (self._open & active).any():
             return
-        occupied, used = self._sums(r.engine[self.running]), self.used_blocks()
+        occupied = self._sums(r.engine[self.running])
+        used = self.used_blocks()
         admitted: list[int] = []
         for e in np.flatnonzero(self._open & active).tolist():
-            waiting, free = self._waiting[e], self.kv_blocks - int(used[e])
+            waiting = self._waiting[e]
+            free = self.kv_blocks - int(used[e])
             count = int(occupied[e])
             while waiting and count < self.slots:
                 row = waiting[0][2]
@@ -260,7 +347,8 @@ class Fleet:
                     break
                 heapq.heappop(waiting)
                 self._queued[e] -= 1
-                free, count = free - blocks, count + 1
+                free = free - blocks
+                count = count + 1
                 problem = int(r.problem[row])
                 known = int(r.prompt[row]) if problem in self._read[e] else 0
                 self._read[e].add(problem)
@@ -273,9 +361,12 @@ class Fleet:
         self.drafting.begin(rows)
 
     def _prefill(self, rows: Ints, decoding: Floats) -> tuple[Ints, Floats]:
-        """Read the next chunk of prompts; return the requests whose prompts are read, and tokens read by engine."""
+        """Read the next chunk of prompts; return the requests whose prompts are read,
+        and tokens read by engine.
+        """
         r = self.requests
-        engine, unread = r.engine[rows], r.unread[rows]
+        engine = r.engine[rows]
+        unread = r.unread[rows]
         before = np.cumsum(unread) - unread
         first = np.r_[True, engine[1:] != engine[:-1]][: len(rows)]
         before -= np.maximum.accumulate(np.where(first, before, 0))

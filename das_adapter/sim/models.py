@@ -1,4 +1,6 @@
-"""Sizes of common models, so that nothing has to be downloaded; any other comes from its config.json."""
+"""Sizes of common models, so that nothing has to be downloaded; any other comes from
+its config.json.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from das_adapter.core.roofline import FAMILIES
 from das_adapter.errors import DasError
 
 _KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("head_dim", "vocab_size", "tie_word_embeddings"),
 )
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
@@ -30,8 +38,26 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen3-8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
     "Qwen/Qwen3-14B": (5120, 17408, 40, 40, 8, 128, 151936, False),
     "Qwen/Qwen3-32B": (5120, 25600, 64, 64, 8, 128, 151936, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (3584, 18944, 28, 28, 4, 128, 152064, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
+        1536,
+        8960,
+        28,
+        12,
+        2,
+        128,
+        151936,
+        False,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        128,
+        152064,
+        False,
+    ),
     "meta-llama/Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
     "meta-llama/Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False),
     "meta-llama/Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -39,41 +65,62 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, 128, 151936, False),
     "Qwen/Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, 128, 151936, False),
 }
-MODELS: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, values, strict=True)) for name, values in _SIZES.items()}
+MODELS: dict[str, dict[str, Any]] = {
+    name: dict(zip(_KEYS, values, strict=True)) for name, values in _SIZES.items()
+}
 """The sizes in the models' own `config.json`, by name on the hub."""
 MODELS["Qwen/Qwen3-30B-A3B"] |= _EXPERTS | {"moe_intermediate_size": 768}
 MODELS["Qwen/Qwen3-235B-A22B"] |= _EXPERTS
 
 
 def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a model, under the names of a Hugging Face config: of a name in the table (instruct, base and
-    math variants have the sizes of the plain one), of a `config.json` or its directory; sizes stay as they are.
+    """Return the sizes of a model, under the names of a Hugging Face config: of a name
+    in the table (instruct, base and math variants have the sizes of the plain one), of
+    a `config.json` or its directory; sizes stay as they are.
 
     Raises:
-        DasError: it is none of these, a size is missing, or its layers are not those that `Roofline.of` knows.
+        DasError: it is none of these, a size is missing, or its layers are not those
+            that `Roofline.of` knows.
     """
     if isinstance(model, Mapping):
-        found, where = dict(model), "model"
+        found = dict(model)
+        where = "model"
     elif (path := Path(model)).exists():
         path = path / "config.json" if path.is_dir() else path
         try:
-            found, where = json.loads(path.read_text()), str(path)
+            found = json.loads(path.read_text())
+            where = str(path)
         except (OSError, ValueError) as error:
-            raise DasError(f"model: found {str(path)!r}, expected a config.json: {error}") from None
+            raise DasError(
+                f"model: found {str(path)!r}, expected a config.json: {error}"
+            ) from None
         found = found.get("text_config", found)
     else:
         plain = re.sub("-(Instruct|Base|Math)", "", model).rpartition("/")[2].lower()
         for name, known in MODELS.items():
             if name.partition("/")[2].lower() == plain:
                 return dict(known)
-        raise DasError(f"model: found {model!r}, allowed: the path of a config.json, or one of {', '.join(MODELS)}")
-    needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"]
+        raise DasError(
+            f"model: found {model!r}, allowed: the path of a config.json, or one of"
+            f" {', '.join(MODELS)}"
+        )
+    needed = [
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",
+    ]
     if found.get("num_experts") or found.get("num_local_experts"):
         needed.append("num_experts_per_tok")
     if missing := [key for key in needed if key not in found]:
         raise DasError(f"{where}: lacks {', '.join(missing)}")
     families = f"{', '.join(sorted(FAMILIES))}, or none where the layers are as theirs"
-    for key, allowed in {"model_type": families, "kv_lora_rank": "none", "n_routed_experts": "none"}.items():
+    for key, allowed in {
+        "model_type": families,
+        "kv_lora_rank": "none",
+        "n_routed_experts": "none",
+    }.items():
         if (value := found.get(key)) and value not in FAMILIES:
             raise DasError(f"{where}: found {key}={value!r}, allowed: {allowed}")
     return found

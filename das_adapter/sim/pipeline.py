@@ -1,7 +1,8 @@
 """How a run's rollouts, its training and its weight syncs follow each other.
 
-Requests keep running across weight syncs; the trainer takes groups that have finished, and nothing older than `lag`
-weight versions. Without a lag, which is `sync`, rollout and training follow each other.
+Requests keep running across weight syncs; the trainer takes groups that have finished,
+and nothing older than `lag` weight versions. Without a lag, which is `sync`, rollout
+and training follow each other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
 
 POLL_S = 0.2
-"""Seconds until an engine that has nothing left is given something to write ahead (`service/run_ahead.py`)."""
+"""Seconds until an engine that has nothing left is given something to write ahead
+(`service/run_ahead.py`).
+"""
 STEPS = 4
 """Steps that are written ahead (there, too)."""
 
@@ -29,7 +32,9 @@ class StepResult:
     """Times and counts of a step of the run."""
 
     rollout_s: float
-    """From the first request of the step to the last response; with a lag: from one batch to the next."""
+    """From the first request of the step to the last response; with a lag: from one
+    batch to the next.
+    """
     step_s: float
     exposed_s: float
     """Part of the step in which the trainer waited for responses."""
@@ -73,12 +78,25 @@ class _Group:
 class Pipeline:
     """Engines that write, and a trainer that takes whole groups."""
 
-    def __init__(self, fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock, ahead: bool) -> None:
-        """`ahead`: without a lag, engines that have nothing left write what the next steps' requests begin with."""
-        self._fleet, self._workload, self._router, self._timing = fleet, workload, router, timing
+    def __init__(
+        self,
+        fleet: Fleet,
+        workload: Workload,
+        router: Router,
+        timing: PipelineBlock,
+        ahead: bool,
+    ) -> None:
+        """`ahead`: without a lag, engines that have nothing left write what the next
+        steps' requests begin with.
+        """
+        self._fleet = fleet
+        self._workload = workload
+        self._router = router
+        self._timing = timing
         self._lag = timing.lag if timing.kind == "async" else 0
         self._ahead = ahead and not self._lag
-        self._early = deque[Ints]()  # rows that are written ahead: of each of the next steps one for each request
+        # rows that are written ahead: of each of the next steps one for each request
+        self._early = deque[Ints]()
         self._groups: list[_Group] = []  # in the order in which they were sent
         self._group_of: dict[int, _Group] = {}  # by row
         self._finished: list[_Group] = []  # in the order of their end
@@ -89,21 +107,30 @@ class Pipeline:
 
     def run(self) -> Run:
         """Simulate a run on fresh engines."""
-        fleet, timing, requests = self._fleet, self._timing, self._fleet.requests
+        fleet = self._fleet
+        timing = self._timing
+        requests = self._fleet.requests
         found = list[StepResult]()
         for _ in range(self._lag + 1):
             self._send(0.0)
         free = since = idle_s = 0.0  # since: the rollout began
         for number in range(len(self._workload.steps)):
             rows = self._take()
-            ready, last = max(free, float(requests.ended[rows].max())), free
+            ready = max(free, float(requests.ended[rows].max()))
+            last = free
             idle = (idle_s + self._idle_s(last, ready)) / max(ready - since, 1e-12)
             begin = max(ready, self._write_ahead(last, ready))
             trained = begin + timing.train_s
             fleet.run(until=trained, slack=self._slack(), ended=self._ended)
             free = trained + timing.sync_s
-            found.append(_result(requests, rows, (begin - since, free - last, ready - last), idle))
-            since, idle_s = (begin, self._idle_s(begin, trained)) if self._lag else (free, 0.0)
+            found.append(
+                _result(
+                    requests, rows, (begin - since, free - last, ready - last), idle
+                )
+            )
+            since, idle_s = (
+                (begin, self._idle_s(begin, trained)) if self._lag else (free, 0.0)
+            )
             fleet.pause(trained, timing.sync_s)
             self._version = number + 1
             self._sync()
@@ -111,14 +138,17 @@ class Pipeline:
         return Run(found, requests)
 
     def _idle_s(self, since: float, until: float) -> float:
-        """Return for how long an engine had nothing left, mean; it has been given nothing since."""
+        """Return for how long an engine had nothing left, mean; it has been given
+        nothing since.
+        """
         return float((until - np.clip(self._fleet.clock, since, until)).mean())
 
     def _send(self, at: float) -> None:
         """Send the next step's requests, if there are any."""
         if self._sent == len(self._workload.steps):
             return
-        step, requests = self._workload.steps[self._sent], self._fleet.requests
+        step = self._workload.steps[self._sent]
+        requests = self._fleet.requests
         rows = requests.add(**step)
         requests.version[rows] = self._version
         if self._early:
@@ -128,25 +158,40 @@ class Pipeline:
         self._fleet.submit(rows, engines, priorities, at)
         self._sent += 1
         groups: dict[int, _Group] = {}
-        for row, problem in zip(rows.tolist(), requests.problem[rows].tolist(), strict=True):
-            group = self._group_of[row] = groups.setdefault(problem, _Group(self._version, []))
+        for row, problem in zip(
+            rows.tolist(), requests.problem[rows].tolist(), strict=True
+        ):
+            group = self._group_of[row] = groups.setdefault(
+                problem, _Group(self._version, [])
+            )
             group.rows.append(row)
             group.left += 1
         self._groups += groups.values()
         self._sizes.append(len(groups))
 
     def _write_ahead(self, since: float, until: float) -> float:
-        """Let engines that have nothing left since some time write what the next steps' requests begin with, up to the
-        end of this one's; return when the last of their steps has ended. As in a run, no more is written at once than a
-        step has requests, the next step first, and of a step first samples of all problems first."""
-        fleet, requests = self._fleet, self._fleet.requests
+        """Let engines that have nothing left since some time write what the next steps'
+        requests begin with, up to the end of this one's; return when the last of their
+        steps has ended. As in a run, no more is written at once than a step has
+        requests, the next step first, and of a step first samples of all problems
+        first.
+        """
+        fleet = self._fleet
+        requests = self._fleet.requests
         if not self._ahead or self._sent == len(self._workload.steps):
             return until
-        for step in self._workload.steps[self._sent + len(self._early) : self._sent + STEPS]:
-            self._early.append(requests.add(**step, ahead=np.full(len(step["problem"]), -1)))
-        rows = np.concatenate([early[_first_samples(requests.problem[early])] for early in self._early])
+        for step in self._workload.steps[
+            self._sent + len(self._early) : self._sent + STEPS
+        ]:
+            self._early.append(
+                requests.add(**step, ahead=np.full(len(step["problem"]), -1))
+            )
+        rows = np.concatenate(
+            [early[_first_samples(requests.problem[early])] for early in self._early]
+        )
         rows = rows[requests.written[rows] < requests.length[rows]]
-        idle_since, most = np.maximum(fleet.clock, since), len(self._early[0])
+        idle_since = np.maximum(fleet.clock, since)
+        most = len(self._early[0])
         for at in np.arange(idle_since.min() + POLL_S, until, POLL_S):
             if not len(rows):
                 break
@@ -177,18 +222,29 @@ class Pipeline:
             self._waiting, chosen = False, self._wanted()
         assert chosen is not None
         taken = set(chosen)
-        self._groups, self._finished = ([g for g in of if g not in taken] for of in (self._groups, self._finished))
-        return np.array(sorted(row for group in chosen for row in group.rows), dtype=np.int64)
+        self._groups, self._finished = (
+            [g for g in of if g not in taken] for of in (self._groups, self._finished)
+        )
+        return np.array(
+            sorted(row for group in chosen for row in group.rows), dtype=np.int64
+        )
 
     def _wanted(self) -> list[_Group] | None:
-        """Return the groups of the next batch: those at the maximum lag, and then those that ended first; None: too few
-        have ended."""
+        """Return the groups of the next batch: those at the maximum lag, and then those
+        that ended first; None: too few have ended.
+        """
         enough = self._sizes[self._version]
-        due = [group for group in self._groups if group.version <= self._version - self._lag]
+        due = [
+            group
+            for group in self._groups
+            if group.version <= self._version - self._lag
+        ]
         if len(self._finished) < enough or any(group.left for group in due):
             return None
         late = set(due)
-        return [*due, *(group for group in self._finished if group not in late)][:enough]
+        return [*due, *(group for group in self._finished if group not in late)][
+            :enough
+        ]
 
     def _ended(self, rows: Ints) -> bool:
         self._since.append(rows)
@@ -201,17 +257,22 @@ class Pipeline:
         return self._waiting and self._wanted() is not None
 
     def _slack(self) -> float:
-        """Return a step's time: nobody hears of a response before the step after it; without a lag all wait for all."""
-        fleet, steps = self._fleet, self._fleet.step_count.sum()
+        """Return a step's time: nobody hears of a response before the step after it;
+        without a lag all wait for all.
+        """
+        fleet = self._fleet
+        steps = self._fleet.step_count.sum()
         if self._lag == 0:
             return np.inf
         return float(fleet.busy_s.sum() / steps) if steps else 0.0
 
     def _sync(self) -> None:
         """Let drafters and router learn from finished requests."""
-        requests, rows = self._fleet.requests, np.sort(np.concatenate([np.zeros(0, np.int64), *self._since]))
+        requests = self._fleet.requests
+        rows = np.sort(np.concatenate([np.zeros(0, np.int64), *self._since]))
         learned = np.zeros(len(rows), RESPONSE)
-        learned["problem"], learned["tokens"] = requests.problem[rows], requests.length[rows]
+        learned["problem"] = requests.problem[rows]
+        learned["tokens"] = requests.length[rows]
         learned["version"] = requests.version[rows]
         self._fleet.drafting.sync(self._version, rows, learned)
         self._router.sync(self._version, learned)
@@ -219,13 +280,18 @@ class Pipeline:
 
 
 def _first_samples(problems: Ints) -> Ints:
-    """Return the order in which the first sample of each problem comes first, then the second, and so on."""
+    """Return the order in which the first sample of each problem comes first, then the
+    second, and so on.
+    """
     _, first, group = np.unique(problems, return_index=True, return_inverse=True)
     return np.argsort(np.arange(len(problems)) - first[group], kind="stable")
 
 
-def _result(requests: Requests, rows: Ints, times: tuple[float, float, float], idle: float) -> StepResult:
+def _result(
+    requests: Requests, rows: Ints, times: tuple[float, float, float], idle: float
+) -> StepResult:
     names = ("forwards", "drafted", "accepted", "preempted", "ahead")
     counts = {name: int(getattr(requests, name)[rows].sum()) for name in names}
-    tokens, visit = int(requests.written[rows].sum()), float(requests.visit[rows].mean())
+    tokens = int(requests.written[rows].sum())
+    visit = float(requests.visit[rows].mean())
     return StepResult(*times, len(rows), tokens, idle=idle, visit=visit, **counts)

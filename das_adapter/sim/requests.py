@@ -13,7 +13,9 @@ _BEGIN = {"slot": -1, "least": np.inf}
 
 
 class Requests:
-    """A row for each request, in the order in which they were made; tokens, counts or seconds, shape (n,)."""
+    """A row for each request, in the order in which they were made; tokens, counts or
+    seconds, shape (n,).
+    """
 
     problem: Ints
     visit: Ints
@@ -49,7 +51,9 @@ class Requests:
     slot: Ints
     """Its place in its engine's controller; -1: none."""
     least: Floats
-    """Logarithm of the chance under which its drafts end until the controller is asked again; inf: no draft."""
+    """Logarithm of the chance under which its drafts end until the controller is asked
+    again; inf: no draft.
+    """
     limit: Ints
     """Maximum tokens of these drafts."""
     handle: Ints
@@ -57,26 +61,41 @@ class Requests:
     indexed: Ints
     """Tokens of it that the index has."""
     ahead: Ints
-    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of a step to come."""
+    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of
+    a step to come.
+    """
     same: Ints
-    """Its first tokens that are the same under the weights before, with the same noise."""
+    """Its first tokens that are the same under the weights before, with the same
+    noise.
+    """
 
     def __init__(self) -> None:
         for name, kind in Requests.__annotations__.items():
-            setattr(self, name, np.zeros(0, np.float64 if kind == "Floats" else np.int64))
+            setattr(
+                self, name, np.zeros(0, np.float64 if kind == "Floats" else np.int64)
+            )
 
     def add(self, **columns: Ints) -> Ints:
-        """Add requests whose `problem`, `visit`, `text`, `prompt`, `length` and `most` are given; return their rows."""
-        first, count = len(self), len(columns["problem"])
+        """Add requests whose `problem`, `visit`, `text`, `prompt`, `length` and `most`
+        are given; return their rows.
+        """
+        first = len(self)
+        count = len(columns["problem"])
         for name in Requests.__annotations__:
             old = getattr(self, name)
-            new = np.asarray(columns.get(name, np.full(count, _BEGIN.get(name, 0))), old.dtype)
+            new = np.asarray(
+                columns.get(name, np.full(count, _BEGIN.get(name, 0))), old.dtype
+            )
             setattr(self, name, np.append(old, new))
         return np.arange(first, first + count)
 
     def room(self, rows: Ints) -> Ints:
-        """Return how many draft tokens each request can use: its last token needs no draft."""
-        return np.maximum(np.minimum(self.length[rows], self.most[rows]) - 1 - self.written[rows], 0)
+        """Return how many draft tokens each request can use: its last token needs no
+        draft.
+        """
+        return np.maximum(
+            np.minimum(self.length[rows], self.most[rows]) - 1 - self.written[rows], 0
+        )
 
     def __len__(self) -> int:
         return len(self.problem)

@@ -28,7 +28,9 @@ class Rollout:
     """Number of its prompt among those of the file."""
     step: int
     run: int
-    """Policy that wrote it, where a file holds several; responses of one problem, step and run are siblings."""
+    """Policy that wrote it, where a file holds several; responses of one problem, step
+    and run are siblings.
+    """
     prompt: Int32
     """Token ids, shape (p,)."""
     tokens: Int32
@@ -38,24 +40,38 @@ class Rollout:
 
 
 def steps_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts of each step, in turn; what several runs wrote in one step are steps of their own, since none
-    of these policies saw what another wrote."""
+    """Return the rollouts of each step, in turn; what several runs wrote in one step
+    are steps of their own, since none of these policies saw what another wrote.
+    """
 
     def step(r: Rollout) -> tuple[int, int]:
         return r.step, r.run
 
-    return [list(group) for _, group in itertools.groupby(sorted(rollouts, key=step), key=step)]
+    return [
+        list(group)
+        for _, group in itertools.groupby(sorted(rollouts, key=step), key=step)
+    ]
 
 
 def written_ahead(rollouts: Sequence[Rollout], agreement: float) -> list[Rollout]:
-    """Return rollouts with what was written ahead of them: their own tokens up to the first that is not the same, as
-    each is with this chance, and then those of a response of their problem in another step, if there is one."""
-    rng, found = np.random.default_rng(0), list[Rollout]()
+    """Return rollouts with what was written ahead of them: their own tokens up to the
+    first that is not the same, as each is with this chance, and then those of a
+    response of their problem in another step, if there is one.
+    """
+    rng = np.random.default_rng(0)
+    found = list[Rollout]()
     steps: defaultdict[int, dict[tuple[int, int], list[Int32]]] = defaultdict(dict)
     for r in rollouts:
         steps[r.problem].setdefault((r.step, r.run), []).append(r.tokens)
-    for r, same in zip(rollouts, rng.geometric(1.0 - agreement, len(rollouts)) - 1, strict=True):
-        others = [text for step, texts in steps[r.problem].items() if step != (r.step, r.run) for text in texts]
+    for r, same in zip(
+        rollouts, rng.geometric(1.0 - agreement, len(rollouts)) - 1, strict=True
+    ):
+        others = [
+            text
+            for step, texts in steps[r.problem].items()
+            if step != (r.step, r.run)
+            for text in texts
+        ]
         rest = others[rng.integers(len(others))][same:] if others else r.tokens[:0]
         found.append(replace(r, ahead=np.concatenate([r.tokens[:same], rest])))
     return found
@@ -65,25 +81,36 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
     """Read the rollouts of a file, or of all files of a directory.
 
     Args:
-        path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`, `prompt_offsets`), `.jsonl`, or a
-            directory of `.jsonl`, of which NeMo-RL's validations are left out. A JSON line is veRL's (`input`,
-            `output`, `step`), NeMo-RL's (`token_ids` and `token_loss_mask`), or has `problem`, `response` and perhaps
-            `step`, `run` or `model`.
-        tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds text and no token ids.
+        path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`,
+            `prompt_offsets`), `.jsonl`, or a directory of `.jsonl`, of which NeMo-RL's
+            validations are left out. A JSON line is veRL's (`input`, `output`, `step`),
+            NeMo-RL's (`token_ids` and `token_loss_mask`), or has `problem`, `response`
+            and perhaps `step`, `run` or `model`.
+        tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds
+            text and no token ids.
 
     Raises:
-        DasError: there is no such file, it is none of these, or it holds text and there is no tokenizer.
+        DasError: there is no such file, it is none of these, or it holds text and there
+            is no tokenizer.
     """
     try:
         if path.suffix == ".npz":
             rollouts = _from_arrays(path)
         else:
-            inside = (file for file in sorted(path.glob("*.jsonl")) if not file.name.startswith("val_data_step"))
+            inside = (
+                file
+                for file in sorted(path.glob("*.jsonl"))
+                if not file.name.startswith("val_data_step")
+            )
             files = list(inside) if path.is_dir() else [path]
             # numbers in the order in which they are first asked for
-            problems, runs = (defaultdict[str, int](itertools.count().__next__) for _ in range(2))
+            problems, runs = (
+                defaultdict[str, int](itertools.count().__next__) for _ in range(2)
+            )
             tokenize = _tokenizer(tokenizer) if tokenizer else None
-            rollouts = [r for file in files for r in _from_lines(file, problems, runs, tokenize)]
+            rollouts = [
+                r for file in files for r in _from_lines(file, problems, runs, tokenize)
+            ]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise DasError(f"{path}: {error}") from None
     if not rollouts:
@@ -97,26 +124,42 @@ def _from_arrays(path: Path) -> list[Rollout]:
         if lacking:
             raise DasError(f"{path}: lacks the arrays {', '.join(lacking)}")
         arrays = {name: archive[name] for name in archive.files}
-    ids, offsets, problem = arrays["ids"].astype(np.int32), arrays["offsets"], arrays["problem"]
+    ids = arrays["ids"].astype(np.int32)
+    offsets = arrays["offsets"]
+    problem = arrays["problem"]
     zero = np.zeros(len(problem), dtype=np.int32)
-    step, run = arrays.get("step", zero), arrays.get("run", zero)
+    step = arrays.get("step", zero)
+    run = arrays.get("run", zero)
     if "prompt_ids" in arrays:
-        prompts = np.split(arrays["prompt_ids"].astype(np.int32), arrays["prompt_offsets"][1:-1])
+        prompts = np.split(
+            arrays["prompt_ids"].astype(np.int32), arrays["prompt_offsets"][1:-1]
+        )
     else:
         prompts = [np.zeros(0, dtype=np.int32)] * (int(problem.max(initial=-1)) + 1)
     return [
-        Rollout(int(problem[i]), int(step[i]), int(run[i]), prompts[problem[i]], ids[offsets[i] : offsets[i + 1]])
+        Rollout(
+            int(problem[i]),
+            int(step[i]),
+            int(run[i]),
+            prompts[problem[i]],
+            ids[offsets[i] : offsets[i + 1]],
+        )
         for i in range(len(problem))
         if offsets[i] < offsets[i + 1]
     ]
 
 
 def _from_lines(
-    path: Path, problems: dict[str, int], runs: dict[str, int], tokenize: Tokenize | None
+    path: Path,
+    problems: dict[str, int],
+    runs: dict[str, int],
+    tokenize: Tokenize | None,
 ) -> Iterator[Rollout]:
     in_name = re.search(r"step_?(\d+)|^(\d+)\.", path.name)
     default = int(next(filter(None, in_name.groups()))) if in_name else 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8").split("\n"), start=1
+    ):
         if not line.strip():
             continue
         try:
@@ -125,8 +168,9 @@ def _from_lines(
             step = int(row.get("step", default))
         except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
             raise DasError(
-                f"{path}:{number}: no rollout ({error!r}); allowed: veRL's input/output, NeMo-RL's "
-                "token_ids/token_loss_mask, or problem/response"
+                f"{path}:{number}: no rollout ({error!r}); allowed: veRL's"
+                " input/output, NeMo-RL's token_ids/token_loss_mask, or"
+                " problem/response"
             ) from None
         if len(response):
             run = runs[str(row.get("run", row.get("model", "")))]
@@ -137,12 +181,17 @@ def _from_lines(
 def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32]:
     def ids(text: str) -> Int32:
         if tokenize is None:
-            raise ValueError("holds text and no token ids; name the policy's tokenizer (--tokenizer)")
+            raise ValueError(
+                "holds text and no token ids; name the policy's tokenizer (--tokenizer)"
+            )
         return np.array(tokenize(text), dtype=np.int32)
 
-    if "token_ids" in row:  # NeMo-RL: one padded sequence, and a mask of what the policy wrote
+    # NeMo-RL: one padded sequence, and a mask of what the policy wrote
+    if "token_ids" in row:
         tokens = np.array(row["token_ids"], dtype=np.int32).reshape(-1)
-        written = np.array(row["token_loss_mask"]).reshape(-1).astype(bool)[: len(tokens)]
+        written = (
+            np.array(row["token_loss_mask"]).reshape(-1).astype(bool)[: len(tokens)]
+        )
         length = int(np.array(row.get("input_lengths", len(tokens))).reshape(-1)[0])
         first = int(np.argmax(written)) if written.any() else length
         return tokens[:first], tokens[:length][written[:length]]

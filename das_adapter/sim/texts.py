@@ -1,4 +1,6 @@
-"""The rollouts that are written again: their tokens in one array, and drafts compared with them."""
+"""The rollouts that are written again: their tokens in one array, and drafts compared
+with them.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,26 @@ class Texts:
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts = rollouts
-        self.ends: Ints = np.cumsum([0, *(len(r.tokens) for r in rollouts)], dtype=np.int64)
+        self.ends: Ints = np.cumsum(
+            [0, *(len(r.tokens) for r in rollouts)], dtype=np.int64
+        )
         """Where each response begins, int64 [rows + 1]."""
-        self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rollouts)])
+        self.tokens: Int32 = np.concatenate(
+            [np.zeros(0, np.int32), *(r.tokens for r in rollouts)]
+        )
 
     def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
-        """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the response confirms that has `at`
-        tokens already, int64 [n]. No draft may pass its response's end."""
+        """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the
+        response confirms that has `at` tokens already, int64 [n]. No draft may pass its
+        response's end.
+        """
         counts = np.diff(offsets)
         place = np.arange(len(drafts)) - np.repeat(offsets[:-1], counts)
         wrong = self.tokens[ragged(self.ends[rows] + at, counts)] != drafts
         found = counts.copy()
-        np.minimum.at(found, np.repeat(np.arange(len(rows)), counts)[wrong], place[wrong])
+        np.minimum.at(
+            found, np.repeat(np.arange(len(rows)), counts)[wrong], place[wrong]
+        )
         return found
 
 

@@ -1,4 +1,6 @@
-"""`das-adapter config`: the `das:` block of a file with every key that has an effect, and what would run where."""
+"""`das-adapter config`: the `das:` block of a file with every key that has an effect,
+and what would run where.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,41 @@ from das_adapter.engine.settings import without_host
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import draft_lengths, engine_args
 
-VERL, NEMO_RL = "veRL", "NeMo-RL"
+VERL = "veRL"
+NEMO_RL = "NeMo-RL"
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
-    """Read a block (`das:` may stand above it), or a config of a host by the host's own code, which must be installed.
+    """Read a block (`das:` may stand above it), or a config of a host by the host's own
+    code, which must be installed.
 
     Args:
-        overrides: of the host's command line, such as `policy.generation.das.drafter=none`.
+        overrides: of the host's command line, such as
+            `policy.generation.das.drafter=none`.
 
     Returns:
-        `VERL` or `NEMO_RL` with the whole config in OmegaConf's containers; or None with the block.
+        `VERL` or `NEMO_RL` with the whole config in OmegaConf's containers; or None
+        with the block.
 
     Raises:
         ConfigError: it can't be read.
     """
     keys = config.read_mapping(str(path))
     parents = keys.get("defaults") or []
-    files = [parent for parent in ([parents] if isinstance(parents, str) else parents) if str(parent).endswith("ml")]
+    files = [
+        parent
+        for parent in ([parents] if isinstance(parents, str) else parents)
+        if str(parent).endswith("ml")
+    ]
     if "policy" in keys or files:
         return NEMO_RL, _merged(path, overrides)
     if {"actor_rollout_ref", "hydra", "defaults"} & keys.keys():
         return VERL, _composed(path, overrides)
     if overrides:
-        raise ConfigError(f"{path}: found a block alone and {overrides[0]!r}, which is for the config of a host")
+        raise ConfigError(
+            f"{path}: found a block alone and {overrides[0]!r}, which is for the config"
+            " of a host"
+        )
     return None, config.read(str(path))
 
 
@@ -57,10 +70,16 @@ def _composed(path: Path, overrides: Sequence[str]) -> Any:
 def _merged(path: Path, overrides: Sequence[str]) -> Any:
     """Merge a NeMo-RL config over its parents."""
     try:
-        from nemo_rl.utils.config import OverridesError, load_config, parse_hydra_overrides
+        from nemo_rl.utils.config import (
+            OverridesError,
+            load_config,
+            parse_hydra_overrides,
+        )
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise ConfigError(f"{path}: found NeMo-RL's config, which NeMo-RL's own code reads: {error}") from None
+        raise ConfigError(
+            f"{path}: found NeMo-RL's config, which NeMo-RL's own code reads: {error}"
+        ) from None
     try:
         return parse_hydra_overrides(load_config(path), list(overrides))
     except (OSError, OverridesError, OmegaConfBaseException) as error:
@@ -68,19 +87,27 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
 
 
 def effective(das: DasConfig) -> dict[str, Any]:
-    """Return a block with every key that has an effect, as plain containers: defaults filled in, and what null stands
-    for where that is known before the run."""
+    """Return a block with every key that has an effect, as plain containers: defaults
+    filled in, and what null stands for where that is known before the run.
+    """
     whole = das.model_dump(mode="json")
     whole["max_draft_tokens"] = das.num_draft_tokens if das.drafter != "none" else None
     whole["verify"]["noise"] = "keyed" if das.keyed else "stock"
     for name in ("history", "self", "draft", "verify"):
-        kept = {k: v for k, v in whole.pop(name).items() if not any(lacking(das, config.NEEDS, f"{name}.{k}"))}
+        kept = {
+            k: v
+            for k, v in whole.pop(name).items()
+            if not any(lacking(das, config.NEEDS, f"{name}.{k}"))
+        }
         whole |= {name: kept} if kept else {}
     return whole
 
 
 def placement(
-    das: DasConfig | None, host: str | None, arguments: Mapping[str, Any], triton: bool | None = None
+    das: DasConfig | None,
+    host: str | None,
+    arguments: Mapping[str, Any],
+    triton: bool | None = None,
 ) -> dict[str, str]:
     """Say what would run where.
 
@@ -88,7 +115,8 @@ def placement(
         das: the block; None: it leaves the host as it is.
         host: `VERL`, `NEMO_RL`, or None: there is none.
         arguments: engine arguments that the host's config gives.
-        triton: whether vLLM finds a device that Triton compiles for; None: that is not known.
+        triton: whether vLLM finds a device that Triton compiles for; None: that is not
+            known.
 
     Raises:
         ConfigError: one of them contradicts the block.
@@ -96,23 +124,48 @@ def placement(
     if das is None:
         return {"engines": f"{host or 'vLLM'} as it is: nothing of das-adapter runs"}
     v1 = _runner(das, arguments, triton is not False)
-    where = "" if triton else ", where vLLM finds a device that Triton compiles for; else V1"
+    where = (
+        ""
+        if triton
+        else ", where vLLM finds a device that Triton compiles for; else V1"
+    )
     found = {"model runner": v1 or f"V2{where}"}
     if das.in_every_step:
         found["drafts"] = f"{das.num_draft_tokens} tokens in every step, as vLLM has it"
     elif das.drafter != "none" and v1:
         looked_up = "; texts are searched on the host" if das.looked_up else ""
-        found["drafts"] = f"up to {das.num_draft_tokens} tokens, each request its own number{looked_up}"
+        found["drafts"] = (
+            f"up to {das.num_draft_tokens} tokens, each request its own"
+            f" number{looked_up}"
+        )
     elif das.drafter != "none":
         lengths = ", ".join(map(str, draft_lengths(das)))
-        each = "each request its own number where attention allows it, else " if das.keyed else ""
-        found["drafts"] = f"made on the device; {each}one for all requests of a step: 0, {lengths}"
+        each = (
+            "each request its own number where attention allows it, else "
+            if das.keyed
+            else ""
+        )
+        found["drafts"] = (
+            f"made on the device; {each}one for all requests of a step: 0, {lengths}"
+        )
     if das.shares_history:
-        saved = "saved in checkpoints" if host and das.saves_history else "in no checkpoint"
+        saved = (
+            "saved in checkpoints" if host and das.saves_history else "in no checkpoint"
+        )
         writer = "Ray actor" if host else "process"
-        found["history"] = f"written by one {writer} on each node, in its shared memory; {saved}"
-    by = {VERL: "das-adapter's load balancer", NEMO_RL: "das-adapter's generation class", None: "nobody: no host"}
-    found["routing"] = f"{das.routing}, by {by[host]}" if das.routing != "host" or not host else f"{host}'s own"
+        found["history"] = (
+            f"written by one {writer} on each node, in its shared memory; {saved}"
+        )
+    by = {
+        VERL: "das-adapter's load balancer",
+        NEMO_RL: "das-adapter's generation class",
+        None: "nobody: no host",
+    }
+    found["routing"] = (
+        f"{das.routing}, by {by[host]}"
+        if das.routing != "host" or not host
+        else f"{host}'s own"
+    )
     if host == NEMO_RL and (arguments.get("data_parallel_size") or 1) > 1:
         found["routing"] = f"{host}'s own: workers that share experts step together"
     if host is None and (refused := without_host(das)):
@@ -123,7 +176,13 @@ def placement(
 def _runner(das: DasConfig, arguments: Mapping[str, Any], triton: bool) -> str | None:
     """Say that engines run V1, and why; None: V2 where there is a device for it."""
     if compat.version("vllm") is None:
-        return f"not known, for lack of vLLM here: V1 where it is older than {compat.V2_RUNNER.oldest}"
-    given = {"speculative_config": None, "async_scheduling": arguments.get("async_scheduling")}
+        return (
+            "not known, for lack of vLLM here: V1 where it is older than"
+            f" {compat.V2_RUNNER.oldest}"
+        )
+    given = {
+        "speculative_config": None,
+        "async_scheduling": arguments.get("async_scheduling"),
+    }
     why = runner_for(SimpleNamespace(**given, **engine_args(das)), das, triton).v1
     return why and f"V1: {why}"

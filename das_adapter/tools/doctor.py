@@ -1,4 +1,6 @@
-"""`das-adapter doctor`: what is installed, whether it fits, and what das-adapter changes in it."""
+"""`das-adapter doctor`: what is installed, whether it fits, and what das-adapter
+changes in it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from typing import Any
 from das_adapter import __version__, compat, features, patching, tried
 from das_adapter.config import parse
 from das_adapter.core.native import native
-from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS, STOCK_NOISE
+from das_adapter.engine.runner import (
+    HOST_PLANS,
+    NO_GRAPHS,
+    ONE_LENGTH,
+    SMALL_HEADS,
+    STOCK_NOISE,
+)
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
 from das_adapter.tools.configs import placement
 
@@ -25,17 +33,26 @@ class Finding:
 
     name: str
     state: str
-    """`ok`, `absent` or `broken`; of a host also `tried`, `same code as ...` or `changed since ...`."""
+    """`ok`, `absent` or `broken`; of a host also `tried`, `same code as ...` or
+    `changed since ...`.
+    """
     detail: str
     changed: Sequence[str] = ()
     """Functions of a host that have changed since the version that the state names."""
 
 
 def changes() -> list[dict[str, Any]]:
-    """List the attributes that are replaced in or added to the installed packages: by which patch, what it needs, what
-    fails without it, and when it can go."""
+    """List the attributes that are replaced in or added to the installed packages: by
+    which patch, what it needs, what fails without it, and when it can go.
+    """
     return [
-        {"patch": p.replacement.__name__, "target": target, "needs": p.needs, "since": p.since, **p.reasons}
+        {
+            "patch": p.replacement.__name__,
+            "target": target,
+            "needs": p.needs,
+            "since": p.since,
+            **p.reasons,
+        }
         for p in patching.patches()
         for target in p.targets
         if importlib.util.find_spec(target.split(".")[0])
@@ -60,15 +77,21 @@ def _native_core() -> Finding:
         return Finding("native core", "ok", str(native().__file__))
     except (DasError, ImportError) as error:
         return Finding(
-            "native core", "broken", f"{error}: reinstall das-adapter; from source it needs a C++17 compiler"
+            "native core",
+            "broken",
+            f"{error}: reinstall das-adapter; from source it needs a C++17 compiler",
         )
 
 
 def _host(host: str) -> Finding:
-    version, known = compat.version(host), compat.HOSTS[host]
+    version = compat.version(host)
+    known = compat.HOSTS[host]
     if version is None and host == "vllm" and compat.version("nemo_rl"):
         return Finding(
-            host, "absent", "not installed here: NeMo-RL's workers have theirs; call das-adapter doctor there"
+            host,
+            "absent",
+            "not installed here: NeMo-RL's workers have theirs; call das-adapter doctor"
+            " there",
         )
     if version is None:
         return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
@@ -85,11 +108,13 @@ def _host(host: str) -> Finding:
 
 
 def _left_out(host: str) -> Iterator[Finding]:
-    """Say which features a host leaves out: runs that do not ask for them work. One of vLLM's model runners must be
-    there."""
+    """Say which features a host leaves out: runs that do not ask for them work. One of
+    vLLM's model runners must be there.
+    """
     if compat.version(host) is None:
         return
-    found, v2 = compat.unavailable(host), host == "vllm" and not compat.missing(compat.V2_RUNNER)
+    found = compat.unavailable(host)
+    v2 = host == "vllm" and not compat.missing(compat.V2_RUNNER)
     if v2:
         found |= compat.unavailable(compat.V2_RUNNER)
     for feature, gone in found.items():
@@ -106,20 +131,27 @@ def _plugin_of_verl() -> Finding:
 
 
 def equality(gpu: str, environment: Mapping[str, str]) -> str:
-    """Describe what drafts can change on a machine; `gpu`: its name, empty where there is none.
+    """Describe what drafts can change on a machine; `gpu`: its name, empty where there
+    is none.
 
-    The noise is the same in any case. Tokens are equal if a row's logits do not depend on how many rows there are.
+    The noise is the same in any case. Tokens are equal if a row's logits do not depend
+    on how many rows there are.
     """
     same = "the same tokens with and without drafts"
     if not gpu:
         strict = environment.get("MKL_CBWR") == "AUTO,STRICT"
-        return f"CPU: a float32 policy writes {same}" + ("" if strict else " once MKL_CBWR=AUTO,STRICT is set")
+        return f"CPU: a float32 policy writes {same}" + (
+            "" if strict else " once MKL_CBWR=AUTO,STRICT is set"
+        )
     if environment.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        where = "where vLLM has batch-invariant kernels for the policy's layers and attention (heads over 64)"
+        where = (
+            "where vLLM has batch-invariant kernels for the policy's layers and"
+            " attention (heads over 64)"
+        )
         return f"{gpu}: {same}, {where}"
     return (
-        f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
-        "same tokens set VLLM_BATCH_INVARIANT=1, which is slower"
+        f"{gpu}: the same distribution with and without drafts; near-ties may fall the"
+        " other way. For the same tokens set VLLM_BATCH_INVARIANT=1, which is slower"
     )
 
 
@@ -130,7 +162,9 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "", flush=T
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
-assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
+assert hasattr(WorkerBase, "das_rpc"), (
+    "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
+)
 if "V1" in sys.argv:
     import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 from vllm.triton_utils import HAS_TRITON
@@ -139,29 +173,40 @@ print(HAS_TRITON)
 
 
 def _engine_process() -> Iterator[Finding]:
-    """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
+    """Start a process as vLLM starts a worker, up to the point at which a model would
+    be loaded.
+    """
     v1 = features.V1_RUNNER not in compat.unavailable("vllm")
     start = [sys.executable, "-P", "-c", _ENGINE_START, *(["V1"] if v1 else [])]
     run = subprocess.run(start, capture_output=True, text=True, check=False)
     reason = [f"exit code {run.returncode}", *run.stderr.strip().splitlines()][-1]
-    works = Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
+    works = Finding(
+        "plug-in in an engine process", "ok", "das_rpc is on vLLM's workers"
+    )
     yield replace(works, state="broken", detail=reason) if run.returncode else works
-    yield Finding("equal tokens", "ok", equality(run.stdout.partition("\n")[0], os.environ))
+    yield Finding(
+        "equal tokens", "ok", equality(run.stdout.partition("\n")[0], os.environ)
+    )
     if not run.returncode:
         yield from runners(run.stdout.split()[-1] == "True")
 
 
 def runners(triton: bool) -> Iterator[Finding]:
-    """Say which model runner engines get with the installed vLLM, and why, and what they draft; `triton`: whether vLLM
-    finds a device that Triton compiles for."""
+    """Say which model runner engines get with the installed vLLM, and why, and what
+    they draft; `triton`: whether vLLM finds a device that Triton compiles for.
+    """
 
     def would_run(what: str, drafter: str = "history", **arguments: Any) -> str:
         return placement(parse({"drafter": drafter}), None, arguments, triton)[what]
 
     for drafter in ("history", "self", "mtp"):
-        yield Finding(f"model runner of {drafter}", "ok", would_run("model runner", drafter))
+        yield Finding(
+            f"model runner of {drafter}", "ok", would_run("model runner", drafter)
+        )
     yield Finding("drafts of history", "ok", would_run("drafts"))
     if would_run("model runner") == "V2":
-        attention = (f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS, SMALL_HEADS))
+        attention = (
+            f"attention that {why}" for why in (HOST_PLANS, NO_GRAPHS, SMALL_HEADS)
+        )
         found = "; ".join((*ONE_LENGTH, *attention, STOCK_NOISE))
         yield Finding("one draft length for all requests", "ok", found)

@@ -1,6 +1,8 @@
-"""What das-adapter changes in veRL. It acts only where the config has an active `das:` block.
+"""What das-adapter changes in veRL. It acts only where the config has an active `das:`
+block.
 
-Nothing of veRL is imported here: each patch waits until veRL itself imports the module it changes.
+Nothing of veRL is imported here: each patch waits until veRL itself imports the module
+it changes.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from das_adapter.verl import ahead, identity, settings, training
 
 logger = logging.getLogger("das_adapter")
 
-# Wrappers of what Ray ships are plain functions: it pickles the methods of actor classes and task runners, and pickle
-# strips a wrapt proxy off.
+# Wrappers of what Ray ships are plain functions: it pickles the methods of actor
+# classes and task runners, and pickle strips a wrapt proxy off.
 
 
 @patch(
@@ -30,10 +32,12 @@ logger = logging.getLogger("das_adapter")
     needs="config",
 )
 def check_at_start(stock: Any) -> Any:
-    """Without it a wrong `das:` block is found when engines start, or never; `fully_async_main` starts without
-    `validate_config`. A second run of one process would go on with what the first has learned, and relative
-    directories would be those of each process. Remove this patch when veRL lets plug-ins check the config of every
-    pipeline."""
+    """Without it a wrong `das:` block is found when engines start, or never;
+    `fully_async_main` starts without `validate_config`. A second run of one process
+    would go on with what the first has learned, and relative directories would be those
+    of each process. Remove this patch when veRL lets plug-ins check the config of every
+    pipeline.
+    """
 
     def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
         if das := settings.check(config):
@@ -46,15 +50,25 @@ def check_at_start(stock: Any) -> Any:
     return check_first
 
 
-@patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1", feature="routing")
+@patch(
+    "verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer",
+    since="0.9.1",
+    feature="routing",
+)
 def route_requests(stock: Any) -> Any:
-    """Without it `routing` does nothing. Remove this patch when veRL lets the config choose the load
-    balancer."""
+    """Without it `routing` does nothing. Remove this patch when veRL lets the config
+    choose the load balancer.
+    """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         das = settings.of_rollout(self.rollout_config)
-        if das is not None and das.routing != "host" and self._load_balancer_cls is None:
-            if features.ROUTING not in compat.unavailable("verl"):  # else `settings.check` has said so
+        if (
+            das is not None
+            and das.routing != "host"
+            and self._load_balancer_cls is None
+        ):
+            # else `settings.check` has said so
+            if features.ROUTING not in compat.unavailable("verl"):
                 from das_adapter.verl.router import balancer
 
                 self._load_balancer_cls = balancer(das, self.rollout_config)
@@ -70,8 +84,10 @@ def route_requests(stock: Any) -> Any:
     since="0.9.1",
 )
 def load_history(stock: Any) -> Any:
-    """Without it a resumed run starts cold, and the logger does not know of the block: a checkpoint is loaded at every
-    start, before the first weight sync. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
+    """Without it a resumed run starts cold, and the logger does not know of the block:
+    a checkpoint is loaded at every start, before the first weight sync. Remove this
+    patch when veRL tells plug-ins that it loads a checkpoint.
+    """
     if inspect.iscoroutinefunction(stock):
 
         async def load_async(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +112,9 @@ def load_history(stock: Any) -> Any:
     since="0.9.1",
 )
 def save_history(stock: Any) -> Any:
-    """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
+    """Without it checkpoints have no history. Remove this patch when veRL tells
+    plug-ins that it saves a checkpoint.
+    """
 
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
@@ -116,11 +134,13 @@ def save_history(stock: Any) -> Any:
     feature="figures of the rollouts in the trainer's log",
 )
 def log_figures(stock: Any) -> Any:
-    """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
-    metrics to a step."""
+    """Without it the trainer's logger does not get the rollouts' figures. Remove this
+    patch when veRL lets plug-ins add metrics to a step.
+    """
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
-        of_training = any(key.startswith(("actor/", "critic/")) for key in data)  # not of a validation or a sync
+        # not of a validation or a sync
+        of_training = any(key.startswith(("actor/", "critic/")) for key in data)
         if training.trainer is not None and of_training:
             from das_adapter.service import ledger
 
@@ -134,7 +154,9 @@ def log_figures(stock: Any) -> Any:
 
 
 def _begin(trainer: Any) -> None:
-    """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
+    """Choose what the history starts with, and refuse what can't be used (see
+    `checkpoint.begin`).
+    """
     das = settings.of_run(trainer.config)
     if das is not None:
         training.trainer = trainer
@@ -143,9 +165,15 @@ def _begin(trainer: Any) -> None:
         return
     from das_adapter.service import checkpoint
 
-    config, step, resumed = trainer.config.trainer, training.step_of(trainer), None
+    config = trainer.config.trainer
+    step = training.step_of(trainer)
+    resumed = None
     if config.resume_mode != "disable" and step:
-        resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
+        resumed = (
+            Path(config.resume_from_path)
+            if config.resume_mode == "resume_path"
+            else _folder(trainer)
+        )
     facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
     checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
 
@@ -156,12 +184,18 @@ def _save(trainer: Any) -> None:
         return
     from das_adapter.service import checkpoint
 
-    folder, settled = _folder(trainer), trainer.config.trainer
+    folder = _folder(trainer)
+    settled = trainer.config.trainer
     checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
-    # veRL removes what this process has saved, but for the last ones; other checkpoints are the user's.
+    # veRL removes what this process has saved, but for the last ones; other checkpoints
+    # are the user's.
     saved: list[Path] = vars(trainer).setdefault("_das_saved", [])
     saved += [folder] if folder not in saved else []
-    kept = 1 if settled.get("remove_previous_ckpt_in_save") else settled.get("max_actor_ckpt_to_keep") or len(saved)
+    kept = (
+        1
+        if settled.get("remove_previous_ckpt_in_save")
+        else settled.get("max_actor_ckpt_to_keep") or len(saved)
+    )
     for old in saved[:-kept]:
         if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):
@@ -169,19 +203,29 @@ def _save(trainer: Any) -> None:
 
 
 def _folder(trainer: Any) -> Path:
-    return Path(trainer.config.trainer.default_local_dir).absolute() / f"global_step_{training.step_of(trainer)}"
+    return (
+        Path(trainer.config.trainer.default_local_dir).absolute()
+        / f"global_step_{training.step_of(trainer)}"
+    )
 
 
 HOOKS = (
     *(check_at_start, route_requests, load_history, save_history, log_figures),
     *(training.number_weights, ahead.write_ahead),
-    *(identity.name_batches, identity.name_awaited_batches, identity.follow_samples, identity.label_requests),
+    *(
+        identity.name_batches,
+        identity.name_awaited_batches,
+        identity.follow_samples,
+        identity.label_requests,
+    ),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 
 
 def install() -> None:
-    """Patch veRL's modules as they are imported; with `VERL_PLATFORM=cpu`, also add the platform `cpu`."""
+    """Patch veRL's modules as they are imported; with `VERL_PLATFORM=cpu`, also add the
+    platform `cpu`.
+    """
     when_imported("verl.workers.rollout.replica", _register_replica)
     for hook in HOOKS:
         hook.when_imported()
@@ -190,7 +234,9 @@ def install() -> None:
 
 
 def _register_replica(module: Any) -> None:
-    """Register the replicas whose server harvests trajectories and refreshes the drafter at each weight sync."""
+    """Register the replicas whose server harvests trajectories and refreshes the
+    drafter at each weight sync.
+    """
 
     def load() -> type:
         from das_adapter.verl.server import DasVLLMReplica

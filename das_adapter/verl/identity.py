@@ -1,7 +1,8 @@
-"""The identity of a sample, carried from the agent loop through the client into `extra_args`.
+"""The identity of a sample, carried from the agent loop through the client into
+`extra_args`.
 
-It works with any agent loop: the identity is in a context variable of the sample's asyncio task, so neither the
-loop nor its tools need to know of it.
+It works with any agent loop: the identity is in a context variable of the sample's
+asyncio task, so neither the loop nor its tools need to know of it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from das_adapter.service.run_ahead import Writing, take
 from das_adapter.verl import ahead, settings, training
 
 MEDIA = ("image_data", "video_data", "audio_data")
-"""Arguments of veRL's `generate` that belong to a problem and leave only place holders in its prompt."""
+"""Arguments of veRL's `generate` that belong to a problem and leave only place holders
+in its prompt.
+"""
 ROW = "das_row"
 """Column of a batch for veRL's agent loops: the name of each row."""
 ABORTED = ("aborted", "abort")
-"""Stop reasons of a request that was interrupted by a weight sync; the client resumes it."""
+"""Stop reasons of a request that was interrupted by a weight sync; the client resumes
+it.
+"""
 
 
 @dataclass
@@ -39,31 +44,44 @@ class Sample:
     row: str
     """Name of the batch's row, which no other row of the step has."""
     index: str | None
-    """Data set of the prompt, and its index there, as the data set has it; None: it has none."""
+    """Data set of the prompt, and its index there, as the data set has it; None: it has
+    none.
+    """
     step: int
     sample: int
     validate: bool
     problem: int | None = None
-    """Identity of the problem: the first turn's prompt. Later turns and resumed fragments keep it."""
+    """Identity of the problem: the first turn's prompt. Later turns and resumed
+    fragments keep it.
+    """
     prompt: Sequence[int] = ()
     """The first turn's prompt, with which those of its later turns begin."""
     running: int = 0
     """Requests that are being answered, or were interrupted and will be resumed."""
     drawn: int = 0
-    """Tokens of the conversation that were answered, its longest answer included: the next turn begins behind them,
-    whatever else is asked in between."""
+    """Tokens of the conversation that were answered, its longest answer included: the
+    next turn begins behind them, whatever else is asked in between.
+    """
     again: int = 0
-    """How many requests were not the next turn: another answer, or another conversation."""
+    """How many requests were not the next turn: another answer, or another
+    conversation.
+    """
     given_up: bool = False
-    """Whether the last request was cancelled: a server goes on answering it, so that the next one is no turn."""
+    """Whether the last request was cancelled: a server goes on answering it, so that
+    the next one is no turn.
+    """
     job: tuple[ahead.VerlJob, Any] | None = None
-    """Where its first response is only written ahead: for whom, and the replica that does it."""
+    """Where its first response is only written ahead: for whom, and the replica that
+    does it.
+    """
     first: asyncio.Future[None] | None = None
     """The first request, while it is written ahead."""
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
-_interrupted: ContextVar[tuple[list[int], Label] | None] = ContextVar("das_interrupted", default=None)
+_interrupted: ContextVar[tuple[list[int], Label] | None] = ContextVar(
+    "das_interrupted", default=None
+)
 """What this task's request is resumed with, and its label."""
 
 
@@ -74,15 +92,23 @@ _interrupted: ContextVar[tuple[list[int], Label] | None] = ContextVar("das_inter
     needs="prompts",
 )
 def name_batches(stock: Any) -> Any:
-    """Without it rows of a step that have one prompt, and no index or equal ones, draw the same samples. Remove this
-    patch when veRL gives each row of a step a name that is the same in every run."""
+    """Without it rows of a step that have one prompt, and no index or equal ones, draw
+    the same samples. Remove this patch when veRL gives each row of a step a name that
+    is the same in every run.
+    """
     return _naming(stock)
 
 
-@patch("verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences", since="0.9.1", needs="prompts")
+@patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences",
+    since="0.9.1",
+    needs="prompts",
+)
 def name_awaited_batches(stock: Any) -> Any:
-    """As `name_batches`, where veRL looks at its caller: it returns what can be awaited to one that awaits, and the
-    batch to another. Remove this patch when `name_batches` is removed."""
+    """As `name_batches`, where veRL looks at its caller: it returns what can be awaited
+    to one that awaits, and the batch to another. Remove this patch when `name_batches`
+    is removed.
+    """
     from verl.utils.ray_utils import auto_await
 
     return auto_await(_naming(getattr(stock, "__wrapped__", stock)))
@@ -97,9 +123,14 @@ def _naming(stock: Any) -> Any:
             return stock(self, prompts, *args, **kwargs)
         self._das_named = name_rows(prompts, getattr(self, "_das_named", None))
         about = getattr(prompts, "meta_info", prompts)
-        run = None if "validate" in about.keys() and about["validate"] else ahead.Ahead.running
+        run = (
+            None
+            if "validate" in about.keys() and about["validate"]
+            else ahead.Ahead.running
+        )
         result = stock(self, prompts, *args, **kwargs)
-        if run and inspect.iscoroutine(result):  # it dispatches the batch when it is awaited
+        # it dispatches the batch when it is awaited
+        if run and inspect.iscoroutine(result):
             return _showing(result, functools.partial(run.show, self, name_rows))
         if run:
             run.show(self, name_rows)
@@ -109,30 +140,43 @@ def _naming(stock: Any) -> Any:
 
 
 async def _showing(written: Coroutine[Any, Any, Any], show: Callable[[], None]) -> Any:
-    """Show the next batches once a batch is dispatched; return it when it is written."""
+    """Show the next batches once a batch is dispatched; return it when it is
+    written.
+    """
     task = asyncio.ensure_future(written)
     await asyncio.sleep(0)
     show()
     return await task
 
 
-def name_rows(prompts: Any, last: Mapping[Any, Counter[str]] | None = None) -> dict[Any, Counter[str]]:
-    """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before workers share it out: no two rows
-    of a step have the same name, and a row has the same name in every run. An index alone is not enough: data sets
-    without one, with equal indices, and validations that repeat a prompt have rows that differ in nothing else.
+def name_rows(
+    prompts: Any, last: Mapping[Any, Counter[str]] | None = None
+) -> dict[Any, Counter[str]]:
+    """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before
+    workers share it out: no two rows of a step have the same name, and a row has the
+    same name in every run. An index alone is not enough: data sets without one, with
+    equal indices, and validations that repeat a prompt have rows that differ in nothing
+    else.
 
-    A batch that names no step is of the trainer's. The fully asynchronous pipeline counts no steps where it generates;
-    its `uid` names epoch and sample, and serves in their place. `last`: how often each name was given by step, as it
-    was returned for the batch before: of that step, and of batches of no step at all (-1), which are all of one.
+    A batch that names no step is of the trainer's. The fully asynchronous pipeline
+    counts no steps where it generates; its `uid` names epoch and sample, and serves in
+    their place. `last`: how often each name was given by step, as it was returned for
+    the batch before: of that step, and of batches of no step at all (-1), which are all
+    of one.
     """
     tensors = not hasattr(prompts, "non_tensor_batch")
-    columns, about = (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
+    columns, about = (
+        (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
+    )
     step = about["global_steps"] if "global_steps" in about.keys() else training.step()
     if step is None:
         step = columns["uid"][0] if "uid" in columns.keys() else -1
-    known = [columns[name] for name in ("data_source", "index") if name in columns.keys()]
+    known = [
+        columns[name] for name in ("data_source", "index") if name in columns.keys()
+    ]
     counted = {key: counts for key, counts in (last or {}).items() if key in (step, -1)}
-    names, named = [], counted.setdefault(step, Counter[str]())
+    names = []
+    named = counted.setdefault(step, Counter[str]())
     for row in range(len(prompts)):
         name = "/".join(map(str, (step, *(column[row] for column in known))))
         names.append(f"{name}/{named[name]}")
@@ -147,10 +191,14 @@ def name_rows(prompts: Any, last: Mapping[Any, Counter[str]] | None = None) -> d
     needs="sampling_params, trajectory",
 )
 def follow_samples(stock: Any) -> Any:
-    """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample.
-    Remove this patch when veRL passes a sample's identity with its requests."""
+    """Without it requests have no identity. Every agent loop, also the user's own, runs
+    under that of its sample. Remove this patch when veRL passes a sample's identity
+    with its requests.
+    """
 
-    async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
+    async def run(
+        self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any
+    ) -> Any:
         sample = Sample(
             row=kwargs.pop(ROW, str(trajectory.get("sample_index"))),
             index=_index(kwargs),
@@ -163,7 +211,9 @@ def follow_samples(stock: Any) -> Any:
         if writing and not (sample.validate or sample.job):
             writing.stop(sample.step)
         for teacher in (getattr(self, "teacher_client", None) or {}).values():
-            teacher._das = None  # it reads what was written, and its engine may refuse a label
+            teacher._das = (
+                None  # it reads what was written, and its engine may refuse a label
+            )
         token = _current.set(sample)
         try:
             return await stock(self, sampling_params, trajectory, **kwargs)
@@ -181,8 +231,9 @@ def follow_samples(stock: Any) -> Any:
     needs="request_id, prompt_ids, sampling_params",
 )
 def label_requests(stock: Any) -> Any:
-    """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
-    identity with its requests."""
+    """Without it the identity of a sample does not reach the engine. Remove this patch
+    when veRL passes a sample's identity with its requests.
+    """
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "_das"):
@@ -192,21 +243,29 @@ def label_requests(stock: Any) -> Any:
             return await stock(self, *args, **kwargs)
         from verl.utils.tokenizer import normalize_token_ids
 
-        prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])  # as veRL's server does
+        # as veRL's server does
+        prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])
         media = [item for name in MEDIA for item in kwargs.get(name) or ()]
         resumed, own = _interrupted.get() or ([], None)
         goes_on = own is not None and resumed == prompt
         if own is None or not goes_on:
             own = label(self._das, sample, prompt, media)
         if sample.job is not None:
-            if sample.first is None:  # requests that begin beside it have other noise when they come
+            # requests that begin beside it have other noise when they come
+            if sample.first is None:
                 job, server = sample.job
-                written = asyncio.sleep(0) if media else job.write(server, own, prompt, kwargs["sampling_params"])
+                written = (
+                    asyncio.sleep(0)
+                    if media
+                    else job.write(server, own, prompt, kwargs["sampling_params"])
+                )
                 sample.first = asyncio.ensure_future(written)
             await sample.first
             raise ahead.Written
         begins = own.start == len(prompt)
-        params = replace(own, ahead=take(own.seed) if begins else None).put_into(kwargs["sampling_params"])
+        params = replace(own, ahead=take(own.seed) if begins else None).put_into(
+            kwargs["sampling_params"]
+        )
         sample.running += not goes_on
         aborted = False
         try:
@@ -220,21 +279,32 @@ def label_requests(stock: Any) -> Any:
         text = [*prompt, *output.token_ids]
         _interrupted.set((text, own) if aborted else None)
         if not aborted and _is_of_conversation(prompt, sample):
-            sample.drawn = max(sample.drawn, len(text))  # whichever of several ended last
+            # whichever of several ended last
+            sample.drawn = max(sample.drawn, len(text))
         return output
 
     return generate
 
 
-def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequence[Any] = ()) -> Label:
-    """Label a request of a sample that begins; `media`: images, sound and video of the prompt. Turns have one seed, and
-    draw behind each other; each request that is no turn has a seed of its own."""
+def label(
+    das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequence[Any] = ()
+) -> Label:
+    """Label a request of a sample that begins; `media`: images, sound and video of the
+    prompt. Turns have one seed, and draw behind each other; each request that is no
+    turn has a seed of its own.
+    """
     if sample.problem is None:
-        seen = map(media_hash, media) if sample.index is None else [sample.index] * bool(media)
-        sample.problem, sample.prompt = prompt_identity(prompt_ids, *seen), prompt_ids
+        seen = (
+            map(media_hash, media)
+            if sample.index is None
+            else [sample.index] * bool(media)
+        )
+        sample.problem = prompt_identity(prompt_ids, *seen)
+        sample.prompt = prompt_ids
     again = sample.given_up or sample.running > 0 or len(prompt_ids) < sample.drawn
     again |= not _is_of_conversation(prompt_ids, sample)
-    sample.again, sample.given_up = sample.again + again, False
+    sample.again = sample.again + again
+    sample.given_up = False
     start = len(prompt_ids) if again else sample.drawn or len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     row = f"{sample.row}/again {sample.again}" if again else sample.row
@@ -243,10 +313,15 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Sequence[int], media: Sequ
 
 
 def _index(row: Mapping[str, Any]) -> str | None:
-    """Return the index that the data set has for a row, behind its name: rows may be of several. None: it has none,
-    where veRL takes 0."""
+    """Return the index that the data set has for a row, behind its name: rows may be of
+    several. None: it has none, where veRL takes 0.
+    """
     index = row.get("index")
-    return f"{row.get('data_source', '')}/{index}" if index or "index" in (row.get("extra_info") or {}) else None
+    return (
+        f"{row.get('data_source', '')}/{index}"
+        if index or "index" in (row.get("extra_info") or {})
+        else None
+    )
 
 
 def _is_of_conversation(prompt_ids: Sequence[int], sample: Sample) -> bool:

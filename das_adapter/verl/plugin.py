@@ -9,5 +9,7 @@ try:
 
     hooks.install()
 except Exception:  # veRL swallows what a plug-in raises
-    logging.getLogger("das_adapter").exception("das: no hooks installed; this veRL process runs without das-adapter")
+    logging.getLogger("das_adapter").exception(
+        "das: no hooks installed; this veRL process runs without das-adapter"
+    )
     raise

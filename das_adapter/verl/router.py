@@ -13,11 +13,15 @@ from das_adapter.service import ledger
 from das_adapter.sources import Sources
 
 _HOMES, _NAME = "verl.workers.rollout.router.*", "GlobalRequestLoadBalancer"
-"""Where veRL has its balancer: the module, or a part of it where it is a package (verl#6940)."""
+"""Where veRL has its balancer: the module, or a part of it where it is a package
+(verl#6940).
+"""
 
 
 def stock_balancer() -> Any:
-    """Return the class of veRL's balancer. UnsupportedHost: veRL has none where it is known to be."""
+    """Return the class of veRL's balancer. UnsupportedHost: veRL has none where it is
+    known to be.
+    """
     home = Sources("verl").home(_HOMES, _NAME)
     if home is None:
         raise UnsupportedHost(f"found no {_NAME} in {_HOMES}")
@@ -28,11 +32,12 @@ _Stock: Any = stock_balancer()
 
 
 class DasLoadBalancer(_Stock):
-    """veRL's balancer that keeps groups together (`longest_first`), or takes the replica with the fewest requests
-    without veRL's random tie-break (`least_loaded`).
+    """veRL's balancer that keeps groups together (`longest_first`), or takes the
+    replica with the fewest requests without veRL's random tie-break (`least_loaded`).
 
-    Lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests;
-    where it does not answer, what it said before stands until then.
+    Lengths come from the run's ledger, which is asked when no request is in flight and
+    every 1024 requests; where it does not answer, what it said before stands until
+    then.
     """
 
     das = DasConfig()
@@ -44,11 +49,14 @@ class DasLoadBalancer(_Stock):
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
         self._longest_first = self.das.routing == "longest_first"
-        siblings, group = (self.das.shares_history, self.group) if self._longest_first else (False, 1)
+        siblings, group = (
+            (self.das.shares_history, self.group) if self._longest_first else (False, 1)
+        )
         self._replicas = Replicas(servers, siblings, group, self.slots)
         self._problems: dict[str, list[int]] = {}
         """Of the requests in flight: an agent loop may have several under one id."""
-        self._acquired, self._validating = 0, False
+        self._acquired = 0
+        self._validating = False
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
@@ -58,12 +66,20 @@ class DasLoadBalancer(_Stock):
         """Name the fields that veRL sends to `release_server`."""
         return ["request_id"]
 
-    def acquire_server(self, request_id: str, sampling_params: dict[str, Any] | None = None) -> tuple[str, Any]:
-        """Choose a replica for a request; later turns of a trajectory stay on the same one."""
+    def acquire_server(
+        self, request_id: str, sampling_params: dict[str, Any] | None = None
+    ) -> tuple[str, Any]:
+        """Choose a replica for a request; later turns of a trajectory stay on the same
+        one.
+        """
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
-        if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
-            self._replicas.expected = ledger.expected(timeout=5) or self._replicas.expected
+        if self._longest_first and (
+            self._acquired % 1024 == 0 or not any(self._inflight_requests.values())
+        ):
+            self._replicas.expected = (
+                ledger.expected(timeout=5) or self._replicas.expected
+            )
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         self._validating = not label.record
@@ -72,7 +88,9 @@ class DasLoadBalancer(_Stock):
         if server in self._inflight_requests:
             self._replicas.stay(server, problem)
         else:
-            in_group = self._longest_first and label.record and label.problem is not None
+            in_group = (
+                self._longest_first and label.record and label.problem is not None
+            )
             server = self._replicas.pick(problem, group=None if in_group else 1)
         self._problems.setdefault(request_id, []).append(problem)
         self._request_id_to_server[request_id] = server
@@ -88,9 +106,16 @@ class DasLoadBalancer(_Stock):
                 self._problems[request_id or ""] = problems
 
     def lend(self, most: int) -> list[tuple[str, Any]]:
-        """Lend at most so many slots for what is written ahead: a replica and its handle each (see `Replicas.lend`); a
-        validation lends none."""
-        return [] if self._validating else [(server, self._servers[server]) for server in self._replicas.lend(most)]
+        """Lend at most so many slots for what is written ahead: a replica and its
+        handle each (see `Replicas.lend`); a validation lends none.
+        """
+        return (
+            []
+            if self._validating
+            else [
+                (server, self._servers[server]) for server in self._replicas.lend(most)
+            ]
+        )
 
     def give_back(self, server_id: str) -> None:
         """Take back a slot that was lent."""
@@ -110,6 +135,8 @@ class DasLoadBalancer(_Stock):
 
 
 def balancer(das: DasConfig, rollout: Any) -> type[DasLoadBalancer]:
-    """Return the balancer's class for a run: veRL itself makes the instance, in an actor, from the class alone."""
+    """Return the balancer's class for a run: veRL itself makes the instance, in an
+    actor, from the class alone.
+    """
     settled = {"das": das, "group": rollout.n, "slots": rollout.max_num_seqs}
     return type(DasLoadBalancer.__name__, (DasLoadBalancer,), settled)

@@ -1,10 +1,12 @@
-"""GRPO through NeMo-RL on CPU, off and with speculation, in a process each: the same tokens, in less time.
+"""GRPO through NeMo-RL on CPU, off and with speculation, in a process each: the same
+tokens, in less time.
 
 PYTHONPATH=/path/to/NeMo-RL python examples/nemo_rl/arms.py [--asynchronous]
 
-In the asynchronous pipeline, with in-flight weight updates, it depends on timing which weights write which token, so no
-two runs agree token by token, with or without speculation. Its trainer goes through its data only once, so the data set
-repeats its problems.
+In the asynchronous pipeline, with in-flight weight updates, it depends on timing which
+weights write which token, so no two runs agree token by token, with or without
+speculation. Its trainer goes through its data only once, so the data set repeats its
+problems.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ Steps = list[dict[str, float]]
 
 
 def run(name: str, overrides: list[str], out: Path) -> Steps:
-    """Train one arm; its log goes to `<name>.log` and its steps to `<name>.jsonl` in `out`.
+    """Train one arm; its log goes to `<name>.log` and its steps to `<name>.jsonl` in
+    `out`.
 
     Returns:
-        The scalars of each step, in order: NeMo-RL's `train/` metrics under their names, timings under `timing/`.
+        The scalars of each step, in order: NeMo-RL's `train/` metrics under their
+            names, timings under `timing/`.
     """
     out.mkdir(parents=True, exist_ok=True)
     lines = out / f"{name}.jsonl"
@@ -60,10 +64,18 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
         "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
     }
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, str(Path(__file__).parent / "tiny_run.py"), "--out", str(lines), *overrides]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "tiny_run.py"),
+        "--out",
+        str(lines),
+        *overrides,
+    ]
     log = out / f"{name}.log"
     with log.open("w") as file:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False
+        ).returncode
     if code or not lines.exists():
         sys.exit(f"the {name} arm failed; see {log}")
     return steps(lines)
@@ -75,12 +87,16 @@ def steps(lines: Path) -> Steps:
     for row in map(json.loads, lines.read_text().splitlines()):
         if row["prefix"] in ("train", "timing/train"):
             prefix = "" if row["prefix"] == "train" else "timing/"
-            found.setdefault(row["step"], {}).update({prefix + name: value for name, value in row["data"].items()})
+            found.setdefault(row["step"], {}).update(
+                {prefix + name: value for name, value in row["data"].items()}
+            )
     return [found[step] for step in sorted(found)]
 
 
 def show(out: Path, epoch: int) -> dict[str, Any]:
-    """Compare the arms' files in `out`, a line per epoch of so many steps; return the comparison."""
+    """Compare the arms' files in `out`, a line per epoch of so many steps; return the
+    comparison.
+    """
     found = compare.compare(*(read(out / f"{name}.jsonl") for name in ARMS), epoch)
     print_table(compare.COLUMNS, compare.table(found), left=2)
     print("\n".join(compare.sentences(found)))
@@ -89,19 +105,28 @@ def show(out: Path, epoch: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run both arms, and show what speculation changed, a line per epoch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--asynchronous", action="store_true", help="with in-flight weight updates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--asynchronous", action="store_true", help="with in-flight weight updates"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "nemo_rl_arms")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--epoch", type=int, default=2, help="training steps of a row of the comparison")
+    parser.add_argument(
+        "--epoch", type=int, default=2, help="training steps of a row of the comparison"
+    )
     args, overrides = parser.parse_known_args()
     common = ["--problems", str(args.problems), f"grpo.max_num_steps={args.steps}"]
     common += [*(ASYNC if args.asynchronous else ()), *overrides]
     for name, arm in ARMS.items():
         run(name, [*arm, *common], args.out)
     made = provenance([*RUN, "das_adapter/nemo_rl"])
-    save(args.out / "summary.json", {"provenance": made, "comparison": show(args.out, args.epoch)})
+    save(
+        args.out / "summary.json",
+        {"provenance": made, "comparison": show(args.out, args.epoch)},
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it is really trained.
+"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU
+thread; it is really trained.
 
-With `policy.draft.enabled` an EAGLE-3 head is trained beside it, as NeMo-RL's Megatron policy does: on NeMo-RL's draft
-loss, a pass over what the policy has read; its weights are sent at each refit, with `draft.` before their names.
+With `policy.draft.enabled` an EAGLE-3 head is trained beside it, as NeMo-RL's Megatron
+policy does: on NeMo-RL's draft loss, a pass over what the policy has read; its weights
+are sent at each refit, with `draft.` before their names.
 """
 
 from __future__ import annotations
@@ -31,15 +33,26 @@ DRAFT_LR = 3e-3
 class Trainer:
     """Holds the weights and the optimizer."""
 
-    def __init__(self, config: dict[str, Any], replicas: int, weights: Path | None, optimizer: Path | None):
+    def __init__(
+        self,
+        config: dict[str, Any],
+        replicas: int,
+        weights: Path | None,
+        optimizer: Path | None,
+    ):
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            config["model_name"], dtype=torch.float32
+        )
         self.policy = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.policy, lr=config["optimizer"]["kwargs"]["lr"])
-        self.draft, self.draft_loss = self._attach_draft(config), DraftCrossEntropyLossFn()
+        self.optimizer = torch.optim.AdamW(
+            self.policy, lr=config["optimizer"]["kwargs"]["lr"]
+        )
+        self.draft = self._attach_draft(config)
+        self.draft_loss = DraftCrossEntropyLossFn()
         for part, path in ((self.model, weights), (self.optimizer, optimizer)):
             if path is not None:
                 part.load_state_dict(torch.load(path))
@@ -51,14 +64,19 @@ class Trainer:
             socket.bind(f"ipc:///tmp/{os.environ[REFIT_SOCKETS]}-{i}.sock")
 
     def _attach_draft(self, config: dict[str, Any]) -> Eagle3 | None:
-        """Make the head a part of the model, with which it is saved and sent as `draft.*`."""
+        """Make the head a part of the model, with which it is saved and sent as
+        `draft.*`.
+        """
         draft = config.get("draft") or {}
         if not draft.get("enabled"):
             return None
-        with torch.random.fork_rng():  # the policy's random state is that of a run without it
+        # the policy's random state is that of a run without it
+        with torch.random.fork_rng():
             self.model.draft = head = head_for(self.model)
         head.load_state_dict(load_file(Path(draft["model_name"]) / "model.safetensors"))
-        self.optimizer.add_param_group({"params": list(head.parameters()), "lr": DRAFT_LR})
+        self.optimizer.add_param_group(
+            {"params": list(head.parameters()), "lr": DRAFT_LR}
+        )
         self.draft_weight = draft["loss_weight"]
         return head
 
@@ -89,8 +107,15 @@ class Trainer:
 
     def _read(self, data: Any) -> Any:
         """Have the policy read the rows; its output has logits and hidden states."""
-        mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
-        return self.model(input_ids=data["input_ids"], attention_mask=mask.long(), output_hidden_states=True)
+        mask = (
+            torch.arange(data["input_ids"].shape[1])[None]
+            < data["input_lengths"][:, None]
+        )
+        return self.model(
+            input_ids=data["input_ids"],
+            attention_mask=mask.long(),
+            output_hidden_states=True,
+        )
 
     @staticmethod
     def _logprobs(read: Any, data: Any) -> torch.Tensor:
@@ -98,11 +123,17 @@ class Trainer:
         chosen = data["input_ids"][:, 1:, None]
         return read.logits[:, :-1].log_softmax(-1).gather(-1, chosen).squeeze(-1)
 
-    def _draft_loss(self, read: Any, data: Any, sequences: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """NeMo-RL's draft loss of one draft step; nothing of it reaches the policy's gradients."""
+    def _draft_loss(
+        self, read: Any, data: Any, sequences: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """NeMo-RL's draft loss of one draft step; nothing of it reaches the policy's
+        gradients.
+        """
         with torch.no_grad():
             embeds = self.model.get_input_embeddings()(data["input_ids"])
-        [(ahead, logits)] = self.draft.drafts([state.detach() for state in read.hidden_states], embeds, 1)
+        [(ahead, logits)] = self.draft.drafts(
+            [state.detach() for state in read.hidden_states], embeds, 1
+        )
         return self.draft_loss(
             teacher_logits=read.logits[:, ahead:-1].detach(),
             student_logits=logits,
@@ -115,14 +146,17 @@ class Trainer:
     @torch.no_grad()
     def logprobs(self, data: Any) -> torch.Tensor:
         """float32 [rows, tokens]; the first token's is 0."""
-        slices = (data.slice(i, i + self.micro) for i in range(0, data.size, self.micro))
+        slices = (
+            data.slice(i, i + self.micro) for i in range(0, data.size, self.micro)
+        )
         parts = [self._logprobs(self._read(part), part) for part in slices]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0))
 
     def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
         """One optimizer step over the batch."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
-        sequences, tokens = data["sample_mask"].sum(), mask.sum()
+        sequences = data["sample_mask"].sum()
+        tokens = mask.sum()
         metrics: dict[str, list[float]] = {}
         total = torch.zeros(())
         for i in range(0, data.size, self.micro):
@@ -137,9 +171,14 @@ class Trainer:
                 figures = {**figures, "draft_loss": draft_loss.item()}
             for name, value in figures.items():
                 metrics.setdefault(name, []).append(value)
-        norms = {"grad_norm": torch.nn.utils.clip_grad_norm_(self.policy, self.clip)[None]}
-        if self.draft:  # each by its own norm: the policy's update is that of a run without a drafter
-            norms["draft_grad_norm"] = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.clip)[None]
+        norms = {
+            "grad_norm": torch.nn.utils.clip_grad_norm_(self.policy, self.clip)[None]
+        }
+        # each by its own norm: the policy's update is that of a run without a drafter
+        if self.draft:
+            norms["draft_grad_norm"] = torch.nn.utils.clip_grad_norm_(
+                self.draft.parameters(), self.clip
+            )[None]
         self.optimizer.step()
         self.optimizer.zero_grad()
         metrics |= {
@@ -154,27 +193,45 @@ class Trainer:
 class TinyPolicy(ColocatablePolicyInterface):
     """NeMo-RL's view of the trainer."""
 
-    def __init__(self, config: dict[str, Any], replicas: int, weights: Path | None, optimizer: Path | None):
-        """`weights`, `optimizer`: files of a checkpoint; None: as `config` says, and new."""
+    def __init__(
+        self,
+        config: dict[str, Any],
+        replicas: int,
+        weights: Path | None,
+        optimizer: Path | None,
+    ):
+        """`weights`, `optimizer`: files of a checkpoint; None: as `config` says, and
+        new.
+        """
         self.trainer = Trainer.remote(config, replicas, weights, optimizer)
         self.sharding_annotations = NamedSharding([0], ["data_parallel"])
 
     def get_logprobs(self, data: Any, timer: Any = None, **kwargs: Any) -> Any:
-        return BatchedDataDict({"logprobs": ray.get(self.trainer.logprobs.remote(data))})
+        return BatchedDataDict(
+            {"logprobs": ray.get(self.trainer.logprobs.remote(data))}
+        )
 
-    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def train(
+        self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         return ray.get(self.trainer.train.remote(data, loss_fn))
 
-    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **kwargs: Any) -> None:
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, **kwargs: Any
+    ) -> None:
         ray.get(self.trainer.save.remote(weights_path, optimizer_path))
 
     def prepare_refit_info(self) -> dict[str, Any]:
         return ray.get(self.trainer.refit_info.remote())
 
-    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int, kv_scales: Any = None) -> list[Any]:
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int, kv_scales: Any = None
+    ) -> list[Any]:
         return [self.trainer.send_weights.remote()]
 
-    def broadcast_weights_for_collective(self, kv_scales: Any = None, **kwargs: Any) -> list[Any]:
+    def broadcast_weights_for_collective(
+        self, kv_scales: Any = None, **kwargs: Any
+    ) -> list[Any]:
         return [self.trainer.send_weights.remote()]
 
     def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -191,7 +248,9 @@ class TinyPolicy(ColocatablePolicyInterface):
         """Nothing to move: weights, gradients and optimizer stay where they are."""
 
     prepare_for_training = finish_training = prepare_for_lp_inference = _nothing
-    offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = finalize_async_save = _nothing
+    offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = (
+        finalize_async_save
+    ) = _nothing
 
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -1,4 +1,5 @@
-"""One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on CPU; figures go to a JSONL file.
+"""One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on
+CPU; figures go to a JSONL file.
 
 `arms.py` starts it, once per arm.
 """
@@ -19,7 +20,9 @@ from das_adapter.cpu.nemo_rl_process import REFIT_SOCKETS, prepare
 prepare()  # before anything of NeMo-RL is imported
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "examples/tiny_math"), str(ROOT / "examples/nemo_rl")]
-os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[-2:], os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*sys.path[-2:], os.environ.get("PYTHONPATH", "")]
+)
 os.environ.setdefault(REFIT_SOCKETS, f"das-{uuid.uuid4().hex[:12]}")
 
 import random  # noqa: E402
@@ -32,7 +35,11 @@ from nemo_rl.algorithms import grpo  # noqa: E402
 from nemo_rl.algorithms.utils import get_tokenizer  # noqa: E402
 from nemo_rl.environments.interfaces import EnvironmentReturn  # noqa: E402
 from nemo_rl.models.generation import configure_generation_config  # noqa: E402
-from nemo_rl.utils.config import load_config, parse_hydra_overrides, register_omegaconf_resolvers  # noqa: E402
+from nemo_rl.utils.config import (  # noqa: E402
+    load_config,
+    parse_hydra_overrides,
+    register_omegaconf_resolvers,
+)
 from omegaconf import OmegaConf  # noqa: E402
 from tiny_policy import TinyPolicy  # noqa: E402
 
@@ -44,7 +51,9 @@ class Problems(torch.utils.data.Dataset):
 
     def __init__(self, tokenizer: Any, count: int, repeats: int, seed: int):
         rng = random.Random(seed)
-        steps = [rng.randint(*task.STRATA[i % len(task.STRATA)][:2]) for i in range(count)]
+        steps = [
+            rng.randint(*task.STRATA[i % len(task.STRATA)][:2]) for i in range(count)
+        ]
         self.problems = [task.make_problem(rng, min(n, 34)) for n in steps] * repeats
         self.tokenizer = tokenizer
 
@@ -53,7 +62,9 @@ class Problems(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         message = {"role": "user", "content": self.problems[i]}
-        ids = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        ids = self.tokenizer.apply_chat_template(
+            [message], add_generation_prompt=True, return_dict=False
+        )
         return {
             "message_log": [{**message, "token_ids": torch.tensor(ids)}],
             "length": len(ids),
@@ -70,12 +81,21 @@ class Checker:
 
     def step(self, logs: list[Any], infos: list[Any]) -> Any:
         scores = [
-            task.compute_score("", log[-1]["content"], task.answer(info["problem"]), info)["score"]
+            task.compute_score(
+                "", log[-1]["content"], task.answer(info["problem"]), info
+            )["score"]
             for log, info in zip(logs, infos, strict=True)
         ]
         done = torch.ones(len(logs))
         nothing = [{"role": "environment", "content": ""} for _ in logs]
-        return EnvironmentReturn(nothing, infos, [None] * len(logs), torch.tensor(scores), done, [None] * len(logs))
+        return EnvironmentReturn(
+            nothing,
+            infos,
+            [None] * len(logs),
+            torch.tensor(scores),
+            done,
+            [None] * len(logs),
+        )
 
     def global_post_process_and_metrics(self, batch: Any) -> Any:
         return batch, {}
@@ -89,7 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--stock-driver", action="store_true", help="NeMo-RL as it is: speculation by YAML alone")
+    parser.add_argument(
+        "--stock-driver",
+        action="store_true",
+        help="NeMo-RL as it is: speculation by YAML alone",
+    )
     args, overrides = parser.parse_known_args()
     if not args.stock_driver:
         from das_adapter.nemo_rl.install import install
@@ -103,7 +127,9 @@ def main() -> None:
         Path(__file__).parent / "grpo_tiny_math_cpu.yaml",
     )
     config = OmegaConf.merge(*(load_config(str(layer)) for layer in layers))
-    config = OmegaConf.to_container(parse_hydra_overrides(config, overrides), resolve=True)
+    config = OmegaConf.to_container(
+        parse_hydra_overrides(config, overrides), resolve=True
+    )
     config = grpo.MasterConfig(**config)
 
     os.environ["PYTHONHASHSEED"] = "0"
@@ -115,28 +141,57 @@ def main() -> None:
         object_store_memory=500_000_000,
         runtime_env={"worker_process_setup_hook": prepare},
     )
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # NeMo-RL looks for it; others may run Ray here
+    # NeMo-RL looks for it; others may run Ray here
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     tokenizer = get_tokenizer(config.policy["tokenizer"])
-    config.policy["generation"] = configure_generation_config(config.policy["generation"], tokenizer)
+    config.policy["generation"] = configure_generation_config(
+        config.policy["generation"], tokenizer
+    )
     asynchronous = config.grpo.async_grpo.enabled
-    replicas = 1 if not asynchronous else config.policy["generation"]["colocated"]["resources"]["gpus_per_node"]
+    replicas = (
+        1
+        if not asynchronous
+        else config.policy["generation"]["colocated"]["resources"]["gpus_per_node"]
+    )
     replicas = config.cluster["gpus_per_node"] if not asynchronous else replicas
     repeats = (
-        1 if not asynchronous else config.grpo.max_num_steps * config.grpo.num_prompts_per_step // args.problems + 2
+        1
+        if not asynchronous
+        else config.grpo.max_num_steps
+        * config.grpo.num_prompts_per_step
+        // args.problems
+        + 2
     )
     train = Problems(tokenizer, args.problems, repeats, seed=1)
     held_out = Problems(tokenizer, 4, 1, seed=2)
     environments = {TASK: Checker.remote()}
 
-    def make_policy(config: Any, weights_path: Path | None, optimizer_path: Path | None, **_: Any) -> TinyPolicy:
+    def make_policy(
+        config: Any, weights_path: Path | None, optimizer_path: Path | None, **_: Any
+    ) -> TinyPolicy:
         return TinyPolicy(config, replicas, weights_path, optimizer_path)
 
-    policy, generation, _gym, _cluster, loader, val_loader, loss_fn, logger, checkpointer, state, config, *_ = (
-        grpo.setup(config, tokenizer, train, held_out, policy_factory=make_policy)
-    )
+    (
+        policy,
+        generation,
+        _gym,
+        _cluster,
+        loader,
+        val_loader,
+        loss_fn,
+        logger,
+        checkpointer,
+        state,
+        config,
+        *_,
+    ) = grpo.setup(config, tokenizer, train, held_out, policy_factory=make_policy)
     record(logger, args.out)
     loop = grpo.async_grpo_train if asynchronous else grpo.grpo_train
-    extra = {"max_trajectory_age_steps": config.grpo.async_grpo.max_trajectory_age_steps} if asynchronous else {}
+    extra = (
+        {"max_trajectory_age_steps": config.grpo.async_grpo.max_trajectory_age_steps}
+        if asynchronous
+        else {}
+    )
     loop(
         policy,
         generation,
@@ -155,13 +210,23 @@ def main() -> None:
 
 
 def record(logger: Any, out: Path) -> None:
-    """Write the scalars that NeMo-RL logs to a file as well: a line per step and prefix."""
+    """Write the scalars that NeMo-RL logs to a file as well: a line per step and
+    prefix.
+    """
     stock = logger.log_metrics
 
-    def log_metrics(metrics: dict[str, Any], step: int, prefix: str = "", **kwargs: Any) -> None:
-        scalars = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+    def log_metrics(
+        metrics: dict[str, Any], step: int, prefix: str = "", **kwargs: Any
+    ) -> None:
+        scalars = {
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(value, (int, float))
+        }
         with out.open("a") as file:
-            file.write(json.dumps({"step": step, "prefix": prefix, "data": scalars}) + "\n")
+            file.write(
+                json.dumps({"step": step, "prefix": prefix, "data": scalars}) + "\n"
+            )
         stock(metrics, step, prefix, **kwargs)
 
     logger.log_metrics = log_metrics
@@ -176,4 +241,6 @@ if __name__ == "__main__":
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        os._exit(code)  # takes Ray along; NeMo-RL's own teardown may wait for ever for a worker that is gone
+        # takes Ray along; NeMo-RL's own teardown may wait for ever for a worker that is
+        # gone
+        os._exit(code)

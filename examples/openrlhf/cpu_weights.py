@@ -1,4 +1,6 @@
-"""OpenRLHF's weight update without a GPU: its worker extension, which reads files where it would wait for NCCL."""
+"""OpenRLHF's weight update without a GPU: its worker extension, which reads files where
+it would wait for NCCL.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ class FilesWorkerWrap(WorkerWrap):  # type: ignore[misc]
 
     model_runner: Any
 
-    def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
+    def update_weight(
+        self, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> None:
         """Load one parameter, as OpenRLHF's trainer sends them."""
         with safe_open(os.environ[FILE], "pt") as file:
-            self.model_runner.model.load_weights(weights=[(name, file.get_tensor(name).to(dtype))])
+            self.model_runner.model.load_weights(
+                weights=[(name, file.get_tensor(name).to(dtype))]
+            )

@@ -1,4 +1,6 @@
-"""The reward of tiny_math as OpenRLHF wants it: `reward.remote_url`, a Python file with `reward_func`."""
+"""The reward of tiny_math as OpenRLHF wants it: `reward.remote_url`, a Python file with
+`reward_func`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,16 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tiny_math"))
 import task
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str]
+) -> dict[str, Any]:
     """Score one response; its label is the problem."""
-    (query,), (prompt,), (problem,) = queries, prompts, labels
+    (query,) = queries
+    (prompt,) = prompts
+    (problem,) = labels
     text = query.removeprefix(prompt).removesuffix("<|end|>")
-    return {"rewards": task.compute_score("", text, task.answer(problem), {"problem": problem})["score"]}
+    return {
+        "rewards": task.compute_score(
+            "", text, task.answer(problem), {"problem": problem}
+        )["score"]
+    }

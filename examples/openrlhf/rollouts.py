@@ -1,10 +1,13 @@
-"""OpenRLHF's rollouts on a CPU: speculation off and on, with the same seeds, and what differs.
+"""OpenRLHF's rollouts on a CPU: speculation off and on, with the same seeds, and what
+differs.
 
     python examples/openrlhf/rollouts.py --steps 3 --out runs/openrlhf
 
-OpenRLHF's vLLM actors under Ray, its sample generator, its reward function and its weight-update calls are the real
-ones. Its trainer needs flash-attn, which needs a GPU: a policy-gradient step in plain PyTorch stands for it, and files
-for NCCL (`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG` in the environment of Ray's workers.
+OpenRLHF's vLLM actors under Ray, its sample generator, its reward function and its
+weight-update calls are the real ones. Its trainer needs flash-attn, which needs a GPU:
+a policy-gradient step in plain PyTorch stands for it, and files for NCCL
+(`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG` in the environment of
+Ray's workers.
 """
 
 from __future__ import annotations
@@ -31,12 +34,16 @@ import task  # noqa: E402
 from cpu_weights import FILE  # noqa: E402
 from serving import ARMS, POLICY, settings  # noqa: E402
 
-PROBLEMS, SAMPLES, MAX_LEN = 4, 8, 256
+PROBLEMS = 4
+SAMPLES = 8
+MAX_LEN = 256
 
 
 @contextmanager
 def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
-    """Run one of OpenRLHF's vLLM actors under a `das:` block; yield a list of it, as OpenRLHF's classes take it."""
+    """Run one of OpenRLHF's vLLM actors under a `das:` block; yield a list of it, as
+    OpenRLHF's classes take it.
+    """
     import ray
     from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 
@@ -44,13 +51,23 @@ def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
         """OpenRLHF's actor, which can be asked for das-adapter's figures."""
 
         async def figures(self) -> dict[str, Any]:
-            found: list[dict[str, Any]] = await self.llm.collective_rpc("das_rpc", args=("stats", {}))
+            found: list[dict[str, Any]] = await self.llm.collective_rpc(
+                "das_rpc", args=("stats", {})
+            )
             return found[0]
 
     paths = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = settings(block) | {"PYTHONPATH": paths, FILE: str(weights)}
-    ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": environment})
-    try:  # the arguments of OpenRLHF's create_vllm_engines, but for dtype, cache, length and the worker extension
+    ray.init(
+        "local",
+        num_cpus=4,
+        num_gpus=1,
+        include_dashboard=False,
+        runtime_env={"env_vars": environment},
+    )
+    # the arguments of OpenRLHF's create_vllm_engines, but for dtype, cache, length and
+    # the worker extension
+    try:
         actor = (
             ray.remote(Rollouts)
             .options(num_cpus=1, num_gpus=1)
@@ -81,7 +98,9 @@ def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
 
 
 def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, Any]]:
-    """Roll out and train some steps; return each step's tokens, rewards, seconds and das-adapter's figures."""
+    """Roll out and train some steps; return each step's tokens, rewards, seconds and
+    das-adapter's figures.
+    """
     import ray
     import torch
     from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
@@ -97,7 +116,9 @@ def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, Any]]:
     rng = random.Random(0)
     problems = [task.make_problem(rng, (5, 7, 9, 12)[i % 4]) for i in range(PROBLEMS)]
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": p}], add_generation_prompt=True, tokenize=False
+        )
         for p in problems
     ]
     args = SimpleNamespace(
@@ -111,30 +132,50 @@ def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, Any]]:
     loader = [(None, prompts, problems, [None] * PROBLEMS)] * steps
     found = []
     with engines(block, weights) as actors:
-        generator = SamplesGenerator(SimpleNamespace(args=args), loader, None, tokenizer, actors)
+        generator = SamplesGenerator(
+            SimpleNamespace(args=args), loader, None, tokenizer, actors
+        )
         for _ in range(steps):
             begin = time.perf_counter()
             samples, *_ = generator.generate_samples(temperature=1.0, max_len=MAX_LEN)
             seconds = time.perf_counter() - begin
-            samples.sort(key=lambda sample: (sample.labels, sample.sequences.tolist()))  # they came as they ended
+            # they came as they ended
+            samples.sort(key=lambda sample: (sample.labels, sample.sequences.tolist()))
             (figures,) = ray.get([actor.figures.remote() for actor in actors])
             found.append(
                 {
                     "tokens": [sample.sequences[0].tolist() for sample in samples],
                     "rewards": [sample.rewards.item() for sample in samples],
                     "seconds": seconds,
-                    "figures": {k: v for k, v in figures.items() if isinstance(v, int | float)},
+                    "figures": {
+                        k: v for k, v in figures.items() if isinstance(v, int | float)
+                    },
                 }
             )
             train(model, optimizer, samples)
-            save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, weights)
+            save_file(
+                {
+                    name: weight.detach().clone()
+                    for name, weight in model.named_parameters()
+                },
+                weights,
+            )
             for name, weight in model.named_parameters():
-                ray.get([a.update_weight.remote(name, dtype=weight.dtype, shape=weight.shape) for a in actors])
+                ray.get(
+                    [
+                        a.update_weight.remote(
+                            name, dtype=weight.dtype, shape=weight.shape
+                        )
+                        for a in actors
+                    ]
+                )
     return found
 
 
 def train(model: Any, optimizer: Any, samples: list[Any]) -> None:
-    """Take a policy-gradient step; the mean reward of a prompt's samples is its baseline."""
+    """Take a policy-gradient step; the mean reward of a prompt's samples is its
+    baseline.
+    """
     import torch
 
     for _, group in itertools.groupby(samples, key=lambda sample: sample.labels):
@@ -142,7 +183,9 @@ def train(model: Any, optimizer: Any, samples: list[Any]) -> None:
         baseline = sum(sample.rewards.item() for sample in group) / len(group)
         for sample in group:
             logits = model(sample.sequences).logits[:, :-1]
-            chosen = torch.log_softmax(logits, -1).gather(-1, sample.sequences[:, 1:, None])[..., 0]
+            chosen = torch.log_softmax(logits, -1).gather(
+                -1, sample.sequences[:, 1:, None]
+            )[..., 0]
             advantage = sample.rewards.item() - baseline
             (-advantage * (chosen * sample.action_mask).sum() / len(samples)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -151,14 +194,21 @@ def train(model: Any, optimizer: Any, samples: list[Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/openrlhf"))
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as each:  # a Ray cluster of its own for each arm
-        arms = {name: each.submit(run, block, args.steps, args.out / name).result() for name, block in ARMS.items()}
+    with ProcessPoolExecutor(
+        1, spawn, max_tasks_per_child=1
+    ) as each:  # a Ray cluster of its own for each arm
+        arms = {
+            name: each.submit(run, block, args.steps, args.out / name).result()
+            for name, block in ARMS.items()
+        }
     (args.out / "result.json").write_text(json.dumps(arms) + "\n")
     equal = True
     for step, (off, on) in enumerate(zip(*arms.values(), strict=True), start=1):
@@ -166,10 +216,10 @@ def main() -> None:
         equal &= same
         figures = on["figures"]
         print(
-            f"step {step}: reward {sum(on['rewards']) / len(on['rewards']):.2f}, "
-            f"{figures['tokens'] / max(1, figures['request_forwards']):.2f} tokens per forward, "
-            f"drafted from a history of {figures['history_tokens']} tokens, "
-            f"tokens {'equal' if same else 'DIFFERENT'}"
+            f"step {step}: reward {sum(on['rewards']) / len(on['rewards']):.2f},"
+            f" {figures['tokens'] / max(1, figures['request_forwards']):.2f} tokens per"
+            f" forward, drafted from a history of {figures['history_tokens']} tokens,"
+            f" tokens {'equal' if same else 'DIFFERENT'}"
         )
     sys.exit(not equal)
 

@@ -1,6 +1,8 @@
-"""SkyRL's inference server without a GPU: `python -m cpu_server --model … --port …`, with files where SkyRL has NCCL.
+"""SkyRL's inference server without a GPU: `python -m cpu_server --model … --port …`,
+with files where SkyRL has NCCL.
 
-It is also what the engine's worker loads: `--worker-extension-cls cpu_server.Extension`.
+It is also what the engine's worker loads: `--worker-extension-cls
+cpu_server.Extension`.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ from pathlib import Path
 
 import typing_extensions
 
-if sys.version_info < (3, 12):  # SkyRL wants 3.12; of what runs here, only pydantic's models of its messages need it
+# SkyRL wants 3.12; of what runs here, only pydantic's models of its messages need it
+if sys.version_info < (
+    3,
+    12,
+):
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 sys.path.append(str(Path(__file__).resolve().parents[1] / "trl"))
 
 import cpu_weights  # noqa: F401  registers "files", vLLM's weight transfer by file
-from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import NewInferenceWorkerWrap
+from skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap import (
+    NewInferenceWorkerWrap,
+)
 
-# vLLM's CPU build looks through all modules for kernels to replace, and stumbles over an object of this one.
+# vLLM's CPU build looks through all modules for kernels to replace, and stumbles over
+# an object of this one.
 sys.modules.pop("llvmlite.binding.ffi", None)
 
 

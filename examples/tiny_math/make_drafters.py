@@ -1,9 +1,11 @@
-"""Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a minute on two cores.
+"""Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a
+minute on two cores.
 
     python examples/tiny_math/make_drafters.py OUT [--steps 120] [--tokens 2048]
 
-Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read them. Both learn the policy's
-next-token distribution on demonstrations (cross entropy against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
+Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read
+them. Both learn the policy's next-token distribution on demonstrations (cross entropy
+against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
 """
 
 from __future__ import annotations
@@ -28,15 +30,22 @@ POSITIONS = 4096  # of what is written here: rotary embeddings have no end of th
 
 
 class Eagle3(nn.Module):
-    """One decoder layer over (embedding of the next token, fused hidden states of the policy); EAGLE-3, arXiv
-    2503.01840. Names are those of its published checkpoints."""
+    """One decoder layer over (embedding of the next token, fused hidden states of the
+    policy); EAGLE-3, arXiv 2503.01840. Names are those of its published checkpoints.
+    """
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, vocab: int, inner: int = 256):
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, vocab: int, inner: int = 256
+    ):
         super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads, hidden // heads
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.size = hidden // heads
         self.fc = nn.Linear(len(AUX) * hidden, hidden, bias=False)
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        self.midlayer = nn.ModuleDict({name: nn.RMSNorm(hidden, eps=1e-6) for name in norms})
+        self.midlayer = nn.ModuleDict(
+            {name: nn.RMSNorm(hidden, eps=1e-6) for name in norms}
+        )
         self.midlayer["self_attn"] = nn.ModuleDict(
             {
                 "q_proj": nn.Linear(2 * hidden, heads * self.size, bias=False),
@@ -55,78 +64,130 @@ class Eagle3(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the hidden state that the next draft step reads; embeds and hidden: [batch, length, hidden]."""
-        layer, attention, mlp = self.midlayer, self.midlayer["self_attn"], self.midlayer["mlp"]
-        x = torch.cat([layer["input_layernorm"](embeds), layer["hidden_norm"](hidden)], dim=-1)
-        q, k, v = (
-            attention[f"{name}_proj"](x).unflatten(-1, (count, self.size)).transpose(1, 2)
-            for name, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the hidden state that the next draft step reads; embeds and
+        hidden: [batch, length, hidden].
+        """
+        layer = self.midlayer
+        attention = self.midlayer["self_attn"]
+        mlp = self.midlayer["mlp"]
+        x = torch.cat(
+            [layer["input_layernorm"](embeds), layer["hidden_norm"](hidden)], dim=-1
         )
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        q, k, v = (
+            attention[f"{name}_proj"](x)
+            .unflatten(-1, (count, self.size))
+            .transpose(1, 2)
+            for name, count in (
+                ("q", self.heads),
+                ("k", self.kv_heads),
+                ("v", self.kv_heads),
+            )
+        )
+        y = F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=True, enable_gqa=True
+        )
         hidden = hidden + attention["o_proj"](y.transpose(1, 2).flatten(-2))
         x = layer["post_attention_layernorm"](hidden)
-        hidden = hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        hidden = hidden + mlp["down_proj"](
+            F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x)
+        )
         return self.lm_head(self.norm(hidden)), hidden
 
     def drafts(
         self, states: Sequence[torch.Tensor], embeds: torch.Tensor, steps: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (n, logits) of so many draft steps over texts that the policy has read. Row i of step n is for token
-        i + n + 1, as row i + n of the policy's own logits; later steps read the head's own hidden states.
+        """Yield (n, logits) of so many draft steps over texts that the policy has read.
+        Row i of step n is for token i + n + 1, as row i + n of the policy's own logits;
+        later steps read the head's own hidden states.
 
-        states: the policy's hidden states, by layer; 0 are its embeddings. All are [batch, length, hidden].
+        states: the policy's hidden states, by layer; 0 are its embeddings. All are
+        [batch, length, hidden].
         """
         hidden = self.fc(torch.cat([states[i] for i in AUX], dim=-1))
         for ahead in range(1, steps + 1):
-            logits, hidden = self(embeds[:, ahead:], hidden[:, : embeds.shape[1] - ahead])
+            logits, hidden = self(
+                embeds[:, ahead:], hidden[:, : embeds.shape[1] - ahead]
+            )
             yield ahead, logits[:, :-1]
 
 
 def head_for(policy: Qwen2ForCausalLM) -> Eagle3:
     """Make a new head, of the policy's shape."""
     shape = policy.config
-    return Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
+    return Eagle3(
+        shape.hidden_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.vocab_size,
+    )
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of x [batch, heads, length, size], base 10000."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+    a = x[..., :half]
+    b = x[..., half:]
+    return torch.cat(
+        [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
+    )
 
 
-def loss(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of logits [batch, length, vocab] against the policy's, where mask [batch, length]."""
-    return -((teacher.softmax(-1) * student.log_softmax(-1)).sum(-1) * mask).sum() / mask.sum()
+def loss(
+    student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Mean cross entropy of logits [batch, length, vocab] against the policy's, where
+    mask [batch, length].
+    """
+    return (
+        -((teacher.softmax(-1) * student.log_softmax(-1)).sum(-1) * mask).sum()
+        / mask.sum()
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=2048, help="of a step's batch")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    rng, begin = random.Random(args.seed), time.time()
+    rng = random.Random(args.seed)
+    begin = time.time()
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     policy = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     shape = policy.config
-    smaller = {"layer_types": None, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    smaller = {
+        "layer_types": None,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": POSITIONS,
+    }
     small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), **smaller}))
-    small.load_state_dict(policy.state_dict(), strict=False)  # its first layers, embeddings, norm and head
+    # its first layers, embeddings, norm and head
+    small.load_state_dict(policy.state_dict(), strict=False)
     head = head_for(policy)
     head.lm_head.weight.data.copy_(policy.lm_head.weight)
     head.norm.weight.data.copy_(policy.model.norm.weight)
     head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
     trained = [*small.parameters(), *head.parameters()]
     optimizers = [
-        torch.optim.Muon([p for p in small.model.layers.parameters() if p.ndim == 2], lr=0.01, weight_decay=0.0),
+        torch.optim.Muon(
+            [p for p in small.model.layers.parameters() if p.ndim == 2],
+            lr=0.01,
+            weight_decay=0.0,
+        ),
         torch.optim.AdamW(head.parameters(), lr=3e-3),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps)) for o in optimizers]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps))
+        for o in optimizers
+    ]
     for step in range(args.steps):
         ids, labels = make_batch(rng, tokenizer, args.tokens, 0.0, 0.1, 0.05)
         with torch.no_grad():
@@ -136,7 +197,9 @@ def main() -> None:
         small_loss = loss(small(ids).logits[:, :-1], teacher.logits[:, :-1], mask)
         head_loss = torch.zeros(())
         for ahead, logits in head.drafts(teacher.hidden_states, embeds, 2):
-            head_loss = head_loss + loss(logits, teacher.logits[:, ahead:-1], mask[:, ahead:])
+            head_loss = head_loss + loss(
+                logits, teacher.logits[:, ahead:-1], mask[:, ahead:]
+            )
         for parameter in trained:
             parameter.grad = None
         (small_loss + head_loss).backward()
@@ -145,13 +208,18 @@ def main() -> None:
             schedule.step()
         if step % 20 == 19:
             print(
-                f"step {step + 1} losses {small_loss:.3f} {head_loss / 2:.3f} {time.time() - begin:.0f} s", flush=True
+                f"step {step + 1} losses {small_loss:.3f} {head_loss / 2:.3f}"
+                f" {time.time() - begin:.0f} s",
+                flush=True,
             )
 
     small.save_pretrained(args.out / "draft_model")
     tokenizer.save_pretrained(args.out / "draft_model")
     (args.out / "eagle3").mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in head.state_dict().items()}, args.out / "eagle3" / "model.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in head.state_dict().items()},
+        args.out / "eagle3" / "model.safetensors",
+    )
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -170,10 +238,15 @@ def main() -> None:
         "eos_token_id": shape.eos_token_id,
         "pad_token_id": shape.pad_token_id,
         "torch_dtype": "float32",
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX), "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(AUX),
+            "use_aux_hidden_state": True,
+        },
         "eagle_aux_hidden_state_layer_ids": list(AUX),
     }
-    (args.out / "eagle3" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (args.out / "eagle3" / "config.json").write_text(
+        json.dumps(config, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Chained arithmetic modulo 100: problem generator, solution writer, checker and reward.
+"""Chained arithmetic modulo 100: problem generator, solution writer, checker and
+reward.
 
-A problem is one line of text, ``"17 a+5 b*3 c-4"``: a two-digit start value and up to 52 labelled operations
-(``+``, ``-`` or ``*`` with a digit).  The answer writes one line per operation, with the value before and after it,
-and ends with the result::
+A problem is one line of text, ``"17 a+5 b*3 c-4"``: a two-digit start value and up to
+52 labelled operations (``+``, ``-`` or ``*`` with a digit).  The answer writes one line
+per operation, with the value before and after it, and ends with the result::
 
     a+5:17>22
     b*3:22>66
     c-4:66>62
     #### 62
 
-A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last statement counts.  A ``~``
-instead of ``>`` marks a guess; the checker looks at the values only.
-This file uses only the standard library, so it can be loaded by path as a reward function.
+A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last
+statement counts.  A ``~`` instead of ``>`` marks a guess; the checker looks at the
+values only. This file uses only the standard library, so it can be loaded by path as a
+reward function.
 """
 
 import random
@@ -23,9 +25,23 @@ LABELS = string.ascii_letters
 MAX_STEPS = len(LABELS)
 MODULUS = 100
 
-# One chunk of 16 problems: the range of step counts of each problem; one problem in four is long.
+# One chunk of 16 problems: the range of step counts of each problem; one problem in
+# four is long.
 STRATA = (
-    *((3, 3), (4, 4), (5, 5), (5, 5), (6, 6), (6, 6), (7, 7), (7, 7), (8, 8), (8, 8), (9, 9), (10, 10)),
+    *(
+        (3, 3),
+        (4, 4),
+        (5, 5),
+        (5, 5),
+        (6, 6),
+        (6, 6),
+        (7, 7),
+        (7, 7),
+        (8, 8),
+        (8, 8),
+        (9, 9),
+        (10, 10),
+    ),
     *((11, 14), (15, 20), (21, 34), (40, MAX_STEPS)),
 )
 
@@ -46,7 +62,9 @@ def apply(value: int, op: str) -> int:
 
 
 def parse(problem: str) -> tuple[int, list[str]]:
-    """Split a problem's text into its start value and its operations, without their labels."""
+    """Split a problem's text into its start value and its operations, without their
+    labels.
+    """
     start, *ops = problem.split()
     return int(start), [op[1:] for op in ops]
 
@@ -60,13 +78,19 @@ def answer(problem: str) -> str:
 
 
 def write_solution(
-    problem: str, rng: random.Random | None = None, slip: float = 0.0, guess: float = 0.0, check: float = 0.0
+    problem: str,
+    rng: random.Random | None = None,
+    slip: float = 0.0,
+    guess: float = 0.0,
+    check: float = 0.0,
 ) -> str:
-    """Write the working of a problem; with the probabilities above 0, as a fallible writer would.
+    """Write the working of a problem; with the probabilities above 0, as a fallible
+    writer would.
 
-    With probability ``guess`` a result is guessed, which writes ``~``, and otherwise it is wrong with probability
-    ``slip``.  A wrong or guessed result is 10 too low or too high (a lost or an extra carry), and the working goes on
-    from it.  Each line is stated a second time with probability ``check``.
+    With probability ``guess`` a result is guessed, which writes ``~``, and otherwise it
+    is wrong with probability ``slip``.  A wrong or guessed result is 10 too low or too
+    high (a lost or an extra carry), and the working goes on from it.  Each line is
+    stated a second time with probability ``check``.
     """
     rng = rng or random.Random(0)
     value, ops = parse(problem)
@@ -84,19 +108,26 @@ def write_solution(
 
 
 def is_correct(solution: str, ground_truth: str) -> bool:
-    """Tell whether a response ends with ``#### NN`` where ``NN`` is the right answer."""
+    """Tell whether a response ends with ``#### NN`` where ``NN`` is the right
+    answer.
+    """
     match = _ANSWER.search(solution)
     return match is not None and match[1] == ground_truth
 
 
 def step_score(solution: str, problem: str) -> float:
-    """Return the share of the problem's steps whose line is right, given the value the line before it arrived at."""
+    """Return the share of the problem's steps whose line is right, given the value the
+    line before it arrived at.
+    """
     value, ops = parse(problem)
     right = 0
     for line, label, op in zip(solution.split("\n"), LABELS, ops, strict=False):
         result = line[-2:]
         expected = f"{value:02d}>{apply(value, op):02d}"
-        right += line.startswith(f"{label}{op}:") and re.split("[:?]", line)[-1].replace("~", ">") == expected
+        right += (
+            line.startswith(f"{label}{op}:")
+            and re.split("[:?]", line)[-1].replace("~", ">") == expected
+        )
         if not result.isdecimal():
             break
         value = int(result)
@@ -104,11 +135,17 @@ def step_score(solution: str, problem: str) -> float:
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> dict[str, float]:
-    """Score a response: 0.9 for the right answer and up to 0.1 for right steps (veRL's reward function signature).
+    """Score a response: 0.9 for the right answer and up to 0.1 for right steps (veRL's
+    reward function signature).
 
-    The steps are judged where ``extra_info["problem"]`` holds the problem; without it they count as the answer does.
+    The steps are judged where ``extra_info["problem"]`` holds the problem; without it
+    they count as the answer does.
     """
     acc = float(is_correct(solution_str, ground_truth))
     problem = (extra_info or {}).get("problem")

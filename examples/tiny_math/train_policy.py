@@ -1,11 +1,14 @@
-"""Train the tiny policy of the chained-arithmetic task from scratch, and measure it at temperature 1.
+"""Train the tiny policy of the chained-arithmetic task from scratch, and measure it at
+temperature 1.
 
-The policy is a small Qwen2 trained by supervised next-token cross-entropy (on the response only) on generated
-solutions.  The demonstrations are deliberately noisy: each stated result is 10 too low or too high with probability
-``--slip``, and replaced by such a number and a ``~`` with probability ``--guess``.  A sample at temperature 1 therefore
-is wrong at about that rate per step, although the policy knows the right result: these are the mistakes that
-reinforcement learning can remove.  With probability ``--check`` a line is stated twice, which makes lengths differ
-between samples of one prompt.  ``--init`` continues from a checkpoint that this script wrote.
+The policy is a small Qwen2 trained by supervised next-token cross-entropy (on the
+response only) on generated solutions.  The demonstrations are deliberately noisy: each
+stated result is 10 too low or too high with probability ``--slip``, and replaced by
+such a number and a ``~`` with probability ``--guess``.  A sample at temperature 1
+therefore is wrong at about that rate per step, although the policy knows the right
+result: these are the mistakes that reinforcement learning can remove.  With probability
+``--check`` a line is stated twice, which makes lengths differ between samples of one
+prompt.  ``--init`` continues from a checkpoint that this script wrote.
 """
 
 import argparse
@@ -24,28 +27,35 @@ from prepare_data import make_rows
 from task import LABELS, MAX_STEPS, compute_score, make_problem, write_solution
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unk|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+UNKNOWN = "<|unk|>"
 VOCAB_SIZE = 96
 MAX_NEW_TOKENS = 768
 BUCKETS = ((1, 2), (3, 4), (5, 7), (8, 12), (13, 20), (21, 34), (35, MAX_STEPS))
 BUCKET_WEIGHTS = (1, 3, 4, 3, 2, 2, 2)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
-    "{% else %}{{ '<|user|>' + message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{"
+    " '<|assistant|>' + message['content'] + '<|end|>' }}{% else %}{{ '<|user|>' +"
+    " message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|assistant|>' }}{% endif %}"
 )
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
     """Build the character tokenizer, filled up to ``VOCAB_SIZE`` with reserved tokens.
 
-    It is a Qwen2 tokenizer without merges: whatever a checkpoint says, transformers loads that class beside a Qwen2.
+    It is a Qwen2 tokenizer without merges: whatever a checkpoint says, transformers
+    loads that class beside a Qwen2.
     """
     special = [PAD, END, USER, ASSISTANT, UNKNOWN]
-    characters = list("~0123456789+-*>:?#\u0120\u010a" + LABELS)  # byte-level names of space and newline
-    special += [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(characters))]
+    # byte-level names of space and newline
+    characters = list("~0123456789+-*>:?#\u0120\u010a" + LABELS)
+    special += [
+        f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(characters))
+    ]
     vocab = {token: i for i, token in enumerate(special + characters)}
     tokenizer = Qwen2Tokenizer(
         vocab=vocab,
@@ -79,21 +89,32 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     )
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+        do_sample=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return model
 
 
 def make_batch(
-    rng: random.Random, tokenizer: Qwen2Tokenizer, tokens: int, slip: float, guess: float, check: float
+    rng: random.Random,
+    tokenizer: Qwen2Tokenizer,
+    tokens: int,
+    slip: float,
+    guess: float,
+    check: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generate about ``tokens`` tokens of demonstrations of similar length, as input ids and labels."""
+    """Generate about ``tokens`` tokens of demonstrations of similar length, as input
+    ids and labels.
+    """
     low, high = rng.choices(BUCKETS, BUCKET_WEIGHTS)[0]
     rows: list[tuple[list[int], list[int]]] = []
     while sum(len(ids) for ids, _ in rows) < tokens:
         problem = make_problem(rng, rng.randint(low, high))
         prompt = tokenizer.encode(f"{USER}{problem}{ASSISTANT}")
-        response = tokenizer.encode(write_solution(problem, rng, slip, guess, check) + END)
+        response = tokenizer.encode(
+            write_solution(problem, rng, slip, guess, check) + END
+        )
         rows.append((prompt + response, [-100] * len(prompt) + response))
     width = max(len(ids) for ids, _ in rows)
     input_ids = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows]
@@ -101,27 +122,43 @@ def make_batch(
     return torch.tensor(input_ids), torch.tensor(labels)
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Namespace) -> float:
+def train(
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Namespace
+) -> float:
     """Train the model in place and return the mean loss of the last 20 steps."""
     rng = random.Random(args.seed)
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "layers" not in name]
+    matrices = [
+        weight for weight in model.model.layers.parameters() if weight.ndim == 2
+    ]
+    others = [
+        weight
+        for name, weight in model.named_parameters()
+        if weight.ndim != 2 or "layers" not in name
+    ]
     optimizers = [
         torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=args.lr / 10, betas=(0.9, 0.98), weight_decay=0.01),
+        torch.optim.AdamW(
+            others, lr=args.lr / 10, betas=(0.9, 0.98), weight_decay=0.01
+        ),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 40, 1.05 - i / args.steps))
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda i: min(1.0, (i + 1) / 40, 1.05 - i / args.steps)
+        )
         for optimizer in optimizers
     ]
     losses: list[float] = []
     begin = time.time()
     model.train()
     for step in range(args.steps):
-        input_ids, labels = make_batch(rng, tokenizer, args.batch_tokens, args.slip, args.guess, args.check)
+        input_ids, labels = make_batch(
+            rng, tokenizer, args.batch_tokens, args.slip, args.guess, args.check
+        )
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), labels[:, 1:].flatten()
+        )
         model.zero_grad()
         loss.backward()
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -129,16 +166,29 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
             schedule.step()
         losses.append(loss.item())
         if step % 20 == 19:
-            print(f"step {step + 1} loss {sum(losses[-20:]) / 20:.4f} {time.time() - begin:.0f}s", flush=True)
+            print(
+                f"step {step + 1} loss {sum(losses[-20:]) / 20:.4f}"
+                f" {time.time() - begin:.0f}s",
+                flush=True,
+            )
     return sum(losses[-20:]) / len(losses[-20:])
 
 
 @torch.no_grad()
 def sample(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, prompts: list[str], temperature: float = 1.0
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    prompts: list[str],
+    temperature: float = 1.0,
 ) -> list[list[int]]:
-    """Sample one response per prompt (greedily at temperature 0); the ids end with the end token, if it was reached."""
-    batch = tokenizer([f"{USER}{prompt}{ASSISTANT}" for prompt in prompts], return_tensors="pt", padding=True)
+    """Sample one response per prompt (greedily at temperature 0); the ids end with the
+    end token, if it was reached.
+    """
+    batch = tokenizer(
+        [f"{USER}{prompt}{ASSISTANT}" for prompt in prompts],
+        return_tensors="pt",
+        padding=True,
+    )
     mode = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     output = model.eval().generate(
         input_ids=batch["input_ids"],
@@ -157,16 +207,30 @@ def sample(
 
 
 @torch.no_grad()
-def sharpness(model: Qwen2ForCausalLM, prompts: list[list[int]], responses: list[list[int]]) -> torch.Tensor:
-    """Return, for each response token, its probability and the entropy (nats) it was drawn with: shape (tokens, 2)."""
+def sharpness(
+    model: Qwen2ForCausalLM, prompts: list[list[int]], responses: list[list[int]]
+) -> torch.Tensor:
+    """Return, for each response token, its probability and the entropy (nats) it was
+    drawn with: shape (tokens, 2).
+    """
     width = max(map(len, prompts)) + max(map(len, responses))
     rows = [prompt + ids for prompt, ids in zip(prompts, responses, strict=True)]
-    input_ids = torch.tensor([ids + [model.config.pad_token_id] * (width - len(ids)) for ids in rows])
+    input_ids = torch.tensor(
+        [ids + [model.config.pad_token_id] * (width - len(ids)) for ids in rows]
+    )
     logprobs = model(input_ids).logits[:, :-1].log_softmax(-1)
     chosen = logprobs.gather(-1, input_ids[:, 1:, None]).squeeze(-1).exp()
     entropy = -(logprobs.exp() * logprobs).sum(-1)
-    spans = [slice(len(prompt) - 1, len(ids) - 1) for prompt, ids in zip(prompts, rows, strict=True)]
-    return torch.cat([torch.stack([chosen[i, span], entropy[i, span]], -1) for i, span in enumerate(spans)])
+    spans = [
+        slice(len(prompt) - 1, len(ids) - 1)
+        for prompt, ids in zip(prompts, rows, strict=True)
+    ]
+    return torch.cat(
+        [
+            torch.stack([chosen[i, span], entropy[i, span]], -1)
+            for i, span in enumerate(spans)
+        ]
+    )
 
 
 def evaluate(
@@ -176,7 +240,9 @@ def evaluate(
     samples: int = 8,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Measure accuracy, score, length quantiles and sharpness of ``samples`` responses per problem."""
+    """Measure accuracy, score, length quantiles and sharpness of ``samples`` responses
+    per problem.
+    """
     rows = sorted(rows, key=lambda row: row["extra_info"]["difficulty"])
     lengths: list[int] = []
     scores: list[dict[str, float]] = []
@@ -185,13 +251,26 @@ def evaluate(
         group = [row for row in rows[i : i + 8] for _ in range(samples)]
         problems = [row["prompt"][0]["content"] for row in group]
         responses = sample(model, tokenizer, problems, temperature)
-        prompts = [tokenizer.encode(f"{USER}{problem}{ASSISTANT}") for problem in problems]
+        prompts = [
+            tokenizer.encode(f"{USER}{problem}{ASSISTANT}") for problem in problems
+        ]
         tokens.append(sharpness(model, prompts, responses))
         for row, ids in zip(group, responses, strict=True):
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            scores.append(compute_score("tiny_math", text, row["reward_model"]["ground_truth"], row["extra_info"]))
+            scores.append(
+                compute_score(
+                    "tiny_math",
+                    text,
+                    row["reward_model"]["ground_truth"],
+                    row["extra_info"],
+                )
+            )
             lengths.append(len(ids))
-    p50, p95 = torch.tensor(lengths, dtype=torch.float).quantile(torch.tensor([0.5, 0.95])).tolist()
+    p50, p95 = (
+        torch.tensor(lengths, dtype=torch.float)
+        .quantile(torch.tensor([0.5, 0.95]))
+        .tolist()
+    )
     probability, entropy = torch.cat(tokens).mean(0).tolist()
     return {
         "responses": len(scores),
@@ -208,9 +287,15 @@ def evaluate(
 
 
 def main() -> None:
-    """Train, save the checkpoint as float16, reload it as float32, measure it and write PROVENANCE.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
+    """Train, save the checkpoint as float16, reload it as float32, measure it and write
+    PROVENANCE.json.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="checkpoint directory to write"
+    )
     parser.add_argument("--init", type=Path, help="checkpoint directory to start from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=900)
@@ -227,7 +312,11 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     if args.init:
-        model.load_state_dict(Qwen2ForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
+        model.load_state_dict(
+            Qwen2ForCausalLM.from_pretrained(
+                args.init, dtype=torch.float32
+            ).state_dict()
+        )
     begin = time.time()
     final_loss = train(model, tokenizer, args)
     seconds = time.time() - begin
@@ -235,11 +324,16 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
 
     model = Qwen2ForCausalLM.from_pretrained(args.out, dtype=torch.float32)
-    train_rows, test_rows = make_rows("train", 48, 0), make_rows("test", 32, 0)
+    train_rows = make_rows("train", 48, 0)
+    test_rows = make_rows("test", 32, 0)
     provenance = {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "seed": args.seed,
-        "settings": {name: value for name, value in vars(args).items() if name not in ("init", "out")},
+        "settings": {
+            name: value
+            for name, value in vars(args).items()
+            if name not in ("init", "out")
+        },
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -250,7 +344,9 @@ def main() -> None:
         "final_loss": round(final_loss, 4),
         "temperature_1_train": evaluate(model, tokenizer, train_rows),
         "temperature_1_test": evaluate(model, tokenizer, test_rows),
-        "greedy_train": evaluate(model, tokenizer, train_rows, samples=1, temperature=0.0),
+        "greedy_train": evaluate(
+            model, tokenizer, train_rows, samples=1, temperature=0.0
+        ),
     }
     if args.init:
         provenance["init"] = json.loads((args.init / "PROVENANCE.json").read_text())

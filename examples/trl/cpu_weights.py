@@ -1,8 +1,8 @@
-"""TRL's weight sync without a GPU: vLLM's own weight-update calls, with files instead of NCCL between trainer and
-server.
+"""TRL's weight sync without a GPU: vLLM's own weight-update calls, with files instead
+of NCCL between trainer and server.
 
-`vllm serve --worker-extension-cls cpu_weights.Extension --weight-transfer-config '{"backend": "files"}'` loads this in
-the server's workers.
+`vllm serve --worker-extension-cls cpu_weights.Extension --weight-transfer-config
+'{"backend": "files"}'` loads this in the server's workers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class FileWeightTransferEngine(WeightTransferEngine[Nothing, File]):
     def receive_weights(self, update_info: File) -> None:
         from safetensors.torch import load_file
 
-        self.model.load_weights((name, weight.float()) for name, weight in load_file(update_info.path).items())
+        self.model.load_weights(
+            (name, weight.float())
+            for name, weight in load_file(update_info.path).items()
+        )
 
     def finish_weight_update(self) -> None:
         pass
@@ -60,7 +63,9 @@ class FileWeightTransferEngine(WeightTransferEngine[Nothing, File]):
         pass
 
     @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+    def trainer_send_weights(
+        iterator: Iterator[Any], trainer_args: dict[str, Any] | Any
+    ) -> None:
         raise NotImplementedError("grpo_tiny_math.py writes the file")
 
 

@@ -1,12 +1,15 @@
-"""TRL's GRPO on a CPU, in server or colocate mode: speculation off and on, with the same seeds, and what differs.
+"""TRL's GRPO on a CPU, in server or colocate mode: speculation off and on, with the
+same seeds, and what differs.
 
     python examples/trl/grpo_tiny_math.py --problems 16 --epochs 3 --out runs/trl
     python examples/trl/grpo_tiny_math.py --mode colocate
 
-TRL's trainer, its client, `trl vllm-serve`, vLLM and the weight updates are the real ones; only NCCL, which the server
-mode needs and which needs a GPU, is replaced by files (`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG`
-in the environment of the server, or of the trainer that has the engine in its process. The two runs take turns, step by
-step, so that noise of the machine falls on both. `summary.json` has the rollout times by epoch.
+TRL's trainer, its client, `trl vllm-serve`, vLLM and the weight updates are the real
+ones; only NCCL, which the server mode needs and which needs a GPU, is replaced by files
+(`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG` in the environment of
+the server, or of the trainer that has the engine in its process. The two runs take
+turns, step by step, so that noise of the machine falls on both. `summary.json` has the
+rollout times by epoch.
 """
 
 from __future__ import annotations
@@ -30,11 +33,19 @@ import psutil
 EXAMPLES = Path(__file__).resolve().parents[1]
 sys.path += [str(EXAMPLES / "vllm"), str(EXAMPLES / "tiny_math")]
 import task  # noqa: E402
-from serving import ARMS, POLICY, Server, compare, free_port, served, settings  # noqa: E402
+from serving import (  # noqa: E402
+    ARMS,
+    POLICY,
+    Server,
+    compare,
+    free_port,
+    served,
+    settings,
+)
 
 SERVER = (
-    "--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
-    "--worker-extension-cls cpu_weights.Extension"
+    "--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32"
+    " --kv-cache-memory-bytes 67108864 --worker-extension-cls cpu_weights.Extension"
 ).split()
 COLOCATED = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -46,8 +57,10 @@ BATCH, GROUP = 4, 8
 
 
 def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
-    """Train one arm in a process of its own, waiting for its turn before each rollout; send what `train` returns, and
-    keep the server until all arms have ended: stopping it takes processor time."""
+    """Train one arm in a process of its own, waiting for its turn before each rollout;
+    send what `train` returns, and keep the server until all arms have ended: stopping
+    it takes processor time.
+    """
     out = (args.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
     with engine(ARMS[arm], args, out) as server:
@@ -56,21 +69,37 @@ def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
 
 
 @contextlib.contextmanager
-def engine(block: dict[str, Any], args: argparse.Namespace, out: Path) -> Iterator[Server]:
-    """Serve the policy under a `das:` block; in colocate mode prepare this process, in which TRL makes the engine."""
+def engine(
+    block: dict[str, Any], args: argparse.Namespace, out: Path
+) -> Iterator[Server]:
+    """Serve the policy under a `das:` block; in colocate mode prepare this process, in
+    which TRL makes the engine.
+    """
     if args.mode == "server":
-        arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
-        with served("trl.scripts.vllm_serve", arguments, block, out / "server.log") as server:
+        arguments = [
+            "--model",
+            str(args.policy),
+            *SERVER,
+            "--weight-transfer-config",
+            '{"backend": "files"}',
+        ]
+        with served(
+            "trl.scripts.vllm_serve", arguments, block, out / "server.log"
+        ) as server:
             yield server
     else:
-        port = {"MASTER_PORT": str(free_port())}  # the arms start at once, and TRL would give both the same one
+        # the arms start at once, and TRL would give both the same one
+        port = {"MASTER_PORT": str(free_port())}
         os.environ.update(settings(block) | COLOCATED | port)
         yield Server("", psutil.Process())
 
 
-def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
-    """Train for some steps; return the tokens and seconds of each rollout, what TRL has logged, and the engine's
-    figures."""
+def train(
+    server: Server, out: Path, args: argparse.Namespace, turn: Connection
+) -> dict[str, Any]:
+    """Train for some steps; return the tokens and seconds of each rollout, what TRL has
+    logged, and the engine's figures.
+    """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation.vllm_generation import VLLMGeneration
@@ -79,12 +108,15 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
     rollouts: list[dict[str, Any]] = []
 
     class Generation(VLLMGeneration):
-        """TRL's generation, which waits for its turn, and remembers what it returned."""
+        """TRL's generation, which waits for its turn, and remembers what it
+        returned.
+        """
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             turn.send(None)
             turn.recv()
-            begin, processor_s = time.perf_counter(), server.processor_s()
+            begin = time.perf_counter()
+            processor_s = server.processor_s()
             answer = super().generate(*args, **kwargs)
             rollouts.append(
                 {
@@ -103,7 +135,9 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
     else:
         mode = {"vllm_max_model_length": 512}
 
-    def reward(completions: Any, problem: list[str], answer: list[str], **_: Any) -> list[float]:
+    def reward(
+        completions: Any, problem: list[str], answer: list[str], **_: Any
+    ) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
         return [
             task.compute_score("", text, right, {"problem": p})["score"]
@@ -111,8 +145,17 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
         ]
 
     rng = random.Random(0)
-    problems = [task.make_problem(rng, (5, 7, 9, 12)[i % 4]) for i in range(args.problems)]
-    rows = [{"prompt": [{"role": "user", "content": p}], "problem": p, "answer": task.answer(p)} for p in problems]
+    problems = [
+        task.make_problem(rng, (5, 7, 9, 12)[i % 4]) for i in range(args.problems)
+    ]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": p}],
+            "problem": p,
+            "answer": task.answer(p),
+        }
+        for p in problems
+    ]
     config = GRPOConfig(
         output_dir=str(out / "trainer"),
         use_cpu=True,
@@ -133,11 +176,21 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(policy(args, out), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
+    trainer = GRPOTrainer(
+        policy(args, out),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+    )
     trainer.train()
-    logged = [{k: entry[k] for k in ("reward", "loss") if k in entry} for entry in trainer.state.log_history]
+    logged = [
+        {k: entry[k] for k in ("reward", "loss") if k in entry}
+        for entry in trainer.state.log_history
+    ]
     at = server.address
-    found = figures_of_server(at) if at else figures_of_engine(trainer.vllm_generation.llm)
+    found = (
+        figures_of_server(at) if at else figures_of_engine(trainer.vllm_generation.llm)
+    )
     return {"rollouts": rollouts, "logged": logged, "figures": found}
 
 
@@ -147,26 +200,40 @@ def send_files(file: Path) -> None:
     from trl.generation.vllm_client import VLLMClient
 
     def init_communicator(self: Any, device: Any = 0) -> None:
-        self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
+        self._post(
+            f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}}
+        )
 
     def update_named_params(self: Any, metadata: Any, named_params: Any) -> None:
-        save_file({name: weight.detach().contiguous().clone() for name, weight in named_params}, file)
+        save_file(
+            {
+                name: weight.detach().contiguous().clone()
+                for name, weight in named_params
+            },
+            file,
+        )
         self._start_weight_update()
-        self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(file)}})
+        self._post(
+            f"{self.base_url}/update_weights", json={"update_info": {"path": str(file)}}
+        )
         self._finish_weight_update()
 
-    VLLMClient.init_communicator, VLLMClient.update_named_params = init_communicator, update_named_params
+    VLLMClient.init_communicator = init_communicator
+    VLLMClient.update_named_params = update_named_params
 
 
 def policy(args: argparse.Namespace, out: Path) -> str:
-    """Return where the policy is; for the colocate mode, whose engine takes the precision of the checkpoint, a copy in
-    float32."""
+    """Return where the policy is; for the colocate mode, whose engine takes the
+    precision of the checkpoint, a copy in float32.
+    """
     if args.mode == "server":
         return str(args.policy)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     copy = str(out / "policy")
-    AutoModelForCausalLM.from_pretrained(args.policy, dtype="float32").save_pretrained(copy)
+    AutoModelForCausalLM.from_pretrained(args.policy, dtype="float32").save_pretrained(
+        copy
+    )
     AutoTokenizer.from_pretrained(args.policy).save_pretrained(copy)
     return copy
 
@@ -197,7 +264,9 @@ def figures_of_engine(llm: Any) -> dict[str, float]:
 
     (counts,) = llm.collective_rpc("das_rpc", args=("stats", {}))
     found = figures([counts])
-    return {"engine_steps": counts["steps"]} | {name: found.get(f"das/{name}", 0.0) for name in list(METRICS)[1:]}
+    return {"engine_steps": counts["steps"]} | {
+        name: found.get(f"das/{name}", 0.0) for name in list(METRICS)[1:]
+    }
 
 
 def steps(args: argparse.Namespace) -> int:
@@ -207,9 +276,12 @@ def steps(args: argparse.Namespace) -> int:
 
 
 def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train all arms, one step of each after the other; return what `train` returns, by arm."""
+    """Train all arms, one step of each after the other; return what `train` returns, by
+    arm.
+    """
     context = multiprocessing.get_context("spawn")
-    processes, turns = [], []
+    processes = []
+    turns = []
     for arm in ARMS:
         ours, theirs = context.Pipe()
         processes.append(context.Process(target=run, args=(arm, args, theirs)))
@@ -242,11 +314,18 @@ def took(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[str, float]]:
-    """Return, for each epoch of so many steps, what rollouts with speculation on took of those with it off."""
+def by_epoch(
+    off: dict[str, Any], on: dict[str, Any], length: int
+) -> list[dict[str, float]]:
+    """Return, for each epoch of so many steps, what rollouts with speculation on took
+    of those with it off.
+    """
     return [
         {
-            name: sum(on[name][begin : begin + length]) / sum(off[name][begin : begin + length])
+            name: (
+                sum(on[name][begin : begin + length])
+                / sum(off[name][begin : begin + length])
+            )
             for name in ("rollout_s", "processor_s")
         }
         for begin in range(0, len(off["rollout_s"]), length)
@@ -256,10 +335,22 @@ def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[
 def main() -> None:
     from das_adapter.tools.provenance import RUN, provenance, save
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=("server", "colocate"), default="server", help="TRL's vllm_mode")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("server", "colocate"),
+        default="server",
+        help="TRL's vllm_mode",
+    )
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--problems", type=int, default=BATCH, help=f"of the data set, a multiple of {BATCH}")
+    parser.add_argument(
+        "--problems",
+        type=int,
+        default=BATCH,
+        help=f"of the data set, a multiple of {BATCH}",
+    )
     parser.add_argument("--policy", type=Path, default=POLICY)
     parser.add_argument("--out", type=Path, default=Path("runs/trl"))
     args = parser.parse_args()
@@ -279,7 +370,8 @@ def main() -> None:
     save(args.out / "summary.json", summary)
     for number, epoch in enumerate(summary["epochs_of_off"], start=1):
         print(
-            f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, processor time {epoch['processor_s']:.2f} of off"
+            f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, processor time"
+            f" {epoch['processor_s']:.2f} of off"
         )
     sys.exit(not equal)
 

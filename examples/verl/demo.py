@@ -1,9 +1,12 @@
-"""Run `make demo`: GRPO through veRL with speculation off and on, same seeds: the same tokens in less time.
+"""Run `make demo`: GRPO through veRL with speculation off and on, same seeds: the same
+tokens in less time.
 
-Arms: `off` and `history` (das-adapter's drafter); with `--arms` also `ngram` (vLLM's prompt look-up), `self` (a
-quantised copy of the policy), `history+self`, `draft_model` and `eagle3` (vLLM's own, trained here). All draw their
-tokens with keyed noise, so every arm must write the same rollouts. The arms run side by side and roll out in turn, so
-that noise of the machine falls on all of them. Results go to runs/demo: summary.json, logs.
+Arms: `off` and `history` (das-adapter's drafter); with `--arms` also `ngram` (vLLM's
+prompt look-up), `self` (a quantised copy of the policy), `history+self`, `draft_model`
+and `eagle3` (vLLM's own, trained here). All draw their tokens with keyed noise, so
+every arm must write the same rollouts. The arms run side by side and roll out in turn,
+so that noise of the machine falls on all of them. Results go to runs/demo:
+summary.json, logs.
 """
 
 from __future__ import annotations
@@ -41,14 +44,23 @@ ARMS = {
         f"~{DAS}.max_draft_tokens",
         f"+{DAS}.draft.model={DRAFTERS}/draft_model",
     ],
-    "eagle3": [f"{DAS}.drafter=eagle3", f"~{DAS}.max_draft_tokens", f"+{DAS}.draft.model={POLICY}/eagle3"],
-    # vLLM's own suffix decoding, under our noise: for benchmarks, needs arctic-inference.
+    "eagle3": [
+        f"{DAS}.drafter=eagle3",
+        f"~{DAS}.max_draft_tokens",
+        f"+{DAS}.draft.model={POLICY}/eagle3",
+    ],
+    # vLLM's own suffix decoding, under our noise: for benchmarks, needs
+    # arctic-inference.
     "suffix": [
         *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:suffix,num_speculative_tokens:32}",
     ],
 }
-PER_STEP = ("data.train_batch_size", "data.val_max_samples", "actor_rollout_ref.actor.ppo_mini_batch_size")
+PER_STEP = (
+    "data.train_batch_size",
+    "data.val_max_samples",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+)
 COLUMNS = {
     "rollout_s": "das/rollout_s",
     "reward": "critic/score/mean",
@@ -66,7 +78,9 @@ COLUMNS = {
 
 def main() -> None:
     """Run the arms, print the table, write the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--problems", type=int, default=8, help="problems in the data")
     parser.add_argument("--batch", type=int, default=2, help="problems a step")
@@ -75,9 +89,14 @@ def main() -> None:
     parser.add_argument(
         "--not-strict",
         action="store_true",
-        help="without MKL_CBWR=AUTO,STRICT: products of several rows may be faster, and tokens may differ",
+        help=(
+            "without MKL_CBWR=AUTO,STRICT: products of several rows may be faster, and"
+            " tokens may differ"
+        ),
     )
-    parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
+    parser.add_argument(
+        "overrides", nargs="*", help="further hydra overrides, for every arm"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -94,12 +113,16 @@ def main() -> None:
     summary = {
         "provenance": provenance([*RUN, "das_adapter/verl"]),
         "seconds": round(time.time() - begin),
-        "memory_used_gb": max(value for row in figures.values() for value in row["memory_used_gb"]),
+        "memory_used_gb": max(
+            value for row in figures.values() for value in row["memory_used_gb"]
+        ),
         "epochs": args.epochs,
         "runners": {arm.name: arm.runner() for arm in arms},
         "arms": figures,
         "comparison": compare(figures, args.epochs),
-        "tokens_per_forward_by_epoch": {arm: tokens_per_forward(row, args.epochs) for arm, row in figures.items()},
+        "tokens_per_forward_by_epoch": {
+            arm: tokens_per_forward(row, args.epochs) for arm, row in figures.items()
+        },
     }
     save(args.out / "summary.json", summary)
     show(summary, console)
@@ -116,11 +139,25 @@ def prepare(args: argparse.Namespace) -> None:
     commands = [["prepare_data.py", "--train-size", str(max(48, args.problems))]]
     if neural and not (DRAFTERS / "eagle3").exists():
         commands.append(["make_drafters.py", DRAFTERS])
-    widen = ["widen_policy.py", POLICY, "--width", "3", "--layers", "4", "--dtype", "float32"]
+    widen = [
+        "widen_policy.py",
+        POLICY,
+        "--width",
+        "3",
+        "--layers",
+        "4",
+        "--dtype",
+        "float32",
+    ]
     commands.append([*widen, "--drafters", DRAFTERS] if neural else widen)
     for script, *options in commands:
         command = [sys.executable, ROOT / "examples/tiny_math" / script, *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "TQDM_DISABLE": "1"})
+        subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "TQDM_DISABLE": "1"},
+        )
 
 
 def environment_of(not_strict: bool) -> dict[str, str]:
@@ -135,18 +172,26 @@ def environment_of(not_strict: bool) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_ADDRESS": "local",
     }
-    unset = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE")  # the config sizes the KV cache
+    # the config sizes the KV cache
+    unset = (
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_CPU_KVCACHE_SPACE",
+    )
     for variable in (*unset, *(["MKL_CBWR"] if not_strict else [])):
         environment.pop(variable, None)
     return environment
 
 
 class Arm:
-    """A veRL run with one arm's settings, which goes on from gate to gate (`in_turn.py`) as it is told to."""
+    """A veRL run with one arm's settings, which goes on from gate to gate
+    (`in_turn.py`) as it is told to.
+    """
 
     def __init__(self, name: str, args: argparse.Namespace):
         self.name = name
-        self.gate, self.log, self.metrics = (args.out / f"{name}.{kind}" for kind in ("gate", "log", "jsonl"))
+        self.gate, self.log, self.metrics = (
+            args.out / f"{name}.{kind}" for kind in ("gate", "log", "jsonl")
+        )
         self.gate.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
         environment = {
@@ -156,7 +201,12 @@ class Arm:
         }
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
-            *("--config-path", str(ROOT / "examples/verl"), "--config-name", "grpo_tiny_math_cpu_demo"),
+            *(
+                "--config-path",
+                str(ROOT / "examples/verl"),
+                "--config-name",
+                "grpo_tiny_math_cpu_demo",
+            ),
             f"trainer.total_training_steps={steps(args)}",
             f"data.train_max_samples={args.problems}",
             *(f"{key}={args.batch}" for key in PER_STEP),
@@ -164,10 +214,14 @@ class Arm:
             *args.overrides,
         ]
         with self.log.open("w") as out:
-            self.run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+            self.run = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=out
+            )
 
     def arrive(self, last: bool = False) -> None:
-        """Wait until the run stands at its next gate, or, if it is the last, has ended."""
+        """Wait until the run stands at its next gate, or, if it is the last, has
+        ended.
+        """
         while not self.gate.exists():
             if self.run.poll() is not None:
                 if last and self.run.returncode == 0:
@@ -189,13 +243,18 @@ class Arm:
         return json.loads(self.metrics.read_text().splitlines()[-1])["data"]
 
 
-def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, list[Any]]]:
-    """Train all arms: rollouts in turn, each with the machine to itself, then the updates side by side.
+def train(
+    arms: list[Arm], total: int, console: Console
+) -> dict[str, dict[str, list[Any]]]:
+    """Train all arms: rollouts in turn, each with the machine to itself, then the
+    updates side by side.
 
     Returns:
         Each arm's figures, a list per step each.
     """
-    figures: dict[str, dict[str, list[Any]]] = {arm.name: {name: [] for name in COLUMNS} for arm in arms}
+    figures: dict[str, dict[str, list[Any]]] = {
+        arm.name: {name: [] for name in COLUMNS} for arm in arms
+    }
     with Progress(
         TextColumn("{task.description:8}"),
         BarColumn(),
@@ -205,7 +264,12 @@ def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, 
         console=console,
         disable=not console.is_terminal,
     ) as progress:
-        tasks = {arm: progress.add_task(arm.name, total=total, note="starting Ray, veRL and vLLM") for arm in arms}
+        tasks = {
+            arm: progress.add_task(
+                arm.name, total=total, note="starting Ray, veRL and vLLM"
+            )
+            for arm in arms
+        }
         for step in range(total + 1):  # step 0 is the warm-up
             for arm in arms:
                 arm.arrive()
@@ -221,7 +285,10 @@ def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, 
                     logged = arm.last_step()
                     for name, key in COLUMNS.items():
                         figures[arm.name][name].append(logged[key])
-                    note = f"rollout {logged['das/rollout_s']:.1f} s, reward {logged['critic/score/mean']:.2f}"
+                    note = (
+                        f"rollout {logged['das/rollout_s']:.1f} s, reward"
+                        f" {logged['critic/score/mean']:.2f}"
+                    )
                 progress.update(tasks[arm], completed=step, note=note)
                 if not console.is_terminal:
                     print(f"{arm.name:8} step {step}/{total}  {note}", flush=True)
@@ -229,17 +296,27 @@ def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, 
 
 
 def compare(arms: dict[str, dict[str, Any]], epochs: int) -> dict[str, dict[str, Any]]:
-    """Compare each arm with `off`: its tokens, and its rollout time, also over the last third, with a warm history."""
-    length = len(arms["off"]["reward"]) // epochs if "off" in arms else 0  # of an epoch, in steps
+    """Compare each arm with `off`: its tokens, and its rollout time, also over the last
+    third, with a warm history.
+    """
+    # of an epoch, in steps
+    length = len(arms["off"]["reward"]) // epochs if "off" in arms else 0
     return {
         arm: {
             "rollout_ratio": ratio(figures, arms["off"]),
             "rollout_ratio_by_epoch": [
-                ratio(figures, arms["off"], slice(i * length, (i + 1) * length)) for i in range(epochs)
+                ratio(figures, arms["off"], slice(i * length, (i + 1) * length))
+                for i in range(epochs)
             ],
-            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-late(epochs) * length, None)),
-            "steps_with_same_tokens": sum(map(eq, figures["token_hash"], arms["off"]["token_hash"])),
-            "steps_with_same_reward": sum(map(eq, figures["reward"], arms["off"]["reward"])),
+            "rollout_ratio_last_third": ratio(
+                figures, arms["off"], slice(-late(epochs) * length, None)
+            ),
+            "steps_with_same_tokens": sum(
+                map(eq, figures["token_hash"], arms["off"]["token_hash"])
+            ),
+            "steps_with_same_reward": sum(
+                map(eq, figures["reward"], arms["off"]["reward"])
+            ),
         }
         for arm, figures in arms.items()
         if arm != "off" and "off" in arms
@@ -251,46 +328,71 @@ def late(epochs: int) -> int:
     return max(1, epochs // 3)
 
 
-def ratio(arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)) -> float:
+def ratio(
+    arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)
+) -> float:
     """Rollout time of an arm, of that of `off`."""
     return sum(arm["rollout_s"][steps]) / sum(off["rollout_s"][steps])
 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print a row per epoch, and the outcome in a line."""
-    arms, comparison, epochs = summary["arms"], summary["comparison"], summary["epochs"]
+    arms = summary["arms"]
+    comparison = summary["comparison"]
+    epochs = summary["epochs"]
     rewards = next(iter(arms.values()))["reward"]
     columns = {"epoch": list(range(1, epochs + 1)), "reward": by_epoch(rewards, epochs)}
     for arm, figures in arms.items():
-        columns[f"{arm}: rollout s"] = [len(rewards) / epochs * s for s in by_epoch(figures["rollout_s"], epochs)]
+        columns[f"{arm}: rollout s"] = [
+            len(rewards) / epochs * s for s in by_epoch(figures["rollout_s"], epochs)
+        ]
         if arm in comparison:
             columns[f"{arm}: of off"] = comparison[arm]["rollout_ratio_by_epoch"]
             columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures, epochs)
     table = Table(*columns)
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
+        table.add_row(
+            *(
+                f"{value:.2f}" if isinstance(value, float) else str(value)
+                for value in row
+            )
+        )
     console.print(table)
-    console.print(f"vLLM's model runner: {', '.join(f'{arm}: {name}' for arm, name in summary['runners'].items())}")
+    console.print(
+        "vLLM's model runner:"
+        f" {', '.join(f'{arm}: {name}' for arm, name in summary['runners'].items())}"
+    )
     for arm, against in comparison.items():
         ratios = against["rollout_ratio_by_epoch"][-late(epochs) :]
         console.print(
-            f"{arm}: same tokens in {against['steps_with_same_tokens']} of {len(rewards)} steps; rollout "
-            f"time {against['rollout_ratio_last_third']:.2f} of off over the last third "
-            f"({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
+            f"{arm}: same tokens in {against['steps_with_same_tokens']} of"
+            f" {len(rewards)} steps; rollout time"
+            f" {against['rollout_ratio_last_third']:.2f} of off over the last third"
+            f" ({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
         )
 
 
 def by_epoch(values: list[float], epochs: int) -> list[float]:
     """Mean of each epoch's steps, which differ in difficulty."""
     length = len(values) // epochs
-    return [statistics.mean(values[i * length : (i + 1) * length]) for i in range(epochs)]
+    return [
+        statistics.mean(values[i * length : (i + 1) * length]) for i in range(epochs)
+    ]
 
 
 def tokens_per_forward(arm: dict[str, Any], epochs: int) -> list[float]:
     """Tokens of each epoch that a request gets from one forward pass of the policy."""
     lengths = arm["response_length_mean"]  # every step has as many responses
-    passes = [length / tokens for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)]
-    return [a / b for a, b in zip(by_epoch(lengths, epochs), by_epoch(passes, epochs), strict=True)]
+    passes = [
+        length / tokens
+        for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)
+    ]
+    return [
+        a / b
+        for a, b in zip(
+            by_epoch(lengths, epochs), by_epoch(passes, epochs), strict=True
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The two places where a training run of `demo.py` waits: before a rollout, and between the rollout and the update.
+"""The two places where a training run of `demo.py` waits: before a rollout, and between
+the rollout and the update.
 
-So arms that share a machine roll out one at a time. A run that waits shows it by the pipe `DEMO_GATE`; it goes on when
-that pipe has been opened and closed.
+So arms that share a machine roll out one at a time. A run that waits shows it by the
+pipe `DEMO_GATE`; it goes on when that pipe has been opened and closed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_extern_object
 
-OrderedSampler = load_extern_object(str(Path(__file__).with_name("sampler.py")), "OrderedSampler")
+OrderedSampler = load_extern_object(
+    str(Path(__file__).with_name("sampler.py")), "OrderedSampler"
+)
 
 
 def wait() -> None:
@@ -24,7 +27,9 @@ def wait() -> None:
 
 
 class Problems(RLHFDataset):
-    """veRL's data set, for data in order; waits before it hands out the first problem of a batch."""
+    """veRL's data set, for data in order; waits before it hands out the first problem
+    of a batch.
+    """
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         if item % self.config.train_batch_size == 0:

@@ -1,5 +1,6 @@
-"""What the examples on plain vLLM servers have in common: a server on a CPU under a `das:` block, and the comparison of
-a run with speculation off and a run with it on."""
+"""What the examples on plain vLLM servers have in common: a server on a CPU under a
+`das:` block, and the comparison of a run with speculation off and a run with it on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "off": {"drafter": "none", "verify": {"noise": "keyed"}},
     "history": {"drafter": "history"},
 }
-"""The `das:` blocks of the arms. The first has speculation off, with the noise of the other."""
+"""The `das:` blocks of the arms. The first has speculation off, with the noise of the
+other.
+"""
 
 
 class Rollout(TypedDict):
@@ -42,9 +45,13 @@ class Server(NamedTuple):
     process: psutil.Process
 
     def processor_s(self) -> float:
-        """Return the processor seconds that its processes have taken so far: other work on the machine does not count,
-        as it does in what a clock says."""
-        times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
+        """Return the processor seconds that its processes have taken so far: other work
+        on the machine does not count, as it does in what a clock says.
+        """
+        times = [
+            one.cpu_times()
+            for one in (self.process, *self.process.children(recursive=True))
+        ]
         return sum(one.user + one.system for one in times)
 
 
@@ -52,7 +59,9 @@ def settings(block: dict[str, Any]) -> dict[str, str]:
     """Return the environment variables of an engine on a CPU under a `das:` block."""
     return {
         "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
+        "DAS_CPU_WEIGHT_SYNC": (
+            "1"
+        ),  # on a CPU: weights may be written into the live model
         "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
@@ -68,7 +77,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str) -> Iterator[Server]:
+def served(
+    module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str
+) -> Iterator[Server]:
     """Run a server under a `das:` block; yield it when it answers.
 
     Args:
@@ -82,8 +93,17 @@ def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Pa
         RuntimeError: the server ended; with the end of what it wrote.
     """
     port = free_port()
-    extensions = [str(EXAMPLES / "vllm"), str(EXAMPLES / "trl"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **settings(block), "PYTHONPATH": os.pathsep.join(extensions), **env}
+    extensions = [
+        str(EXAMPLES / "vllm"),
+        str(EXAMPLES / "trl"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    environment = {
+        **os.environ,
+        **settings(block),
+        "PYTHONPATH": os.pathsep.join(extensions),
+        **env,
+    }
     command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
@@ -106,15 +126,21 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def compare(off: Sequence[Rollout], on: Sequence[Rollout], notes: Sequence[str] = ()) -> bool:
-    """Print the rollouts of two runs side by side, each with its note; return whether their tokens are equal."""
+def compare(
+    off: Sequence[Rollout], on: Sequence[Rollout], notes: Sequence[str] = ()
+) -> bool:
+    """Print the rollouts of two runs side by side, each with its note; return whether
+    their tokens are equal.
+    """
     equal = [a["tokens"] == b["tokens"] for a, b in zip(off, on, strict=True)]
     for step, (a, b, same) in enumerate(zip(off, on, equal, strict=True)):
-        (slow, fast), (slow_cpu, fast_cpu) = ([r[of] for r in (a, b)] for of in ("seconds", "processor_s"))
+        (slow, fast), (slow_cpu, fast_cpu) = (
+            [r[of] for r in (a, b)] for of in ("seconds", "processor_s")
+        )
         note = f", {notes[step]}" if notes else ""
         print(
-            f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), "
-            f"processor time {fast_cpu / slow_cpu:.2f}, "
-            f"tokens {'equal' if same else 'DIFFERENT'}{note}"
+            f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s"
+            f" ({fast / slow:.2f}), processor time {fast_cpu / slow_cpu:.2f}, tokens"
+            f" {'equal' if same else 'DIFFERENT'}{note}"
         )
     return all(equal)

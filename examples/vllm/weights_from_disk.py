@@ -1,5 +1,7 @@
-"""A worker extension (`vllm serve --worker-extension-cls`) with which a trainer hands new weights to a running engine,
-as prime-rl's does: a checkpoint in a directory that both see."""
+"""A worker extension (`vllm serve --worker-extension-cls`) with which a trainer hands
+new weights to a running engine, as prime-rl's does: a checkpoint in a directory that
+both see.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +20,6 @@ class WeightsFromDisk:
 
         policy = self.model_runner.get_model()
         for file in sorted(Path(directory).glob("*.safetensors")):
-            policy.load_weights((name, weight.float()) for name, weight in load_file(file).items())
+            policy.load_weights(
+                (name, weight.float()) for name, weight in load_file(file).items()
+            )

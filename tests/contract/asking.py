@@ -18,14 +18,18 @@ def beside(request: Request) -> dict[str, Any]:
     from PIL import Image
     from tiny_models import PIXELS
 
-    noise = np.random.default_rng(request.image).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
+    noise = np.random.default_rng(request.image).integers(
+        0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8
+    )
     return {"multi_modal_data": {"image": Image.fromarray(noise)}}
 
 
 def abort_last(llm: Any, number: int) -> None:
     """Abort the last requests after 24 steps of the engine."""
     engine = llm.llm_engine
-    stock, steps, ids = type(engine).step, itertools.count(), []
+    stock = type(engine).step
+    steps = itertools.count()
+    ids = []
 
     def step() -> Any:
         at = next(steps)
@@ -40,16 +44,23 @@ def abort_last(llm: Any, number: int) -> None:
 
 def labelled(request: Request) -> Request:
     """Return a request with its problem, as hosts send it."""
-    return request if "das_problem" in request.label else request.labelled(das_problem=prompt_identity(request.prompt))
+    return (
+        request
+        if "das_problem" in request.label
+        else request.labelled(das_problem=prompt_identity(request.prompt))
+    )
 
 
 def refusal(llm: Any, request: Request, label: dict[str, Any]) -> str | None:
-    """Send a request with a label as a stranger may write it; return how its refusal begins, which a server answers
-    with status 400."""
+    """Send a request with a label as a stranger may write it; return how its refusal
+    begins, which a server answers with status 400.
+    """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    params = SamplingParams(**sampling(Request(request.prompt, request.having(max_tokens=1).params, label)))
+    params = SamplingParams(
+        **sampling(Request(request.prompt, request.having(max_tokens=1).params, label))
+    )
     try:
         llm.generate([{"prompt_token_ids": request.prompt}], [params], use_tqdm=False)
     except VLLMValidationError as error:
@@ -63,7 +74,9 @@ def sampling(request: Request) -> dict[str, Any]:
 
     params = {"logprobs": 0, **request.params, "extra_args": request.label or None}
     if "structured_outputs" in params:
-        params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        params["structured_outputs"] = StructuredOutputsParams(
+            **params["structured_outputs"]
+        )
     return params
 
 

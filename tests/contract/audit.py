@@ -1,4 +1,6 @@
-"""Notes with which keys an engine draws tokens: that of each token is its true position's, and is used once."""
+"""Notes with which keys an engine draws tokens: that of each token is its true
+position's, and is used once.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ Key = tuple[int, int]
 
 
 class Audit:
-    """Of one engine in this process, to be made before it; of drafts only those that the policy's own draw confirms
-    are kept."""
+    """Of one engine in this process, to be made before it; of drafts only those that
+    the policy's own draw confirms are kept.
+    """
 
     def __init__(self, runner: int) -> None:
         """
@@ -32,21 +35,31 @@ class Audit:
         self.kept.clear()
 
     def misplaced(self, request: Request, text: list[int]) -> int:
-        """Count the tokens of a request that were not drawn with the key of their true position."""
+        """Count the tokens of a request that were not drawn with the key of their true
+        position.
+        """
         if request.params.get("temperature") == 0.0:
             return 0
-        return sum(self.drawn.get(key) != token for key, token in zip(_keys(request, text), text, strict=False))
+        return sum(
+            self.drawn.get(key) != token
+            for key, token in zip(_keys(request, text), text, strict=False)
+        )
 
     def reused(self, request: Request, text: list[int]) -> int:
-        """Count the keys of a request's positions with which not exactly one token was written."""
+        """Count the keys of a request's positions with which not exactly one token was
+        written.
+        """
         return sum(self.kept[key] != 1 for key in _keys(request, text))
 
     def _watch_v1(self) -> None:
         from das_adapter.engine.v1 import verification
         from das_adapter.engine.v1.worker import HostWorkerState
 
-        draw, key, count = verification.keyed_sample, HostWorkerState.keys, HostWorkerState.count
-        steps = deque[list[list[Key]]]()  # keys of each request's rows, of steps whose tokens are not on the host yet
+        draw = verification.keyed_sample
+        key = HostWorkerState.keys
+        count = HostWorkerState.count
+        # keys of each request's rows, of steps whose tokens are not on the host yet
+        steps = deque[list[list[Key]]]()
 
         def keyed_sample(logits: Any, keys: Any) -> Any:
             found = draw(logits, keys)
@@ -55,34 +68,53 @@ class Audit:
 
         def keys(state: Any, metadata: Any) -> Any:
             found = key(state, metadata)
-            rows, at = _pairs(*found), 0
+            rows = _pairs(*found)
+            at = 0
             steps.append([])
-            for drafted in [0] * len(rows) if metadata is None else metadata.num_draft_tokens:
+            for drafted in (
+                [0] * len(rows) if metadata is None else metadata.num_draft_tokens
+            ):
                 steps[-1].append(rows[at : at + drafted + 1])
                 at += drafted + 1
             return found
 
         def counted(state: Any, sampled: list[list[int]], *args: Any) -> None:
-            for rows, tokens in zip(steps.popleft() if steps else (), sampled, strict=False):  # none where keys failed
+            # none where keys failed
+            for rows, tokens in zip(
+                steps.popleft() if steps else (), sampled, strict=False
+            ):
                 self.kept.update(rows[: len(tokens)])
             count(state, sampled, *args)
 
         verification.keyed_sample = keyed_sample
-        HostWorkerState.keys, HostWorkerState.count = keys, counted  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        HostWorkerState.keys = keys
+        HostWorkerState.count = counted
 
     def _watch_v2(self) -> None:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner
         from vllm.v1.worker.gpu.sample import gumbel, sampler
 
-        draw, step = gumbel.gumbel_sample, GPUModelRunner.sample
-        rows: list[tuple[Key, int]] | None = None  # keys and tokens of a step's rows; None: a drafter draws
+        draw = gumbel.gumbel_sample
+        step = GPUModelRunner.sample
+        rows: list[tuple[Key, int]] | None = (
+            None  # keys and tokens of a step's rows; None: a drafter draws
+        )
 
         def gumbel_sample(
-            logits: Any, slots: Any, temperature: Any, seeds: Any, positions: Any, *args: Any, **others: Any
+            logits: Any,
+            slots: Any,
+            temperature: Any,
+            seeds: Any,
+            positions: Any,
+            *args: Any,
+            **others: Any,
         ) -> Any:
             tokens = draw(logits, slots, temperature, seeds, positions, *args, **others)
             if rows is not None:
-                rows.extend(zip(_pairs(seeds[slots], positions), tokens.tolist(), strict=True))
+                rows.extend(
+                    zip(_pairs(seeds[slots], positions), tokens.tolist(), strict=True)
+                )
             return tokens
 
         def sample(runner: Any, hidden: Any, batch: Any, grammar: Any) -> Any:
@@ -105,6 +137,12 @@ def _pairs(seeds: Any, positions: Any) -> list[Key]:
 
 
 def _keys(request: Request, text: list[int]) -> list[Key]:
-    """Return the keys of the true positions of a request's tokens; none of a request whose seed is not known here."""
+    """Return the keys of the true positions of a request's tokens; none of a request
+    whose seed is not known here.
+    """
     first = len(request.prompt) - 1
-    return [] if request.seed is None else [(request.seed, first + i) for i in range(len(text))]
+    return (
+        []
+        if request.seed is None
+        else [(request.seed, first + i) for i in range(len(text))]
+    )

@@ -1,4 +1,6 @@
-"""What is done to an engine between its rounds: weights that change, sleep, texts that are handed over."""
+"""What is done to an engine between its rounds: weights that change, sleep, texts that
+are handed over.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,27 @@ from das_adapter.protocol.messages import Trajectory, responses
 
 
 def perturb(worker: Any, size: float) -> None:
-    """Send the policy's checkpoint to a worker as a host does, every matrix changed by `size` of its standard
-    deviation."""
+    """Send the policy's checkpoint to a worker as a host does, every matrix changed by
+    `size` of its standard deviation.
+    """
     generator = torch.Generator().manual_seed(0)
     weights = load_file(POLICY / "model.safetensors")
 
     def changed(weight: Any) -> Any:
-        noise = torch.randn(weight.shape, generator=generator) if weight.ndim == 2 else 0
+        noise = (
+            torch.randn(weight.shape, generator=generator) if weight.ndim == 2 else 0
+        )
         return weight.float() + size * weight.float().std() * noise
 
-    worker.model_runner.model.load_weights([(name, changed(weight)) for name, weight in weights.items()])
+    worker.model_runner.model.load_weights(
+        [(name, changed(weight)) for name, weight in weights.items()]
+    )
 
 
 def lose(runner: Any) -> None:
-    """Overwrite the drafter's own weights with noise, as when their memory was given away."""
+    """Overwrite the drafter's own weights with noise, as when their memory was given
+    away.
+    """
     torch.manual_seed(0)
     shared = {p.data_ptr() for p in runner.model.parameters()}
     drafter = getattr(runner, "speculator", None) or runner.drafter
@@ -73,7 +82,9 @@ def send(runner: Any, weights: list[Any], host: str | None) -> None:
     elif host == "verl":
         send_by_verl(runner, weights)
     else:
-        from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+        from nemo_rl.models.generation.vllm.vllm_backend import (
+            VllmInternalWorkerExtension,
+        )
 
         worker = VllmInternalWorkerExtension()
         worker.model_runner = runner
@@ -81,22 +92,34 @@ def send(runner: Any, weights: list[Any], host: str | None) -> None:
 
 
 def send_by_verl(runner: Any, weights: list[Any]) -> None:
-    """Send weights as veRL's trainer does, in buckets of 2 MiB through shared memory, to its own receiver."""
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    """Send weights as veRL's trainer does, in buckets of 2 MiB through shared memory,
+    to its own receiver.
+    """
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
+        BucketedWeightSender,
+    )
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     os.environ["VERL_RAY_JOB_ID"] = f"das-{os.getpid()}"  # a part of the socket's name
     worker = vLLMColocateWorkerExtension()
-    worker.model_runner, worker.local_rank, worker.device = runner, 0, torch.device("cpu")
-    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=2, use_shm=True)
-    sending = threading.Thread(target=asyncio.run, args=(sender.async_send_weights(weights),))
+    worker.model_runner = runner
+    worker.local_rank = 0
+    worker.device = torch.device("cpu")
+    sender = BucketedWeightSender(
+        worker._get_zmq_handle(), bucket_size_mb=2, use_shm=True
+    )
+    sending = threading.Thread(
+        target=asyncio.run, args=(sender.async_send_weights(weights),)
+    )
     sending.start()
     worker.update_weights_from_ipc(use_shm=True)
     sending.join()
 
 
 def sleep(llm: Any, level: int) -> None:
-    """Sleep and wake up as hosts do, which send the weights in between; see `memory_pools.py`."""
+    """Sleep and wake up as hosts do, which send the weights in between; see
+    `memory_pools.py`.
+    """
     llm.sleep(level)
     llm.wake_up(tags=["weights"])
     if level == 2:
@@ -105,10 +128,16 @@ def sleep(llm: Any, level: int) -> None:
 
 
 def copy_is_fresh(runner: Any) -> bool:
-    """Return whether the policy copy equals one made from the policy's present weights, bit for bit."""
+    """Return whether the policy copy equals one made from the policy's present weights,
+    bit for bit.
+    """
     from das_adapter.engine.policy_copy import PolicyCopy
 
-    there = runner.speculator.copy if hasattr(runner, "speculator") else runner.drafter.model_source.copy
+    there = (
+        runner.speculator.copy
+        if hasattr(runner, "speculator")
+        else runner.drafter.model_source.copy
+    )
     fresh = PolicyCopy(runner.model, there.weights)
     return all(
         torch.equal(a, b)
@@ -118,18 +147,39 @@ def copy_is_fresh(runner: Any) -> bool:
 
 
 def handed_over(
-    part: Round, texts: list[tuple[int, list[int]]], config: HistoryConfig | None, directory: str
+    part: Round,
+    texts: list[tuple[int, list[int]]],
+    config: HistoryConfig | None,
+    directory: str,
 ) -> dict[str, Any]:
-    """Return what the engine is told at the weight sync behind a round that has written texts of problems; `config`: of
-    the history, None: there is none; `directory`: where it lies."""
+    """Return what the engine is told at the weight sync behind a round that has written
+    texts of problems; `config`: of the history, None: there is none; `directory`: where
+    it lies.
+    """
     if part.foreign_token is not None:
-        texts = texts + [(0, [part.foreign_token])] * 8  # more than the problem's own texts, so that it is drafted
-    trajectories = [Trajectory(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1) for p, t in texts]
-    told: dict[str, Any] = {"version": part.refresh, "lengths": responses(trajectories).tobytes()}
-    return told if config is None else told | {"history": publish(directory, config, trajectories, part.lose)}
+        # more than the problem's own texts, so that it is drafted
+        texts = texts + [(0, [part.foreign_token])] * 8
+    trajectories = [
+        Trajectory(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1)
+        for p, t in texts
+    ]
+    told: dict[str, Any] = {
+        "version": part.refresh,
+        "lengths": responses(trajectories).tobytes(),
+    }
+    return (
+        told
+        if config is None
+        else told | {"history": publish(directory, config, trajectories, part.lose)}
+    )
 
 
-def publish(directory: str, config: HistoryConfig, trajectories: list[Trajectory], lose: str | None) -> tuple[str, int]:
+def publish(
+    directory: str,
+    config: HistoryConfig,
+    trajectories: list[Trajectory],
+    lose: str | None,
+) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
     with HistoryStore(directory) as store:
         policy = HistoryPolicy(config)

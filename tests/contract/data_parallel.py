@@ -1,5 +1,5 @@
-"""Run twelve requests on vLLM's asynchronous engine with two data-parallel ranks; print what they wrote, and what their
-workers counted.
+"""Run twelve requests on vLLM's asynchronous engine with two data-parallel ranks; print
+what they wrote, and what their workers counted.
 
     python data_parallel.py POLICY [BLOCK]
 """
@@ -35,12 +35,21 @@ async def main(policy: str, block: dict[str, Any] | None = None) -> None:
 
     async def write(number: int) -> list[int]:
         extra = None if block is None else {"das_problem": number // 4}
-        greedy, length = number % 3 == 0, 20 + 5 * number  # so that one rank idles while the other one ends
+        # so that one rank idles while the other one ends
+        greedy = number % 3 == 0
+        length = 20 + 5 * number
         params = SamplingParams(
-            max_tokens=length, seed=number, temperature=1.0 - greedy, ignore_eos=True, extra_args=extra
+            max_tokens=length,
+            seed=number,
+            temperature=1.0 - greedy,
+            ignore_eos=True,
+            extra_args=extra,
         )
         outputs: list[Any] = [
-            o async for o in llm.generate({"prompt_token_ids": [5, number // 4]}, params, str(number))
+            o
+            async for o in llm.generate(
+                {"prompt_token_ids": [5, number // 4]}, params, str(number)
+            )
         ]
         return list(outputs[-1].outputs[0].token_ids)
 
@@ -51,7 +60,9 @@ async def main(policy: str, block: dict[str, Any] | None = None) -> None:
         found["first"] = len(await llm.collective_rpc("das_rpc", args=("hello", {})))
         names = ("tokens", "draft_tokens", "accepted_tokens", "error")
         counts = await call_workers(llm, "stats", {})
-        found["counts"] = [[{name: rank[name] for name in names} for rank in ranks] for ranks in counts]
+        found["counts"] = [
+            [{name: rank[name] for name in names} for rank in ranks] for ranks in counts
+        ]
     print("RESULT", json.dumps(found))
     llm.shutdown()
 

@@ -1,6 +1,8 @@
-"""The kernels of `das_adapter.engine.v2` in plain NumPy: the same drafts, chances and counts, bit for bit.
+"""The kernels of `das_adapter.engine.v2` in plain NumPy: the same drafts, chances and
+counts, bit for bit.
 
-`launch` takes the place of `DeviceIndex._launch`, whose tensors lie in this machine's memory.
+`launch` takes the place of `DeviceIndex._launch`, whose tensors lie in this machine's
+memory.
 """
 
 from __future__ import annotations
@@ -9,9 +11,20 @@ from typing import Any
 
 import numpy as np
 
-START, NOTHING, DEPTH, PLACES, BEYOND, SURE, STRONGEST = -1, -3, 64, 16, 3, 8, 199
-OWN, SIBLING, PROMPT = 512, 256, 64
-KINDS, PRIOR, DOUBT, MEMORY = 192, 40, 8, 8192
+START = -1
+NOTHING = -3
+DEPTH = 64
+PLACES = 16
+BEYOND = 3
+SURE = 8
+STRONGEST = 199
+OWN = 512
+SIBLING = 256
+PROMPT = 64
+KINDS = 192
+PRIOR = 40
+DOUBT = 8
+MEMORY = 8192
 SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)
 STRENGTHS = (3, 5, 8, 12, 18, 32, 64)
 
@@ -19,16 +32,28 @@ STRENGTHS = (3, 5, 8, 12, 18, 32, 64)
 class Candidate:
     """A place: what follows there, and how much it counts."""
 
-    def __init__(self, following: np.ndarray, strength: int, weight: int, own: bool, differs: bool):
-        self.following, self.strength, self.weight = following, strength, weight
-        self.own, self.differs = own, differs
+    def __init__(
+        self,
+        following: np.ndarray,
+        strength: int,
+        weight: int,
+        own: bool,
+        differs: bool,
+    ):
+        self.following = following
+        self.strength = strength
+        self.weight = weight
+        self.own = own
+        self.differs = differs
 
 
 def launch(index: Any, requests: int) -> None:
     """Draft for the first `requests` entries of `index._slots`."""
-    tables, lengths = index.arena.tables, index._text_len.numpy()
+    tables = index.arena.tables
+    lengths = index._text_len.numpy()
     slots = [s for s in index._slots[:requests].tolist() if s >= 0]
-    texts, arena = index.texts.numpy(), index.words.numpy()
+    texts = index.texts.numpy()
+    arena = index.words.numpy()
     for slot in slots:
         _learn(index, slot, texts[slot, tables.begin[slot] :][: lengths[slot]])
     _estimate(index)
@@ -45,8 +70,10 @@ def launch(index: Any, requests: int) -> None:
 
 
 def _learn(index: Any, slot: int, own: np.ndarray) -> None:
-    offer, outcomes = index.offers[slot].numpy(), index.outcomes.numpy()
-    offered, then = int(offer[0]), int(offer[1])
+    offer = index.offers[slot].numpy()
+    outcomes = index.outcomes.numpy()
+    offered = int(offer[0])
+    then = int(offer[1])
     for i, token in enumerate(own[then : then + offered].tolist()):
         kind = int(offer[3 + index._steps + i])
         accepted = token == int(offer[2 + i])
@@ -58,8 +85,11 @@ def _learn(index: Any, slot: int, own: np.ndarray) -> None:
 
 
 def _estimate(index: Any) -> None:
-    outcomes, cells = index.outcomes.numpy(), index.cells.numpy()
-    sources, chance, start = index.sources.numpy(), index.chance.numpy(), index.start.numpy()
+    outcomes = index.outcomes.numpy()
+    cells = index.cells.numpy()
+    sources = index.sources.numpy()
+    chance = index.chance.numpy()
+    start = index.start.numpy()
     for source in range(2):
         kinds = slice(source * KINDS, (source + 1) * KINDS)
         new = outcomes[kinds].copy()
@@ -74,15 +104,24 @@ def _estimate(index: Any) -> None:
         if sources[source, 0] >= MEMORY:
             sources[source] *= 0.5
         tried, accepted, expected = sources[source]
-        better = (accepted + DOUBT) / (tried - accepted + DOUBT) * ((tried - expected + DOUBT) / (expected + DOUBT))
+        better = (
+            (accepted + DOUBT)
+            / (tried - accepted + DOUBT)
+            * ((tried - expected + DOUBT) / (expected + DOUBT))
+        )
         odds = start * better
-        chance[kinds] = (cells[kinds, 1] + PRIOR * (odds / (1 - start + odds))) / (cells[kinds, 0] + PRIOR)
+        chance[kinds] = (cells[kinds, 1] + PRIOR * (odds / (1 - start + odds))) / (
+            cells[kinds, 0] + PRIOR
+        )
     outcomes[:] = 0
 
 
-def _compare(tokens: np.ndarray, positions: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many tokens agree, backwards from these positions and from the context's end, and whether the place
-    sorts before the context."""
+def _compare(
+    tokens: np.ndarray, positions: np.ndarray, context: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens agree, backwards from these positions and from the
+    context's end, and whether the place sorts before the context.
+    """
     limit = min(DEPTH, len(context))
     expected = context[::-1][:limit]
     at = positions[:, None] - np.arange(limit)
@@ -96,12 +135,15 @@ def _compare(tokens: np.ndarray, positions: np.ndarray, context: np.ndarray) -> 
 
 
 def _beyond(text: np.ndarray, place: int, length: int, context: np.ndarray) -> int:
-    """Count the tokens that agree beyond the differing one. `text` and `context` with what precedes them."""
+    """Count the tokens that agree beyond the differing one. `text` and `context` with
+    what precedes them.
+    """
     count = 0
     if length >= DEPTH or place - length < 0 or text[place - length] < 0:
         return 0
     for i in range(1, BEYOND + 1):
-        a, b = place - length - i, len(context) - 1 - length - i
+        a = place - length - i
+        b = len(context) - 1 - length - i
         if a < 0 or b < 0 or text[a] != context[b]:
             break
         count += 1
@@ -110,26 +152,38 @@ def _beyond(text: np.ndarray, place: int, length: int, context: np.ndarray) -> i
     return count
 
 
-def _sealed(index: Any, slot: int, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
-    tables, found = index.arena.tables, []
-    count, at = int(tables.sealed_count[slot]), int(tables.sealed_texts[slot])
+def _sealed(
+    index: Any, slot: int, arena: np.ndarray, own: np.ndarray
+) -> list[Candidate]:
+    tables = index.arena.tables
+    found = []
+    count = int(tables.sealed_count[slot])
+    at = int(tables.sealed_texts[slot])
     if not count:
         return []
     begin = int(tables.sealed_places[slot])
-    places, tokens = arena[begin : begin + count].view(np.uint32), arena[at:begin]
+    places = arena[begin : begin + count].view(np.uint32)
+    tokens = arena[at:begin]
     whole = np.concatenate([[START], own])
     for shift in (0, 1):
         context = whole[: len(whole) - shift]
-        low, high = 0, count
+        low = 0
+        high = count
         while low < high:
             middle = (low + high) // 2
-            before = _compare(tokens, np.array([places[middle] & 0xFFFFFF], dtype=np.int64), context)[1][0]
+            before = _compare(
+                tokens, np.array([places[middle] & 0xFFFFFF], dtype=np.int64), context
+            )[1][0]
             low, high = (middle + 1, high) if before else (low, middle)
         near = [(i, 1, i - low) for i in range(low, min(count, low + PLACES))]
-        near += [(i, 0, low - 1 - i) for i in range(low - 1, max(-1, low - 1 - PLACES), -1)]
+        near += [
+            (i, 0, low - 1 - i) for i in range(low - 1, max(-1, low - 1 - PLACES), -1)
+        ]
         positions = np.array([places[i] & 0xFFFFFF for i, _, _ in near], dtype=np.int64)
         lengths = _compare(tokens, positions, context)[0].tolist()
-        ordered = sorted(zip(lengths, near, strict=True), key=lambda x: (-x[0], -x[1][1], x[1][2]))
+        ordered = sorted(
+            zip(lengths, near, strict=True), key=lambda x: (-x[0], -x[1][1], x[1][2])
+        )
         for length, (i, _, _) in ordered[:PLACES]:
             if not length:
                 break
@@ -141,13 +195,21 @@ def _sealed(index: Any, slot: int, arena: np.ndarray, own: np.ndarray) -> list[C
                 continue
             else:
                 strength = min(length, BEYOND) - 1
-            found.append(Candidate(tokens[position + 1 + shift :], strength, weight, False, bool(shift)))
+            found.append(
+                Candidate(
+                    tokens[position + 1 + shift :], strength, weight, False, bool(shift)
+                )
+            )
     return found
 
 
-def _scan(text: np.ndarray, context: np.ndarray, number: int, first: int) -> list[tuple[int, int, int]]:
-    """Return (rank, place, number of the text) of all places of a text with something behind them that match, in tokens
-    of the text; `first`: 1 if it begins with START, which has no place number."""
+def _scan(
+    text: np.ndarray, context: np.ndarray, number: int, first: int
+) -> list[tuple[int, int, int]]:
+    """Return (rank, place, number of the text) of all places of a text with something
+    behind them that match, in tokens of the text; `first`: 1 if it begins with START,
+    which has no place number.
+    """
     places = np.arange(len(text) - 1)
     exact = text[places] == context[-1]
     alike = np.zeros(len(places), dtype=np.int64)
@@ -164,12 +226,20 @@ def _scan(text: np.ndarray, context: np.ndarray, number: int, first: int) -> lis
 
 
 def _live(
-    index: Any, slot: int, texts: np.ndarray, arena: np.ndarray, lengths: np.ndarray, own: np.ndarray
+    index: Any,
+    slot: int,
+    texts: np.ndarray,
+    arena: np.ndarray,
+    lengths: np.ndarray,
+    own: np.ndarray,
 ) -> list[Candidate]:
     tables = index.arena.tables
-    numbers = tables.members[slot * tables.width :][: tables.member_count[slot]].tolist()
+    numbers = tables.members[slot * tables.width :][
+        : tables.member_count[slot]
+    ].tolist()
     context = np.concatenate([[START], own])
-    all_texts, found = [], []
+    all_texts = []
+    found = []
     for m, number in enumerate(numbers):
         if number < len(texts):
             begin = int(tables.begin[number])
@@ -180,7 +250,14 @@ def _live(
         found += _scan(all_texts[-1], context, m, 1)
     kept = sorted(found, key=lambda x: (-x[0], -x[1], -x[2]))[:PLACES]
     return [
-        _candidate(all_texts[m], context, rank, place + 1, OWN if numbers[m] == slot else SIBLING, numbers[m] == slot)
+        _candidate(
+            all_texts[m],
+            context,
+            rank,
+            place + 1,
+            OWN if numbers[m] == slot else SIBLING,
+            numbers[m] == slot,
+        )
         for rank, place, m in kept
     ]
 
@@ -190,10 +267,15 @@ def _prompt(prompt: np.ndarray, own: np.ndarray) -> list[Candidate]:
         return []
     context = np.concatenate([prompt, own])
     kept = sorted(_scan(prompt, context, 0, 0), key=lambda x: (-x[0], -x[1]))[:PLACES]
-    return [_candidate(prompt, context, rank, place, PROMPT, True) for rank, place, _ in kept]
+    return [
+        _candidate(prompt, context, rank, place, PROMPT, True)
+        for rank, place, _ in kept
+    ]
 
 
-def _candidate(text: np.ndarray, context: np.ndarray, rank: int, place: int, weight: int, own: bool) -> Candidate:
+def _candidate(
+    text: np.ndarray, context: np.ndarray, rank: int, place: int, weight: int, own: bool
+) -> Candidate:
     if rank < 4:
         return Candidate(text[place + 1 :], rank - 1, weight, own, True)
     length = rank - 3
@@ -201,31 +283,50 @@ def _candidate(text: np.ndarray, context: np.ndarray, rank: int, place: int, wei
     return Candidate(text[place + 1 :], strength, weight, own, False)
 
 
-def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]) -> None:
-    steps, count, asked, survival = index._steps, 0, 0, 1.0
+def _vote(
+    index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]
+) -> None:
+    steps = index._steps
+    count = 0
+    asked = 0
+    survival = 1.0
     offer = index.offers[slot].numpy()
     strongest = max((c.strength for c in candidates if not c.differs), default=0)
     voters = [c for c in candidates if not c.differs or strongest < SURE]
     index.confidence[row] = 0.0
     for step in range(steps + 1):
-        said = [(c, int(c.following[step])) for c in voters if step < len(c.following) and c.following[step] >= 0]
+        said = [
+            (c, int(c.following[step]))
+            for c in voters
+            if step < len(c.following) and c.following[step] >= 0
+        ]
         if not said:
             break
         votes: dict[int, int] = {}
         for c, token in said:
-            votes[token] = votes.get(token, 0) + (min(c.strength + 2 * step, STRONGEST) + 1) ** 6 * c.weight
+            votes[token] = (
+                votes.get(token, 0)
+                + (min(c.strength + 2 * step, STRONGEST) + 1) ** 6 * c.weight
+            )
         winner = min(votes, key=lambda token: (-votes[token], token))
         voters = [c for c, token in said if token == winner]
         share = votes[winner] / sum(votes.values())
         longest = max(min(c.strength + 2 * step, STRONGEST) for c in voters)
-        s, m = sum(share >= x for x in SHARES), sum(longest >= x for x in STRENGTHS)
+        s = sum(share >= x for x in SHARES)
+        m = sum(longest >= x for x in STRENGTHS)
         c3 = (len(voters) > 1) + (len(voters) > 3)
         kind = ((all(c.own for c in voters) * 8 + s) * 8 + m) * 3 + c3
         winner = min(winner, index._vocabulary - 1)
-        offer[2 + step], offer[3 + steps + step], asked = winner, kind, step + 1
+        offer[2 + step] = winner
+        offer[3 + steps + step] = kind
+        asked = step + 1
         chance = float(index.chance[kind])
         survival *= chance
         if step == steps or survival < np.float32(index._min_chance):
             break
-        index.drafts[row, step], index.confidence[row, step], count = winner, chance, step + 1
-    index.real[row], offer[0], offer[1] = count, asked, len(own)
+        index.drafts[row, step] = winner
+        index.confidence[row, step] = chance
+        count = step + 1
+    index.real[row] = count
+    offer[0] = asked
+    offer[1] = len(own)

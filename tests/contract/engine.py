@@ -1,4 +1,5 @@
-"""Run vLLM engines, each in a process of its own: read jobs, one per line (`jobs.py`), and print the results as JSON.
+"""Run vLLM engines, each in a process of its own: read jobs, one per line (`jobs.py`),
+and print the results as JSON.
 
 Every job runs in a fork; what the first one imported is imported before the others.
 """
@@ -39,7 +40,9 @@ if V2:
 
 
 def preload(names: list[str]) -> None:
-    """Import these modules, but for those that need numba: vLLM 0.32's CPU platform fails where that came first."""
+    """Import these modules, but for those that need numba: vLLM 0.32's CPU platform
+    fails where that came first.
+    """
     sys.modules["numba"] = None  # type: ignore[assignment]
     for name in names:
         with contextlib.suppress(ImportError):
@@ -52,7 +55,6 @@ def main() -> None:
 
     spool.GRACE_S = jobs.GRACE_S  # before others take it for a default
     import torch
-    from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
 
     if V2:
         v2_cpu.lift_limits()
@@ -61,12 +63,17 @@ def main() -> None:
     tried.compare("vllm")
     for relied_on in ("vllm", compat.V2_RUNNER, compat.V2_NEURAL):
         compat.missing(relied_on)  # remembered, so that no fork looks again
-    # vLLM collects what it had frozen when an engine ends: in a fork, all that the forks have in common.
+    # vLLM collects what it had frozen when an engine ends: in a fork, all that the
+    # forks have in common.
     gc.unfreeze = lambda: None  # type: ignore[assignment]
-    for first, line in zip(itertools.chain([True], itertools.repeat(False)), sys.stdin, strict=False):
+    for first, line in zip(
+        itertools.chain([True], itertools.repeat(False)), sys.stdin, strict=False
+    ):
         job = jobs.read(line)
         heard, told = os.pipe()
-        assert not torch.cuda.is_initialized(), "a process that has used a GPU can't be forked: an import has begun it"
+        assert not torch.cuda.is_initialized(), (
+            "a process that has used a GPU can't be forked: an import has begun it"
+        )
         gc.freeze()  # so that forks don't collect what is here
         if child := os.fork():
             os.close(told)
@@ -83,7 +90,11 @@ def main() -> None:
             log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, sys.stderr.fileno())
             print("RESULT " + json.dumps(run(job)), flush=True)
-            new = (n for n in set(sys.modules) - known if n.startswith(("vllm.", "transformers.", "pandas")))
+            new = (
+                n
+                for n in set(sys.modules) - known
+                if n.startswith(("vllm.", "transformers.", "pandas"))
+            )
             os.write(told, "\n".join(new).encode())
             os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test
         except BaseException:
@@ -100,7 +111,11 @@ def prepare(job: Job) -> Any:
     from das_adapter.protocol.engine_args import needs_v1
 
     for name, value in job.env.items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        (
+            os.environ.pop(name, None)
+            if value is None
+            else os.environ.update({name: value})
+        )
     das = parse(job.das)
     if job.standalone:
         os.environ["DAS_CONFIG"] = json.dumps(job.das)
@@ -109,7 +124,9 @@ def prepare(job: Job) -> Any:
     if V2:
         v2_cpu.stand_in(job.interpreted)
     if job.sabotage:
-        importlib.import_module("v2_sabotage" if V2 else "sabotage").SABOTAGE[job.sabotage]()
+        importlib.import_module("v2_sabotage" if V2 else "sabotage").SABOTAGE[
+            job.sabotage
+        ]()
     if job.asynchronous:
         cpu_platform.schedule_asynchronously()
     if job.engine.get("enable_return_routed_experts"):
@@ -131,13 +148,17 @@ class Engine:
     """The engine of a job."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.das = job, prepare(job)
+        self.job = job
+        self.das = prepare(job)
         self.directory = tempfile.TemporaryDirectory()
         """Of the history."""
         sleeps = any(part.sleep is not None for part in job.rounds)
         self.pools = importlib.import_module("memory_pools").lend() if sleeps else None
-        alone = job.engine.get("tensor_parallel_size", 1) == 1  # the ranks' processes note what only they know
-        audited = self.das is not None and self.das.keyed and alone and not job.standalone
+        # the ranks' processes note what only they know
+        alone = job.engine.get("tensor_parallel_size", 1) == 1
+        audited = (
+            self.das is not None and self.das.keyed and alone and not job.standalone
+        )
         self.audit = Audit(2 if on_v2(self.das) else 1) if audited else None
         from vllm import LLM
 
@@ -148,7 +169,8 @@ class Engine:
             arguments["worker_extension_cls"] = "engine.Trained"
         self.llm = LLM(**SETTINGS | arguments | job.engine)
         self.core = self.llm.llm_engine.engine_core.engine_core
-        driver = getattr(self.core.model_executor, "driver_worker", None)  # where the only rank is in this process
+        # where the only rank is in this process
+        driver = getattr(self.core.model_executor, "driver_worker", None)
         self.runner = driver and driver.worker.model_runner
         self.hooks = hooked(self.llm, self.das) if job.nemo_rl else None
         self.preempted = count_preemptions(self.core.scheduler)
@@ -164,11 +186,15 @@ class Engine:
             result["audited"] = len(self.audit.drawn)
             for name in ("misplaced", "reused"):
                 of = getattr(self.audit, name)
-                result[name] = sum(of(r, text) for r, text in zip(requests, texts, strict=False))
+                result[name] = sum(
+                    of(r, text) for r, text in zip(requests, texts, strict=False)
+                )
         result |= self.figures()
         self.change_weights(part)
         problems = [request.label.get("das_problem", 0) for request in requests]
-        result |= self.hand_over(part, [] if part.unrecorded else list(zip(problems, texts, strict=True)))
+        result |= self.hand_over(
+            part, [] if part.unrecorded else list(zip(problems, texts, strict=True))
+        )
         return result | self.seen(part)
 
     def answer(self, part: Round, requests: list[Request]) -> dict[str, Any]:
@@ -176,7 +202,10 @@ class Engine:
         from vllm import SamplingParams
 
         endless = {"max_tokens": 400, "ignore_eos": True}
-        more = [Request(r.prompt, endless, {"das_problem": 0, "das_seed": 0}) for r in requests[: part.aborted]]
+        more = [
+            Request(r.prompt, endless, {"das_problem": 0, "das_seed": 0})
+            for r in requests[: part.aborted]
+        ]
         if more:
             abort_last(self.llm, len(more))
         asked = requests + more
@@ -190,19 +219,31 @@ class Engine:
         )
         texts = [list(o.outputs[0].token_ids) for o in outputs]
         logprobs = [
-            [step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
+            [
+                step[t].logprob
+                for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)
+            ]
             for text, o in zip(texts, outputs, strict=True)
         ]
         return {
             "tokens": texts,
-            "routing": [getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs],
+            "routing": [
+                getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs
+            ],
             "logprobs": [] if part.brief else logprobs,
             "chosen": [
-                [{token: found.logprob for token, found in step.items()} for step in o.outputs[0].logprobs]
-                for r, o in zip(asked, outputs, strict=False)  # the last ones may have been aborted
+                [
+                    {token: found.logprob for token, found in step.items()}
+                    for step in o.outputs[0].logprobs
+                ]
+                for r, o in zip(
+                    asked, outputs, strict=False
+                )  # the last ones may have been aborted
                 if "logprob_token_ids" in r.params
             ],
-            "refused": [refusal(self.llm, requests[0], label) for label in part.refused],
+            "refused": [
+                refusal(self.llm, requests[0], label) for label in part.refused
+            ],
             "cached": sum(o.num_cached_tokens or 0 for o in outputs),
             "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],
         }
@@ -214,10 +255,13 @@ class Engine:
         scheduling = self.llm.llm_engine.vllm_config.scheduler_config
         found: dict[str, Any] = {"asynchronous": scheduling.async_scheduling}
         if not self.job.engine.get("disable_log_stats", True):
-            found["metrics"] = {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+            found["metrics"] = {
+                m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")
+            }
         if self.das is not None:
             found["ranks"] = self.hooks.report() if self.hooks else self.rpc("stats")
-            MsgpackEncoder().encode(found["ranks"])  # as it crosses from process to process
+            # as it crosses from process to process
+            MsgpackEncoder().encode(found["ranks"])
             found |= {"stats": found["ranks"][0], "hello": self.rpc("hello")[0]}
         return found
 
@@ -238,7 +282,9 @@ class Engine:
         if part.sleep is not None:
             between.sleep(self.llm, part.sleep)
 
-    def hand_over(self, part: Round, texts: list[tuple[int, list[int]]]) -> dict[str, Any]:
+    def hand_over(
+        self, part: Round, texts: list[tuple[int, list[int]]]
+    ) -> dict[str, Any]:
         """Hand over texts of problems, as hosts do; return what the engine answers."""
         import between_rounds as between
 
@@ -247,9 +293,17 @@ class Engine:
             between.give(part.visit, texts)
             self.rpc("visit", files=[part.visit])
         if part.refresh is not None:
-            history = self.das.history if self.das is not None and self.das.shares_history else None
+            history = (
+                self.das.history
+                if self.das is not None and self.das.shares_history
+                else None
+            )
             where = part.shared or self.directory.name
-            told = {} if self.job.standalone else between.handed_over(part, texts, history, where)
+            told = (
+                {}
+                if self.job.standalone
+                else between.handed_over(part, texts, history, where)
+            )
             answers["refreshed"] = self.rpc("refresh", **told)
         return answers
 
@@ -270,10 +324,15 @@ class Engine:
             "compared_by_rank": compared,
             "noted": dict(noted),
             "configs": configs(self.llm.llm_engine.vllm_config),
-            "samplers": [type(getattr(self.runner, n, None)).__module__ for n in ("sampler", "rejection_sampler")],
+            "samplers": [
+                type(getattr(self.runner, n, None)).__module__
+                for n in ("sampler", "rejection_sampler")
+            ],
         }
         if part.graphs is not None:
-            found["graphs"], found["drafted_graphs"] = cpu_platform.graphs(self.runner, part.graphs)
+            found["graphs"], found["drafted_graphs"] = cpu_platform.graphs(
+                self.runner, part.graphs
+            )
         if part.fresh_copy and self.das is not None and self.das.copies_policy:
             found["fresh_copy"] = between.copy_is_fresh(self.runner)
         return found
@@ -306,19 +365,25 @@ class Trained:
 
 
 def hooked(llm: Any, das: Any) -> Any:
-    """Put das-adapter's hooks of a NeMo-RL worker on an engine, and start the run's history."""
+    """Put das-adapter's hooks of a NeMo-RL worker on an engine, and start the run's
+    history.
+    """
     import ray
 
     from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks
 
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000
+    )
     hooks = SyncEngineHooks(llm, das, source="1")
     hooks.start()
     return hooks
 
 
 def on_v2(das: Any) -> bool:
-    """Say whether an engine of a block runs vLLM's V2 model runner: on a CPU only where the tests prepare it."""
+    """Say whether an engine of a block runs vLLM's V2 model runner: on a CPU only where
+    the tests prepare it.
+    """
     import torch
 
     from das_adapter.protocol.engine_args import needs_v1
@@ -328,7 +393,8 @@ def on_v2(das: Any) -> bool:
 
 def count_preemptions(scheduler: Any) -> list[int]:
     """Return a list whose only entry counts preemptions from now on."""
-    counted, preempt = [0], scheduler._preempt_request
+    counted = [0]
+    preempt = scheduler._preempt_request
 
     def count(*args: Any, **kwargs: Any) -> Any:
         counted[0] += 1
@@ -339,8 +405,13 @@ def count_preemptions(scheduler: Any) -> list[int]:
 
 
 def configs(config: Any) -> dict[str, str]:
-    """Return the parts of vLLM's config that say how an engine schedules, stores and drafts."""
-    return {part: repr(getattr(config, f"{part}_config")) for part in ("cache", "scheduler", "parallel", "speculative")}
+    """Return the parts of vLLM's config that say how an engine schedules, stores and
+    drafts.
+    """
+    return {
+        part: repr(getattr(config, f"{part}_config"))
+        for part in ("cache", "scheduler", "parallel", "speculative")
+    }
 
 
 def memory() -> int:
@@ -349,7 +420,9 @@ def memory() -> int:
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Jobs for engines of the contract tests: dataclasses, the blocks and requests that most of them have, and the process
-that runs them (`engine.py`)."""
+"""Jobs for engines of the contract tests: dataclasses, the blocks and requests that
+most of them have, and the process that runs them (`engine.py`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +26,13 @@ ON_CPU = {
     "MKL_CBWR": "AUTO,STRICT",
     "TORCHDYNAMO_DISABLE": "1",  # compiling vLLM's helpers takes longer than a test
 }
-"""Environment of engines on a CPU that others use, too: one thread, whose sums do not depend on the batch."""
+"""Environment of engines on a CPU that others use, too: one thread, whose sums do not
+depend on the batch.
+"""
 GRACE_S = 3.0
-"""How long the history of an engine without a host outlives it: not as long as where engines are started again."""
+"""How long the history of an engine without a host outlives it: not as long as where
+engines are started again.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Round:
-    """Requests that are answered together, and what is done after them, in the order of the fields."""
+    """Requests that are answered together, and what is done after them, in the order of
+    the fields.
+    """
 
     requests: list[Request]
     copies: int = 1
@@ -88,7 +95,9 @@ class Round:
     unrecorded: bool = False
     """Hand over none of the texts."""
     visit: str | None = None
-    """Hand over the texts in a file of this name, as those of problems that are at home on another node."""
+    """Hand over the texts in a file of this name, as those of problems that are at home
+    on another node.
+    """
     refresh: int | None = None
     """Sync to this weight version, and hand over the texts."""
     foreign_token: int | None = None
@@ -129,7 +138,9 @@ class Job:
 
 
 class Engine(Protocol):
-    """What the fixtures `engine` and `v2_engine` are: runs a job, and returns a dictionary for each round."""
+    """What the fixtures `engine` and `v2_engine` are: runs a job, and returns a
+    dictionary for each round.
+    """
 
     def __call__(self, **job: Any) -> list[dict[str, Any]]: ...
 
@@ -149,14 +160,24 @@ def engines(env: dict[str, str], logs: Path) -> Iterator[Engine]:
         assert process.stdin is not None and process.stdout is not None
 
         def run(**fields: Any) -> list[dict[str, Any]]:
-            job, log = Job(**fields), logs / f"{len(done)}.log"
-            if dtype := os.environ.get("DAS_TEST_DTYPE"):  # what a GPU's kernels compute in
+            job = Job(**fields)
+            log = logs / f"{len(done)}.log"
+            # what a GPU's kernels compute in
+            if dtype := os.environ.get("DAS_TEST_DTYPE"):
                 job = replace(job, engine={"dtype": dtype, **job.engine})
             if (key := repr(job)) not in done:
-                print(written(replace(job, log=str(log))), file=process.stdin, flush=True)
-                line = next((x for x in process.stdout if x.startswith(("RESULT ", "FAILED "))), "FAILED to start")
+                print(
+                    written(replace(job, log=str(log))), file=process.stdin, flush=True
+                )
+                line = next(
+                    (x for x in process.stdout if x.startswith(("RESULT ", "FAILED "))),
+                    "FAILED to start",
+                )
                 if line.startswith("FAILED"):
-                    raise RuntimeError(f"engine {line}:\n{log.read_text()[-30000:] if log.exists() else ''}")
+                    raise RuntimeError(
+                        "engine"
+                        f" {line}:\n{log.read_text()[-30000:] if log.exists() else ''}"
+                    )
                 done[key] = json.loads(line.removeprefix("RESULT "))
                 done[key][0]["log"] = log.read_text()
             return done[key]

@@ -10,13 +10,20 @@ from pathlib import Path
 
 
 def mutated(package: Path, into: Path, changes: Mapping[str, tuple[str, str]]) -> Path:
-    """Copy a package with changes, and return the directory to import it from; files that do not change are links.
+    """Copy a package with changes, and return the directory to import it from; files
+    that do not change are links.
 
     Args:
         package: the package's directory.
-        changes: by file in it, what is looked for, a regular expression, and what stands there in the copy.
+        changes: by file in it, what is looked for, a regular expression, and what
+            stands there in the copy.
     """
-    shutil.copytree(package, into / package.name, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        package,
+        into / package.name,
+        copy_function=os.link,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for name, (old, new) in changes.items():
         path = into / package.name / name
         text, found = re.subn(old, new, path.read_text())
@@ -49,7 +56,10 @@ ON_V2 = {
         )
     },
     "a method is not called any more": {
-        "v1/worker/gpu/model_runner.py": (r"self\.adaptive_verification\.record_confidences\(", "print and (")
+        "v1/worker/gpu/model_runner.py": (
+            r"self\.adaptive_verification\.record_confidences\(",
+            "print and (",
+        )
     },
 }
 ON_V1 = {
@@ -67,6 +77,9 @@ ON_V1 = {
         )
     },
     "a method is not called any more": {
-        "v1/engine/core.py": (r"self\.scheduler\.update_draft_token_ids\(draft_token_ids\)", "pass")
+        "v1/engine/core.py": (
+            r"self\.scheduler\.update_draft_token_ids\(draft_token_ids\)",
+            "pass",
+        )
     },
 }

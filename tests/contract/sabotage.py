@@ -1,5 +1,6 @@
-"""Parts of das-adapter that are broken or slowed down on the V1 runner, to see that they are needed or that nothing
-depends on them."""
+"""Parts of das-adapter that are broken or slowed down on the V1 runner, to see that
+they are needed or that nothing depends on them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
     if self.engine.rehearsing:
         return [[TOKEN] if tokens else [] for tokens in sampled]
     rng = random.Random(len(sampled))
-    return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
+    return [
+        [rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else []
+        for tokens in sampled
+    ]
 
 
 def failing_drafter() -> None:
@@ -76,15 +80,20 @@ def failing_search() -> None:
 
 
 def dear_drafter() -> None:
-    """Let a look for drafts take ten times as long as a step, and look in every other step."""
-    plain_time.LEAST_STEPS, account.LOOK_STEPS = 24, 2
+    """Let a look for drafts take ten times as long as a step, and look in every other
+    step.
+    """
+    plain_time.LEAST_STEPS = 24
+    account.LOOK_STEPS = 2
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)
 
 
 def failing_pass() -> None:
-    """Let the second rank fail in the fifth of the drafts that all ranks make together."""
+    """Let the second rank fail in the fifth of the drafts that all ranks make
+    together.
+    """
     stock = CopySource._draft
 
     def draft(self: Any, *args: Any) -> Any:
@@ -97,7 +106,9 @@ def failing_pass() -> None:
 
 
 def small_chunks() -> None:
-    """Verify in chunks of few rows, and note of how many chunks a step was put together at most."""
+    """Verify in chunks of few rows, and note of how many chunks a step was put together
+    at most.
+    """
     joined = verification._joined
 
     def note(parts: Any) -> Any:
@@ -109,20 +120,34 @@ def small_chunks() -> None:
 
 
 def noted_verification() -> None:
-    """Note a model's draft tokens that vLLM's rejection sampler comes to, and the history's, and of how many the token
-    is certain where others of the step are not."""
+    """Note a model's draft tokens that vLLM's rejection sampler comes to, and the
+    history's, and of how many the token is certain where others of the step are not.
+    """
     from vllm.v1.sample import rejection_sampler
 
-    verify, tell, by_model = rejection_sampler.rejection_sample, ModelSource.tell_probabilities, list[bool]()
+    verify = rejection_sampler.rejection_sample
+    tell = ModelSource.tell_probabilities
+    by_model = list[bool]()
 
     def told(self: Any, sampler: Any, given: Any) -> Any:
-        by_model[:] = [req_id in self.drawn_with for req_id in self._drafter.runner.input_batch.req_ids]
+        by_model[:] = [
+            req_id in self.drawn_with
+            for req_id in self._drafter.runner.input_batch.req_ids
+        ]
         return tell(self, sampler, given)
 
     def verified(
-        tokens: Any, counts: Any, most: Any, ends: Any, told: Any, logits: Any, *args: Any, **more: Any
+        tokens: Any,
+        counts: Any,
+        most: Any,
+        ends: Any,
+        told: Any,
+        logits: Any,
+        *args: Any,
+        **more: Any,
     ) -> Any:
-        p, begin = logits.softmax(dim=-1), 0
+        p = logits.softmax(dim=-1)
+        begin = 0
         written = verify(tokens, counts, most, ends, told, logits, *args, **more)
         certain = p.new_zeros(p.shape).scatter_(1, tokens.long()[:, None], 1.0)
         q = certain if told is None else told
@@ -130,13 +155,18 @@ def noted_verification() -> None:
             whose = "model" if by_model[row] else "history"
             for place, at in enumerate(range(begin, begin + count)):
                 NOTED[f"{whose}, beside others"] += told is not None
-                NOTED[f"{whose}, certain"] += told is not None and bool(q[at].equal(certain[at]))
-                if not note_token(whose, int(tokens[at]), int(written[row, place]), p[at], q[at]):
+                NOTED[f"{whose}, certain"] += told is not None and bool(
+                    q[at].equal(certain[at])
+                )
+                if not note_token(
+                    whose, int(tokens[at]), int(written[row, place]), p[at], q[at]
+                ):
                     break
             begin += count
         return written
 
-    ModelSource.tell_probabilities, rejection_sampler.rejection_sample = told, verified
+    ModelSource.tell_probabilities = told
+    rejection_sampler.rejection_sample = verified
 
 
 def both(*sabotage: Callable[[], None]) -> None:
@@ -146,7 +176,9 @@ def both(*sabotage: Callable[[], None]) -> None:
 
 
 def any_length(kept_bytes: int) -> None:
-    """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
+    """Ask the model for arbitrary numbers of tokens: in a few steps for some requests,
+    then for a while for none.
+    """
     stock = Proposer.begin_drafts
     Account.ask = lambda *_: True
 
@@ -156,9 +188,15 @@ def any_length(kept_bytes: int) -> None:
             return drafts
         self.proposed = getattr(self, "proposed", 0) + 1
         rng = random.Random(self.proposed)
-        for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
+        for row, (req_id, new) in enumerate(
+            zip(self.runner.input_batch.req_ids, sampled, strict=True)
+        ):
             room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
-            wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
+            wanted = (
+                rng.randrange(self.config.model_tokens + 1)
+                if self.proposed % 16 < 6
+                else 0
+            )
             self.model_tokens[row] = max(0, min(room, wanted))
             if new:
                 self._by_model[self.engine.live[req_id].slot] = self.model_tokens[row]
@@ -169,8 +207,11 @@ def any_length(kept_bytes: int) -> None:
 
 
 def failing_rank() -> None:
-    """Let the first rank fail until the first weight sync, the second one from then on."""
-    stock, stock_refresh = Proposer.begin_drafts, Proposer.refresh
+    """Let the first rank fail until the first weight sync, the second one from then
+    on.
+    """
+    stock = Proposer.begin_drafts
+    stock_refresh = Proposer.refresh
 
     def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
         self.proposed = getattr(self, "proposed", 0) + 1
@@ -183,7 +224,8 @@ def failing_rank() -> None:
         return stock_refresh(self, message)
 
     Proposer._synced_once = False
-    Proposer.begin_drafts, Proposer.refresh = propose, refresh
+    Proposer.begin_drafts = propose
+    Proposer.refresh = refresh
 
 
 def stale_copy() -> None:
@@ -202,8 +244,11 @@ def no_cpu_fix() -> None:
 
 
 def failing_later(owner: Any, name: str) -> None:
-    """Fail once, after drafts have been verified in some steps: in a method of das-adapter."""
-    stock, calls = getattr(owner, name), itertools.count()
+    """Fail once, after drafts have been verified in some steps: in a method of
+    das-adapter.
+    """
+    stock = getattr(owner, name)
+    calls = itertools.count()
 
     @functools.wraps(stock)
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +273,10 @@ PLACES = {
 }
 """Of the way of a draft, where it may fail in a later step."""
 SABOTAGE = {
-    **{f"failing once in {place}": functools.partial(failing_later, *found) for place, found in PLACES.items()},
+    **{
+        f"failing once in {place}": functools.partial(failing_later, *found)
+        for place, found in PLACES.items()
+    },
     "a rank fails": failing_rank,
     "a rank fails in the passes": failing_pass,
     "any draft length": functools.partial(any_length, 300_000),

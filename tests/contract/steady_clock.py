@@ -11,12 +11,15 @@ class Clock:
     """Tells das-adapter the time: every look takes 0.1 ms."""
 
     def __init__(self) -> None:
-        self.now, real = 0.0, time.perf_counter
+        self.now = 0.0
+        real = time.perf_counter
 
         def perf_counter() -> float:
             here = inspect.currentframe()
             caller = here and here.f_back
-            if not caller or not caller.f_globals["__name__"].startswith("das_adapter.engine."):
+            if not caller or not caller.f_globals["__name__"].startswith(
+                "das_adapter.engine."
+            ):
                 return real()
             self.now += 1e-4
             return self.now
@@ -35,7 +38,9 @@ def taking(clock: Clock, seconds: float, stock: Any) -> Any:
 
 
 def slow_policy() -> None:
-    """Let a step of the policy take 30 ms on the V1 runner, whatever it carries: every draft pays."""
+    """Let a step of the policy take 30 ms on the V1 runner, whatever it carries: every
+    draft pays.
+    """
     from das_adapter.engine.v1.proposer import Proposer
 
     Proposer.time_step = taking(Clock(), 0.03, Proposer.time_step)

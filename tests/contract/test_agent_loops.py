@@ -1,4 +1,6 @@
-"""veRL's own tool agent loop, with its client and a balancer, around a server whose answers a test chooses."""
+"""veRL's own tool agent loop, with its client and a balancer, around a server whose
+answers a test chooses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ import ray
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from own_history import OwnHistory
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopManager,
+    AgentLoopWorker,
+    DictConfigWrap,
+    ToolListWrap,
+)
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.base_tool import BaseTool
@@ -42,12 +49,18 @@ ANSWERS = [[30, 31, 32], [27, 28], [33, 34]]
 class AlwaysCalls(ToolParser):
     """Every answer is a tool call: the tiny policy can't write one."""
 
-    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
-        return self.tokenizer.decode(responses_ids), [FunctionCall(name="look_up", arguments="{}")]
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Any = None
+    ) -> tuple[str, list[FunctionCall]]:
+        return self.tokenizer.decode(responses_ids), [
+            FunctionCall(name="look_up", arguments="{}")
+        ]
 
 
 class LookUp(BaseTool):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> tuple[ToolResponse, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **_: Any
+    ) -> tuple[ToolResponse, float, dict]:
         return ToolResponse(text="12345"), 0.0, {}
 
 
@@ -57,7 +70,9 @@ class Server:
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], dict[str, int]]] = []
 
-    def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         answer = ANSWERS[len(self.requests) % len(ANSWERS)]
         self.requests.append((prompt_ids, sampling_params["extra_args"]))
         return TokenOutput(token_ids=answer, stop_reason="completed")
@@ -68,28 +83,61 @@ class Server:
 
 @pytest.fixture(scope="module")
 def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
-    """Two samples of a problem: what the agent loop returned, and the requests it made."""
+    """Two samples of a problem: what the agent loop returned, and the requests it
+    made.
+    """
     with initialize_config_dir(str(ROOT / "examples/verl"), version_base=None):
-        multi_turn = {"format": "always", "max_assistant_turns": 3, "max_parallel_calls": 1}
-        overrides = [f"actor_rollout_ref.rollout.multi_turn.{key}={value}" for key, value in multi_turn.items()]
+        multi_turn = {
+            "format": "always",
+            "max_assistant_turns": 3,
+            "max_parallel_calls": 1,
+        }
+        overrides = [
+            f"actor_rollout_ref.rollout.multi_turn.{key}={value}"
+            for key, value in multi_turn.items()
+        ]
         config = compose("grpo_tiny_math_cpu", overrides=overrides)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
+    # Ray's workers can't import a test
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     tokenizer = hf_tokenizer(str(ROOT / "examples/tiny_math/policy"))
-    schema = {"type": "function", "function": {"name": "look_up", "description": "a number"}}
+    schema = {
+        "type": "function",
+        "function": {"name": "look_up", "description": "a number"},
+    }
     tools = ToolListWrap([LookUp({}, OpenAIFunctionToolSchema(**schema))])
 
     server = ray.remote(Server).remote()
-    client = LLMServerClient(config, ray.remote(DasLoadBalancer).remote({"replica": server}))
+    client = LLMServerClient(
+        config, ray.remote(DasLoadBalancer).remote({"replica": server})
+    )
 
     async def sample(number: int) -> Any:
         data = DictConfigWrap(config.data)
-        loop = ToolAgentLoop(DictConfigWrap(config), client, tokenizer, None, RLHFDataset, data, tools=tools)
+        loop = ToolAgentLoop(
+            DictConfigWrap(config),
+            client,
+            tokenizer,
+            None,
+            RLHFDataset,
+            data,
+            tools=tools,
+        )
 
-        async def run(worker: Any, sampling_params: dict[str, Any], trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        async def run(
+            worker: Any,
+            sampling_params: dict[str, Any],
+            trajectory: dict[str, Any],
+            **kwargs: Any,
+        ) -> Any:
             return await loop.run(sampling_params, **kwargs)
 
-        trajectory = {"step": 1, "sample_index": 5, "rollout_n": number, "validate": False}
+        trajectory = {
+            "step": 1,
+            "sample_index": 5,
+            "rollout_n": number,
+            "validate": False,
+        }
         prompt = [{"role": "user", "content": "17 a=5+3"}]
         output = await identity.follow_samples.replacement(run)(
             None, {}, trajectory, session_id=number, raw_prompt=prompt
@@ -121,13 +169,18 @@ def test_a_trainer_that_awaits_a_batch_gets_what_can_be_awaited() -> None:
     called.close()
 
 
-def test_a_batch_is_awaited_where_another_plug_in_took_the_place_of_the_method() -> None:
+def test_a_batch_is_awaited_where_another_plug_in_took_the_place_of_the_method() -> (
+    None
+):
     async def stock(self: Any, prompts: Any) -> Any:
         return prompts
 
     manager = object.__new__(AgentLoopManager)
     manager.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {}}})
-    assert identity.name_awaited_batches.replacement(stock)(manager, "a batch") == "a batch"
+    assert (
+        identity.name_awaited_batches.replacement(stock)(manager, "a batch")
+        == "a batch"
+    )
 
 
 def test_every_turn_is_of_the_first_turns_problem(samples: Any) -> None:
@@ -135,13 +188,22 @@ def test_every_turn_is_of_the_first_turns_problem(samples: Any) -> None:
     assert len(mine) == len(siblings) == len(ANSWERS)
     problems = {label.problem for _, label in (*mine, *siblings)}
     assert problems == {prompt_identity(mine[0][0])}
-    assert len({label.seed for _, label in mine}) == 1 != len({mine[0][1].seed, siblings[0][1].seed})
+    assert (
+        len({label.seed for _, label in mine})
+        == 1
+        != len({mine[0][1].seed, siblings[0][1].seed})
+    )
 
 
 def test_turns_together_are_the_conversation_each_token_once(samples: Any) -> None:
-    """What the server hands to the history: the answers, and in front of each what the tool said before."""
+    """What the server hands to the history: the answers, and in front of each what the
+    tool said before.
+    """
     output, requests = samples[0]
-    texts = [[*prompt[label.start :], *said] for (prompt, label), said in zip(requests, ANSWERS, strict=True)]
+    texts = [
+        [*prompt[label.start :], *said]
+        for (prompt, label), said in zip(requests, ANSWERS, strict=True)
+    ]
     assert [token for text in texts for token in text] == output.response_ids
     assert texts[0] == ANSWERS[0]
     assert len(texts[1]) > len(ANSWERS[1])  # the tool's words are history
@@ -150,7 +212,9 @@ def test_turns_together_are_the_conversation_each_token_once(samples: Any) -> No
 def test_the_tools_words_are_drafted_from_but_are_no_output(samples: Any) -> None:
     (output, requests), (_, siblings) = samples
     mask = np.array(output.response_mask)
-    assert np.array(output.response_ids)[mask == 1].tolist() == [token for said in ANSWERS for token in said]
+    assert np.array(output.response_ids)[mask == 1].tolist() == [
+        token for said in ANSWERS for token in said
+    ]
 
     index = OwnHistory()
     for (prompt, label), said in zip(requests, ANSWERS, strict=True):

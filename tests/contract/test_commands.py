@@ -51,10 +51,27 @@ def test_cpu_setup_leaves_a_prepared_environment_as_it_is() -> None:
         pytest.param(200, "1,2,4,8,16,32,64,128,256", marks=pytest.mark.long),
     ],
 )
-def test_steps_without_drafts_replay_graphs_of_their_own(newest_env: dict[str, str], requests: int, sizes: str) -> None:
-    """Stock's, where vLLM chooses their sizes; of all kinds there are at most twice as many then."""
-    command = [sys.executable, ROOT / "benchmarks" / "graphs.py", "--requests", str(requests), "--sizes", sizes]
-    done = subprocess.run(command, env={**os.environ, **newest_env}, capture_output=True, text=True, check=False)
+def test_steps_without_drafts_replay_graphs_of_their_own(
+    newest_env: dict[str, str], requests: int, sizes: str
+) -> None:
+    """Stock's, where vLLM chooses their sizes; of all kinds there are at most twice as
+    many then.
+    """
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "graphs.py",
+        "--requests",
+        str(requests),
+        "--sizes",
+        sizes,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **newest_env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["plain"] == requests
@@ -62,4 +79,8 @@ def test_steps_without_drafts_replay_graphs_of_their_own(newest_env: dict[str, s
     if not sizes:
         counts = found["graphs"]
         assert found["plain_as_stock"] == requests
-        assert counts["own_lengths"]["full"] <= 2 * counts["stock"]["full"] < counts["one_length"]["full"]
+        assert (
+            counts["own_lengths"]["full"]
+            <= 2 * counts["stock"]["full"]
+            < counts["one_length"]["full"]
+        )

@@ -20,7 +20,8 @@ def test_what_a_killed_trainer_left_goes_with_the_next_weight_sync() -> None:
     (left,) = Path("/dev/shm").glob(f"das_weights_{pid}_*")
     trainers = [FileCheckpointEngine(0, is_master=True) for _ in range(2)]
     here = [Path(trainer.prepare()["path"]) for trainer in trainers]
-    assert not left.exists() and all(path.exists() for path in here)  # a run beside this one keeps its own
+    # a run beside this one keeps its own
+    assert not left.exists() and all(path.exists() for path in here)
     for trainer, path in zip(trainers, here, strict=True):
         trainer.init_process_group(str(path))
         trainer.finalize()

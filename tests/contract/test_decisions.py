@@ -1,4 +1,6 @@
-"""The controller inside a real engine: whatever it decides, the tokens are the same, and its decisions are logged."""
+"""The controller inside a real engine: whatever it decides, the tokens are the same,
+and its decisions are logged.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,18 @@ from das_adapter.tools import run_series
 
 
 @pytest.mark.one_build
-def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_factory: Any) -> None:
+def test_every_policy_and_toggle_writes_the_same_tokens(
+    engine: Any, tmp_path_factory: Any
+) -> None:
     logs = tmp_path_factory.mktemp("logs")
-    ends = [{"max_tokens": 160}, *[{"max_tokens": 30}] * 3]  # three go on when the others have ended
-    rounds = two_rounds(requests([{**end, "temperature": 1.0, "ignore_eos": True} for end in ends]))
+    # three go on when the others have ended
+    ends = [
+        {"max_tokens": 160},
+        *[{"max_tokens": 30}] * 3,
+    ]
+    rounds = two_rounds(
+        requests([{**end, "temperature": 1.0, "ignore_eos": True} for end in ends])
+    )
     reference = engine(das=OFF, rounds=rounds)
     for das in (
         {"budget": "optimal", "speculate": "always", "log_dir": str(logs)},
@@ -30,5 +40,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
     steps = [step for rollout in rollouts for step in rollout.steps]
     assert len(steps) > 50
     assert any(step.predicted for step in steps)
-    counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
+    counted = sum(
+        counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts
+    )
     assert counted == sum(rate.drafted for rate in run_series.by_source(rollouts)) > 0

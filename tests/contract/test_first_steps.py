@@ -1,4 +1,6 @@
-"""What an engine knows of its step times before the first step: sizes of CUDA graphs, and the roofline of its GPU."""
+"""What an engine knows of its step times before the first step: sizes of CUDA graphs,
+and the roofline of its GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from das_adapter.sim.models import MODELS
 SHAPE = {"model_type": "qwen2", **MODELS["Qwen/Qwen2.5-7B"]}
 
 
-def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | None = None, **shape: Any) -> Any:
+def engine(
+    mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE,
+    quantization: str | None = None,
+    **shape: Any,
+) -> Any:
     config = SimpleNamespace(to_dict=lambda: SHAPE | shape)
     return SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]
+        ),
         model_config=SimpleNamespace(
             enforce_eager=False,
             quantization=quantization,
@@ -40,18 +48,31 @@ def test_sizes_are_those_that_the_engine_captures() -> None:
     assert timing.captured_tokens(engine(CUDAGraphMode.NONE)) == ()
 
 
-def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_on_a_known_gpu_begins_with_its_roofline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert timing.before_the_first_step(DasConfig(), engine()) is None  # this is a CPU
-    gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    gpu = SimpleNamespace(
+        is_cuda_alike=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3"
+    )
     monkeypatch.setattr(timing, "current_platform", gpu)
     for quantization, bytes_per_weight in ((None, 2.0), ("fp8", 1.0)):
-        found = timing.before_the_first_step(DasConfig(), engine(quantization=quantization))
-        assert found.steps == Roofline.of(SHAPE, DEVICES["h100"], 2, bytes_per_weight).line()
+        found = timing.before_the_first_step(
+            DasConfig(), engine(quantization=quantization)
+        )
+        assert (
+            found.steps
+            == Roofline.of(SHAPE, DEVICES["h100"], 2, bytes_per_weight).line()
+        )
         assert found.passes is None
     copied = timing.before_the_first_step(DasConfig(drafter="self"), engine())
-    assert 0.3 < copied.passes.step(1, 1, False) / copied.steps.step(1, 1, False) < 0.4  # int4: 0.357 in the paper
+    # int4: 0.357 in the paper
+    assert 0.3 < copied.passes.step(1, 1, False) / copied.steps.step(1, 1, False) < 0.4
     assert timing.before_the_first_step(DasConfig(), engine(quantization="awq")) is None
-    assert timing.before_the_first_step(DasConfig(), engine(model_type="deepseek_v3")) is None
+    assert (
+        timing.before_the_first_step(DasConfig(), engine(model_type="deepseek_v3"))
+        is None
+    )
     assert timing.before_the_first_step(DasConfig(speculate=32), engine()) is None
 
 
@@ -59,7 +80,9 @@ def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.M
 def test_where_no_roofline_is_known_draft_tokens_cost_nothing_up_to_a_gpus_knee(
     on_gpu: bool, free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = SimpleNamespace(is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce RTX 4090")
+    other = SimpleNamespace(
+        is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce RTX 4090"
+    )
     monkeypatch.setattr(timing, "current_platform", other)
     times = EngineController(DasConfig(), engine()).controller.times
     assert not times.known

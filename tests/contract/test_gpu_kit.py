@@ -1,4 +1,6 @@
-"""The GPU kit's parts work, on a CPU with a tiny shape: what they measure there means nothing."""
+"""The GPU kit's parts work, on a CPU with a tiny shape: what they measure there means
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +48,50 @@ def traces(directory: Path) -> Path:
     """Write rollouts of three problems at two steps, as recorded ones are written."""
     rng = np.random.default_rng(0)
     poems = rng.integers(0, 5000, (3, 60))  # of a larger vocabulary than the shape's
-    problem, step = (x.ravel() for x in np.meshgrid(np.repeat(np.arange(3), 3), [0, 4], indexing="ij"))
+    problem, step = (
+        x.ravel()
+        for x in np.meshgrid(np.repeat(np.arange(3), 3), [0, 4], indexing="ij")
+    )
     texts = [
-        np.where(rng.random(60) < 0.1, rng.integers(0, 5000, 60), poems[p])[: 40 + i] for i, p in enumerate(problem)
+        np.where(rng.random(60) < 0.1, rng.integers(0, 5000, 60), poems[p])[: 40 + i]
+        for i, p in enumerate(problem)
     ]
     offsets = np.cumsum([0, *map(len, texts)])
-    np.savez(directory / "traces.npz", ids=np.concatenate(texts), offsets=offsets, problem=problem, step=step)
+    np.savez(
+        directory / "traces.npz",
+        ids=np.concatenate(texts),
+        offsets=offsets,
+        problem=problem,
+        step=step,
+    )
     return directory / "traces.npz"
 
 
-def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
+def kit(
+    out: Path, *arguments: str, env: dict[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
     """Run parts; return what each has written, and what was said."""
-    command = [sys.executable, "-m", "das_adapter.bench", *arguments, "--shape", "tiny", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "das_adapter.bench",
+        *arguments,
+        "--shape",
+        "tiny",
+        "--out",
+        str(out),
+    ]
     run = subprocess.run(
-        command, env={**os.environ, **ON_CPU, **(env or {})}, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, **ON_CPU, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    written = {p.name.split("_")[1]: json.loads(p.read_text()) for p in out.glob("gpu_*_tiny.json")}
+    written = {
+        p.name.split("_")[1]: json.loads(p.read_text())
+        for p in out.glob("gpu_*_tiny.json")
+    }
     return written, run.stdout + run.stderr
 
 
@@ -70,32 +100,47 @@ WITH_ENGINES = ("gate", "replay", "lossless", "copy")
 
 
 def check(part: str, content: dict[str, Any], said: str) -> None:
-    """See that a part has run, has written and said its verdicts, and keeps the bars that hold on any device."""
+    """See that a part has run, has written and said its verdicts, and keeps the bars
+    that hold on any device.
+    """
     assert content["provenance"]["hardware"]["cpu"]
     verdicts = {v["bar"]: v for v in content["bars"]}
     assert verdicts
     assert content["state"] == "done", content
-    assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
+    assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), (
+        verdicts
+    )
     assert all(f"{part}: {bar}" in said for bar in verdicts)
 
 
 def check_gate(gate: dict[str, Any], arms: set[str]) -> None:
-    """See that each figure has an error, and that no text came twice, which would have been drafted."""
+    """See that each figure has an error, and that no text came twice, which would have
+    been drafted.
+    """
     assert set(gate["arms"]) == arms
     for arm in gate["arms"].values():
         assert arm["start_s"] > 0 and arm["kv_tokens"] > 0
-        assert all(step > 0 and 0 < error < float("inf") for step, error in arm["step_ms"].values())
+        assert all(
+            step > 0 and 0 < error < float("inf")
+            for step, error in arm["step_ms"].values()
+        )
     for ratios in gate["of_stock"].values():
-        assert all(ratio > 0 and 0 < error < float("inf") for ratio, error in ratios.values())
+        assert all(
+            ratio > 0 and 0 < error < float("inf") for ratio, error in ratios.values()
+        )
     assert gate["arms"]["history"]["tokens"] > 100
 
 
 @pytest.mark.engine
-def test_a_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
+def test_a_part_with_engines_runs_and_writes_its_figures_and_verdicts(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "lossless")
     check("lossless", written["lossless"], said)
-    assert all(arm["accepted_tokens"] > 0 for arm in written["lossless"]["drafters"].values())
+    assert all(
+        arm["accepted_tokens"] > 0 for arm in written["lossless"]["drafters"].values()
+    )
 
 
 @pytest.mark.long
@@ -108,19 +153,41 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
-    drafted = {"first", "earlier", "exchanged 0%", "exchanged 100%", "misleading", "after misleading"}
+    drafted = {
+        "first",
+        "earlier",
+        "exchanged 0%",
+        "exchanged 100%",
+        "misleading",
+        "after misleading",
+    }
     assert set(arms) == drafted
-    assert all(arm["of_stock"][0] > 0 and len(arm["rollouts"]) >= 1 for arm in arms.values())
+    assert all(
+        arm["of_stock"][0] > 0 and len(arm["rollouts"]) >= 1 for arm in arms.values()
+    )
     turns = [turn for arm in arms.values() for turn in arm["rollouts"]]
-    assert all(each["steps"] > 5 and each["most_ms"] > 0 for turn in turns for each in (turn, turn["stock"]))
-    assert written["replay"]["groups"] == [2, 3, 3] and len(written["replay"]["longest"]) == 5
-    assert arms["exchanged 0%"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
-    assert arms["exchanged 100%"]["accepted_tokens"] < 0.1 * arms["exchanged 0%"]["accepted_tokens"]
+    assert all(
+        each["steps"] > 5 and each["most_ms"] > 0
+        for turn in turns
+        for each in (turn, turn["stock"])
+    )
+    assert (
+        written["replay"]["groups"] == [2, 3, 3]
+        and len(written["replay"]["longest"]) == 5
+    )
+    # recorded text is drafted and accepted
+    assert arms["exchanged 0%"]["tokens_per_forward"] > 1.1
+    assert (
+        arms["exchanged 100%"]["accepted_tokens"]
+        < 0.1 * arms["exchanged 0%"]["accepted_tokens"]
+    )
 
 
 @pytest.mark.long
 @pytest.mark.engine
-def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict[str, str]) -> None:
+def test_the_engines_parts_run_on_the_v2_runner(
+    tmp_path: Path, newest_env: dict[str, str]
+) -> None:
     written, said = kit(tmp_path, "gate", "replay", env=everywhere(newest_env))
     assert set(written) == {"gate", "replay"}, said
     assert written["gate"]["arms"]["history"]["model_runner"] == 2
@@ -175,9 +242,13 @@ def test_no_verdict_is_good_without_all_of_its_figures(run: Any) -> None:
         assert bar.verdict(found)["verdict"] == verdict, found
 
 
-def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(run: Any) -> None:
+def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(
+    run: Any,
+) -> None:
     for part in run.PARTS:
-        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.module(part).BARS} == {"not run"}
+        assert {
+            bar.verdict({"state": "done"})["verdict"] for bar in run.module(part).BARS
+        } == {"not run"}
 
 
 def test_a_part_that_fails_or_takes_too_long_loses_nothing(
@@ -190,7 +261,11 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
         engines.apart(plan, *endings[plan.steps])
 
     monkeypatch.setattr(gate, "measure", half_a_gate)
-    endings = [(signal.raise_signal, signal.SIGKILL), (int, "no number"), (time.sleep, 600.0)]
+    endings = [
+        (signal.raise_signal, signal.SIGKILL),
+        (int, "no number"),
+        (time.sleep, 600.0),
+    ]
     verdicts = ["cut short", "not run", *["cut short"] * 4]
     for ending, (state, why) in enumerate(
         (
@@ -199,10 +274,17 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
             ("cut short", "no time is left"),
         )
     ):
-        plan = replace(TINY, steps=ending, until=time.monotonic() + (0.5 if state == "cut short" else 60.0))
+        plan = replace(
+            TINY,
+            steps=ending,
+            until=time.monotonic() + (0.5 if state == "cut short" else 60.0),
+        )
         told: list[Any] = []
         content = run.measured("gate", plan, None, told.append)
-        assert told == [content | {"state": "cut short", "why": "the program was ended"}] or "error" in content
+        assert (
+            told == [content | {"state": "cut short", "why": "the program was ended"}]
+            or "error" in content
+        )
         assert run.judge("gate", content) == [*verdicts, state]
         assert why in capsys.readouterr().out
 
@@ -213,17 +295,32 @@ def test_the_checkpoints_of_a_parts_engines_go_with_its_process(
     pytest.importorskip("vllm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plan = replace(TINY, until=time.monotonic() + 300.0)
-    with pytest.raises(RuntimeError, match="found 'none such'"):  # once the checkpoint is written
-        engines.apart(plan, engines.engine, plan, {"drafter": "none such"}, env={"TMPDIR": str(tmp_path)})
+    # once the checkpoint is written
+    with pytest.raises(RuntimeError, match="found 'none such'"):
+        engines.apart(
+            plan,
+            engines.engine,
+            plan,
+            {"drafter": "none such"},
+            env={"TMPDIR": str(tmp_path)},
+        )
     assert not list(tmp_path.rglob("config.json"))
 
 
 def test_undrafted_steps_are_few_behind_long_texts() -> None:
     plan = engines.Plan("7b")
-    assert gate.gate_points(plan) == [(1, 2048), (8, 2048), (64, 2048), (256, 1024), (8, 8192)]
+    assert gate.gate_points(plan) == [
+        (1, 2048),
+        (8, 2048),
+        (64, 2048),
+        (256, 1024),
+        (8, 8192),
+    ]
     fitting = gate.gate_points(plan, room=40_000)
     assert fitting == [(1, 2048), (8, 2048), (64, 541), (256, 72), (8, 4724)]
-    assert all(batch * (context + 16 + 4 + plan.steps) <= 40_000 for batch, context in fitting)
+    assert all(
+        batch * (context + 16 + 4 + plan.steps) <= 40_000 for batch, context in fitting
+    )
 
 
 def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
@@ -231,26 +328,41 @@ def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
     helped = dict(re.findall(r"^    (\w+) +([\d.]+)  ", run.__doc__, re.M))
     table = (ROOT / "benchmarks" / "README.md").read_text()
     assert list(helped) == list(run.PARTS)
-    assert helped == dict(re.findall(r"^\| `das-adapter bench (\w+)` \|[^|]+\| ([\d.]+) \|", table, re.M))
+    assert helped == dict(
+        re.findall(r"^\| `das-adapter bench (\w+)` \|[^|]+\| ([\d.]+) \|", table, re.M)
+    )
     minutes = {part: float(each) for part, each in helped.items()}
-    assert minutes["gate"] * 60 > 2 * (2 * 80 + len(gate.gate_points(engines.Plan("7b"))) * gate.ENOUGH_S)
+    assert minutes["gate"] * 60 > 2 * (
+        2 * 80 + len(gate.gate_points(engines.Plan("7b"))) * gate.ENOUGH_S
+    )
     assert sum(minutes.values()) <= 24 < run.ALL_S / 60
     assert f"{sum(minutes.values()):g} minutes by the estimates" in table
-    assert all(each / (1 + (part == "gate")) < run.PART_S / 60 for part, each in minutes.items())
+    assert all(
+        each / (1 + (part == "gate")) < run.PART_S / 60
+        for part, each in minutes.items()
+    )
 
 
-def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(run: Any) -> None:
+def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(
+    run: Any,
+) -> None:
     small = {"replay", "lossless"}
     assert run.chosen([], None) == [
-        (n, s) for n in run.PARTS for s in ("7b", "1.5b") if n == "gate" or (s == "1.5b") == (n in small)
+        (n, s)
+        for n in run.PARTS
+        for s in ("7b", "1.5b")
+        if n == "gate" or (s == "1.5b") == (n in small)
     ]
     assert run.chosen(["gate", "copy"], "1.5b") == [("gate", "1.5b"), ("copy", "1.5b")]
 
 
 @pytest.mark.parametrize(
-    ("after_sleep", "verdict"), [({}, "kept"), ({"error": "no kernel"}, "MISSED"), ({"draft_tokens": 0}, "MISSED")]
+    ("after_sleep", "verdict"),
+    [({}, "kept"), ({"error": "no kernel"}, "MISSED"), ({"draft_tokens": 0}, "MISSED")],
 )
-def test_a_copy_that_failed_or_drafted_nothing_misses_its_bar(after_sleep: dict[str, Any], verdict: str) -> None:
+def test_a_copy_that_failed_or_drafted_nothing_misses_its_bar(
+    after_sleep: dict[str, Any], verdict: str
+) -> None:
     good = {"requantise_s": 0.1, "error": None, "draft_tokens": 7}
     content = {"state": "done", "formats": {"int4": good, "fp8": good | after_sleep}}
     assert copy.BARS[1].verdict(content)["verdict"] == verdict
@@ -264,13 +376,20 @@ def test_the_command_runs_the_kit(run: Any, tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_only_the_tiny_shape_is_measured(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process
     monkeypatch.setattr(run, "apart", lambda *_: {"hardware": {"gpu": None}})
     for name in ("measured", "judge"):
         monkeypatch.setattr(run, name, lambda *_: {})
-    for shape, said in (([], "found no GPU"), (["--shape", "1.5b"], "found no GPU"), (["--shape", "tiny"], "0 MISSED")):
+    for shape, said in (
+        ([], "found no GPU"),
+        (["--shape", "1.5b"], "found no GPU"),
+        (["--shape", "tiny"], "0 MISSED"),
+    ):
         with pytest.raises(SystemExit):
             run.main(["gate", *shape, "--out", str(tmp_path)])
         assert said in "".join(capsys.readouterr())
@@ -302,33 +421,49 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_engines_end_with_the_program(ending: signal.Signals, threads: bool, tmp_path: Path) -> None:
+def test_engines_end_with_the_program(
+    ending: signal.Signals, threads: bool, tmp_path: Path
+) -> None:
     (tmp_path / "ended.py").write_text(f"THREADS = {threads}\n{ENDED}")
     # A shell's background job ignores SIGINT, and so would what it starts.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    command: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "text": True, "preexec_fn": heeds}
+    command: dict[str, Any] = {
+        "cwd": tmp_path,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": heeds,
+    }
     program = subprocess.Popen([sys.executable, "ended.py"], **command)
     engine = int(program.stdout.readline())
     program.send_signal(ending)
-    assert program.wait(engines.END_S - 2.0) == (128 + ending if ending == signal.SIGTERM else -ending)
+    assert program.wait(engines.END_S - 2.0) == (
+        128 + ending if ending == signal.SIGTERM else -ending
+    )
     assert not Path(f"/proc/{engine}").exists()
 
 
 def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
-    assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
+    assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx(
+        (1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01
+    )
     for ratio, error, verdict in (
         (1.03, 0.001, "MISSED"),
         (1.03, 0.008, "kept"),
         (1.03, 0.02, "not run"),
         (1.2, 0.02, "MISSED"),
     ):
-        found = {"state": "done", "of_stock": {"history": {"1 x 16": [ratio, error], "8 x 16": [1.0, 0.001]}}}
+        found = {
+            "state": "done",
+            "of_stock": {"history": {"1 x 16": [ratio, error], "8 x 16": [1.0, 0.001]}},
+        }
         worst, _, sure = gate.BARS[:3]
         assert worst.verdict(found)["verdict"] == verdict
         assert sure.verdict(found)["verdict"] == ("kept" if error < 0.01 else "MISSED")
 
 
-def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
     monkeypatch.setattr(gate, "ENOUGH_S", 0.0)
 
@@ -339,17 +474,24 @@ def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(monkeypatch: pyt
 
         return run
 
-    rounds = gate.in_turn({"stock": arm("stock", 1.0), "history": arm("history", 1.0)}, TINY, 1, 16)
+    rounds = gate.in_turn(
+        {"stock": arm("stock", 1.0), "history": arm("history", 1.0)}, TINY, 1, 16
+    )
     assert asked[2:10] == ["stock", "history", "history", "stock"] * 2
     assert len(rounds) == gate.FEW  # no more where there is no time
-    assert not gate.in_turn({"stock": arm("stock", math.nan), "history": arm("history", 1.0)}, TINY, 1, 16)
+    assert not gate.in_turn(
+        {"stock": arm("stock", math.nan), "history": arm("history", 1.0)}, TINY, 1, 16
+    )
 
 
 class Writing:
-    """An engine that takes a request in each step, and writes a token of each that it has."""
+    """An engine that takes a request in each step, and writes a token of each that it
+    has.
+    """
 
     def __init__(self) -> None:
-        self.llm_engine, self.seeds = self, list[int]()
+        self.llm_engine = self
+        self.seeds = list[int]()
         self.waiting: list[tuple[str, int]] = []
         self.texts: dict[str, tuple[int, int]] = {}
 
@@ -364,10 +506,15 @@ class Writing:
         if self.waiting:
             name, most = self.waiting.pop(0)
             self.texts[name] = 0, most
-        self.texts = {name: (n + 1, most) for name, (n, most) in self.texts.items() if n < most}
+        self.texts = {
+            name: (n + 1, most) for name, (n, most) in self.texts.items() if n < most
+        }
         time.sleep(0.002)
         of = SimpleNamespace
-        return [of(request_id=name, outputs=[of(token_ids=range(n))]) for name, (n, _) in self.texts.items()]
+        return [
+            of(request_id=name, outputs=[of(token_ids=range(n))])
+            for name, (n, _) in self.texts.items()
+        ]
 
 
 def test_a_step_is_timed_while_all_are_writing_and_no_seed_comes_twice() -> None:
@@ -376,17 +523,26 @@ def test_a_step_is_timed_while_all_are_writing_and_no_seed_comes_twice() -> None
     seconds = [engines.step_seconds(engine, 3, 16, 20, 997) for _ in range(2)]
     assert all(0.002 <= each < 0.02 for each in seconds)
     assert len(engine.seeds) == len(set(engine.seeds)) == 3 * 2
-    assert math.isnan(engines.step_seconds(engine, 30, 16, 20, 997))  # the first ends before the last begins
+    # the first ends before the last begins
+    assert math.isnan(engines.step_seconds(engine, 30, 16, 20, 997))
 
 
 def test_what_went_wrong_in_any_rollout_of_an_arm_is_told() -> None:
     alike = {"accepted_tokens": 0, "tokens_per_forward": 1.0, "propose_share": None}
     told = iter(
         [alike | {"seconds": 1.0, "unforced": 2, "error": "boom", "draft_tokens": 7}]
-        + [alike | {"seconds": 1.0, "unforced": 0, "error": None, "draft_tokens": 0}] * replay.MANY
+        + [alike | {"seconds": 1.0, "unforced": 0, "error": None, "draft_tokens": 0}]
+        * replay.MANY
     )
-    arm = replay.in_turn(lambda *_: next(told), lambda *_: {"seconds": 2.0}, [], [], once=False)
-    assert (arm["unforced"], arm["error"], arm["draft_tokens"], len(arm["rollouts"])) == (2, "boom", 7, replay.FEW)
+    arm = replay.in_turn(
+        lambda *_: next(told), lambda *_: {"seconds": 2.0}, [], [], once=False
+    )
+    assert (
+        arm["unforced"],
+        arm["error"],
+        arm["draft_tokens"],
+        len(arm["rollouts"]),
+    ) == (2, "boom", 7, replay.FEW)
     assert arm["of_stock"] == [0.5, 0.0] and arm["propose_share"] is None
 
 
@@ -395,20 +551,44 @@ def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
     plan = replace(TINY, replayed=5, longest=50)
     with np.load(path) as file:
         texts = [t % 997 for t in np.split(file["ids"], file["offsets"][1:-1])]
-        of, step = file["problem"], file["step"]
-        np.savez(tmp_path / "one.npz", **{name: file[name] for name in ("ids", "offsets", "problem")})
-    for name, late in (("traces", step == 4), ("one", np.tile([False] * 3 + [True] * 3, 3))):
+        of = file["problem"]
+        step = file["step"]
+        np.savez(
+            tmp_path / "one.npz",
+            **{name: file[name] for name in ("ids", "offsets", "problem")},
+        )
+    for name, late in (
+        ("traces", step == 4),
+        ("one", np.tile([False] * 3 + [True] * 3, 3)),
+    ):
         batch, earlier = replay.recorded(tmp_path / f"{name}.npz", plan)
         expected = [(of[i], texts[i][:50].tolist()) for i in np.flatnonzero(late)][:5]
         assert [(problem, t.tolist()) for problem, t in batch] == expected
         met = np.flatnonzero(~late & (of < 2))
-        assert [(problem, t.tolist()) for problem, t in earlier] == [(of[i], texts[i].tolist()) for i in met]
+        assert [(problem, t.tolist()) for problem, t in earlier] == [
+            (of[i], texts[i].tolist()) for i in met
+        ]
 
 
 @pytest.mark.long
 def test_the_contract_tests_for_a_gpu_are_there() -> None:
-    make = ["make", "--no-print-directory", "-n", "gputests", f"PYTHON={sys.executable}"]
+    make = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        "gputests",
+        f"PYTHON={sys.executable}",
+    ]
     commands = subprocess.check_output(make, cwd=ROOT, text=True)
     for command in commands.replace("\\\n", "").splitlines():
-        listed = subprocess.run([f"{command} --collect-only -q"], cwd=ROOT, shell=True, capture_output=True, text=True)
-        assert re.search(r"^(\d+/)?\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)
+        listed = subprocess.run(
+            [f"{command} --collect-only -q"],
+            cwd=ROOT,
+            shell=True,
+            capture_output=True,
+            text=True,
+        )
+        assert re.search(r"^(\d+/)?\d+ tests collected", listed.stdout, re.M), (
+            command,
+            listed.stdout,
+        )

@@ -1,4 +1,6 @@
-"""The run's history under real Ray, whatever happens to its writer, its files or its messages."""
+"""The run's history under real Ray, whatever happens to its writer, its files or its
+messages.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from das_adapter.core.index.store import HistoryStore, problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
-from das_adapter.protocol.messages import Published, Refresh, Trajectory, pack  # noqa: E402
+from das_adapter.protocol.messages import (  # noqa: E402
+    Published,
+    Refresh,
+    Trajectory,
+    pack,
+)
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.protocol.spool import put, put_batch  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
@@ -48,7 +55,9 @@ TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 class Engine:
     """An engine that writes what it is told to, and what it hears at weight syncs."""
 
-    def __init__(self, answers: tuple[dict[str, Any], ...] | None = ({"generation": 1},)):
+    def __init__(
+        self, answers: tuple[dict[str, Any], ...] | None = ({"generation": 1},)
+    ):
         self.heard: list[tuple[str, dict[str, Any]]] = []
         self._answers = answers
         self.guests = SuffixIndex()
@@ -56,7 +65,9 @@ class Engine:
         self.brought: list[int] = []
         self.session = Session(parse(DAS), self._rpc)
 
-    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+    def _rpc(
+        self, command: str, payload: dict[str, Any], timeout: float
+    ) -> list[list[Any]]:
         assert 0 < timeout <= session.PATIENCE_S
         if self._answers is None:
             raise TimeoutError("no answer")
@@ -64,7 +75,9 @@ class Engine:
         for file in payload.get("files", ()):
             self.guests.visit(file)
             self.brought += problems_in(file).tolist()
-        return [[Counters(tokens=7).take()] if command == "stats" else list(self._answers)]
+        return [
+            [Counters(tokens=7).take()] if command == "stats" else list(self._answers)
+        ]
 
     def write(self, problem: int, text: np.ndarray, version: int) -> None:
         self.session.finished(Label(problem, seed=1), text, 0.0, 1.0, version)
@@ -77,7 +90,8 @@ class Engine:
 @pytest.fixture(scope="module")
 def job(ray_address: str) -> Iterator[None]:
     ray.init(ray_address, log_to_driver=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
+    # Ray's workers can't import a test
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ledger()
     yield
     ray.shutdown()
@@ -93,7 +107,9 @@ def unsynced(job: None) -> None:
 class Alone(NodeHistory):
     """A history in this process, at home in all problems."""
 
-    def __init__(self, root: Path, name: str = "history", config: HistoryConfig = CONFIG):
+    def __init__(
+        self, root: Path, name: str = "history", config: HistoryConfig = CONFIG
+    ):
         super().__init__(config, name, root=str(root), grace_s=1.0)
 
     def leave(self, engine: str, *trajectories: Trajectory) -> None:
@@ -118,14 +134,18 @@ def writer(job: None, tmp_path: Path) -> Alone:
 
 
 def figures_of(history: Any) -> dict[str, Any]:
-    """Ask the actor of a history for its size, its newest weight version, its place and its process's id."""
+    """Ask the actor of a history for its size, its newest weight version, its place and
+    its process's id.
+    """
 
     def figures(of: NodeHistory) -> dict[str, Any]:
         store = of.writer.store
         size = {"tokens": store.tokens, "newest": store.newest}
         return {**size, "directory": str(store.directory), "pid": os.getpid()}
 
-    return ray.get(history.__ray_call__.options(concurrency_group="peers").remote(figures))
+    return ray.get(
+        history.__ray_call__.options(concurrency_group="peers").remote(figures)
+    )
 
 
 def tokens(history: tuple[str, int]) -> int:
@@ -144,7 +164,11 @@ def drafted(index: SuffixIndex, problem: int = 1) -> list[int]:
 
 def janitors(directory: str) -> list[Path]:
     """Processes that will remove a directory."""
-    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if directory.encode() in _content(p)]
+    return [
+        p
+        for p in Path("/proc").glob("[0-9]*/cmdline")
+        if directory.encode() in _content(p)
+    ]
 
 
 def _content(path: Path) -> bytes:
@@ -163,10 +187,12 @@ def until(done: Callable[[], Any], tries: int = 120) -> None:
 
 
 def test_what_engines_write_is_published_at_the_weight_sync(job: None) -> None:
-    here, sibling = Engine(), Engine()
+    here = Engine()
+    sibling = Engine()
     here.write(1, POEM, 0)
     sibling.write(2, POEM, 0)
-    here.session.finished(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)  # a validation's
+    # a validation's
+    here.session.finished(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)
     here.session.flush()
     sibling.sync(1)
     message = here.sync(1)
@@ -192,12 +218,15 @@ def test_a_sync_reports_first_and_then_refreshes(job: None) -> None:
     engine.write(5, POEM, 1)
     engine.session.sync(2, report=True)
     assert [command for command, _ in engine.heard] == ["stats", "refresh"]
-    until(lambda: ray.get(ledger().metrics.remote(2)))  # with the counts of the node's other engines, or without
+    # with the counts of the node's other engines, or without
+    until(lambda: ray.get(ledger().metrics.remote(2)))
     figures = ray.get(ledger().metrics.remote(2))
     assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
 
 
-def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job: None, caplog: Any) -> None:
+def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(
+    job: None, caplog: Any
+) -> None:
     engine = Engine(None)
     engine.session.sync(4, report=True)
     assert "das: no figures of an engine for step 4" in caplog.text
@@ -206,10 +235,15 @@ def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job
         engine.session.start()
 
 
-def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone) -> None:
+def test_what_arrives_is_published_once_and_what_is_old_is_dropped(
+    writer: Alone,
+) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 3))
     writer.push("b", Trajectory(1, POEM.tobytes(), 3))
-    assert [file.split("-")[:2] for file in writer.files] == [["batch", "a"], ["batch", "b"]]
+    assert [file.split("-")[:2] for file in writer.files] == [
+        ["batch", "a"],
+        ["batch", "b"],
+    ]
     assert tokens(writer.published(4)) == 60
     assert not writer.files
     writer.push("a", Trajectory(1, POEM[::-1].tobytes(), 0))  # late
@@ -217,16 +251,24 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
     for version in range(4, 3 + WINDOW):
         writer.push("a", Trajectory(1, POEM.tobytes(), version))
         published = writer.published(version + 1)
-    assert tokens(published) == 60 + (WINDOW - 1) * 30  # version 0 is none of the last visits
+    # version 0 is none of the last visits
+    assert tokens(published) == 60 + (WINDOW - 1) * 30
 
 
-def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(unsynced: None, writer: Alone) -> None:
+def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(
+    unsynced: None, writer: Alone
+) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
-    assert writer.writer.store.staged == 0  # the run's first weight sync says which version this is
+    # the run's first weight sync says which version this is
+    assert writer.writer.store.staged == 0
     before = writer.published(1)
     writer.push("a", Trajectory(2, POEM.tobytes(), 1))
     assert writer.writer.store.generation == before.generation
-    assert (writer.writer.store.staged, writer.writer.store.tokens, tokens(before)) == (0, 60, 30)
+    assert (writer.writer.store.staged, writer.writer.store.tokens, tokens(before)) == (
+        0,
+        60,
+        30,
+    )
     assert len(writer.files) == 1  # until it is published
     assert tokens(writer.published(2)) == 60
     assert not writer.files
@@ -242,8 +284,11 @@ def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None
     assert tokens(late) == WINDOW * 30
 
 
-def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it_had(job: None) -> None:
-    engine, here = Engine(), ledger_module.history_of()
+def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it_had(
+    job: None,
+) -> None:
+    engine = Engine()
+    here = ledger_module.history_of()
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
@@ -252,14 +297,21 @@ def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it
     before = figures_of(ledger_module.actor(here))
     ray.kill(ledger_module.actor(here), no_restart=True)
     found = []
-    until(lambda: found.append(engine.sync(2).history) or (found[-1] and tokens(found[-1]) == all_of_it))
+    until(
+        lambda: (
+            found.append(engine.sync(2).history)
+            or (found[-1] and tokens(found[-1]) == all_of_it)
+        )
+    )
     assert found[-1].directory == first.directory  # it was taken over
     assert figures_of(ledger_module.actor(here))["pid"] != before["pid"]
     assert engine.sync(3).history is not None
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything: bool) -> None:
+def test_removed_files_are_published_anew(
+    writer: Alone, caplog: Any, everything: bool
+) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     before = writer.published(1)
     engine = mapped(before)
@@ -274,12 +326,15 @@ def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything
     assert drafted(mapped(after)) == POEM.tolist()
     engine.refresh(after[1])
     assert engine.tokens == 60
-    until(lambda: len(janitors(after[0])) == 1)  # the removed directory's leaves this one alone
+    # the removed directory's leaves this one alone
+    until(lambda: len(janitors(after[0])) == 1)
     assert tokens(after) == 60
     assert caplog.text.count("were removed; it is published anew") == 1
 
 
-def test_a_directory_that_is_taken_is_left_for_a_new_one(job: None, tmp_path: Path, caplog: Any) -> None:
+def test_a_directory_that_is_taken_is_left_for_a_new_one(
+    job: None, tmp_path: Path, caplog: Any
+) -> None:
     published = Alone(tmp_path).published(1)
     second = Alone(tmp_path)  # the first still writes
     second.push("a", Trajectory(1, POEM.tobytes(), 1))
@@ -304,10 +359,17 @@ def test_another_run_starts_warm_and_forgets_in_time(job: None, tmp_path: Path) 
     for version in range(1, WINDOW + 1):
         fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
-    assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
+    # of problem 1 the old run's visit has left the window
+    assert tokens(published) == 60 + WINDOW * 30
     facts = saved.facts_of("problem", TOKENIZER)
-    for version, moved in ((0, [(1, 30, -1), (2, 30, 0)]), (52, [(1, 30, 50), (2, 30, 51)])):
-        assert saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist() == moved
+    for version, moved in (
+        (0, [(1, 30, -1), (2, 30, 0)]),
+        (52, [(1, 30, 50), (2, 30, 51)]),
+    ):
+        assert (
+            saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist()
+            == moved
+        )
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -316,7 +378,8 @@ def test_where_all_nodes_saved_all_texts_the_largest_part_is_loaded_alone(
 ) -> None:
     """The next one, where it can't be read."""
     everything = CONFIG.model_copy(update={"scope": "global"})
-    old, index = Alone(tmp_path, "old", everything), tmp_path / "saved" / saved.INDEX
+    old = Alone(tmp_path, "old", everything)
+    index = tmp_path / "saved" / saved.INDEX
     index.mkdir(parents=True)
     for part in range(3):  # nodes that came late have fewer texts
         old.push("a", Trajectory(part, POEM.tobytes(), 1))
@@ -325,7 +388,9 @@ def test_where_all_nodes_saved_all_texts_the_largest_part_is_loaded_alone(
         (index / "2").write_bytes((index / "2").read_bytes()[:-1] + b"damaged")
     ray.get(ledger().start_from.remote(str(index.parent)))
     try:
-        assert tokens(Alone(tmp_path, "new", everything).published(0)) == (60 if damaged else 90)
+        assert tokens(Alone(tmp_path, "new", everything).published(0)) == (
+            60 if damaged else 90
+        )
     finally:
         ray.get(ledger().start_from.remote(None))
 
@@ -335,10 +400,17 @@ def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> N
         history.save(str(index / "0"))
         return 1
 
-    saved.write(target, saved.facts_of("problem", TOKENIZER), np.array(lengths, RESPONSE), save_part)
+    saved.write(
+        target,
+        saved.facts_of("problem", TOKENIZER),
+        np.array(lengths, RESPONSE),
+        save_part,
+    )
 
 
-def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_what_was_saved_before(
+    writer: Alone, tmp_path: Path
+) -> None:
     target = tmp_path / "checkpoint" / "das_history"
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     writer.published(1)
@@ -350,15 +422,22 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
                 save(writer, target, [])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
+        assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (
+            step - 1
+        )
         save(writer, target, [(1, 30, 0)])
-    lengths = saved.check(target, saved.facts_of("problem", TOKENIZER), "das.history.load")
+    lengths = saved.check(
+        target, saved.facts_of("problem", TOKENIZER), "das.history.load"
+    )
     assert lengths.tolist() == [(1, 30, 0)]
 
 
-def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, caplog: Any, tmp_path: Path) -> None:
+def test_a_start_that_cannot_be_read_is_told_and_tried_again(
+    writer: Alone, caplog: Any, tmp_path: Path
+) -> None:
     """As where a network file system is away for a while."""
-    old, away = Alone(tmp_path, "old"), tmp_path / "away"
+    old = Alone(tmp_path, "old")
+    away = tmp_path / "away"
     old.push("a", Trajectory(1, POEM.tobytes(), 0), Trajectory(2, POEM.tobytes(), 0))
     old.published(1)
     ray.get(ledger().start_from.remote(str(away)))
@@ -366,7 +445,16 @@ def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, capl
         for version in (1, 2):
             writer.push("a", Trajectory(1, POEM.tobytes(), version))
             assert tokens(writer.published(version)) == 30 * version
-        assert len([r for r in caplog.records if r.message.startswith("das: history: FileNotFound")]) == 2
+        assert (
+            len(
+                [
+                    r
+                    for r in caplog.records
+                    if r.message.startswith("das: history: FileNotFound")
+                ]
+            )
+            == 2
+        )
         save(old, away, [])
         for version in (3, 4):
             assert tokens(writer.published(version)) == 120  # all of it, once
@@ -374,35 +462,69 @@ def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, capl
         fresh = Alone(tmp_path, "fresh")
         for version in (1, 2):
             assert tokens(fresh.published(version)) == 0
-        assert len([r for r in caplog.records if r.message.startswith("das: history: IndexFileError")]) == 1
+        assert (
+            len(
+                [
+                    r
+                    for r in caplog.records
+                    if r.message.startswith("das: history: IndexFileError")
+                ]
+            )
+            == 1
+        )
     finally:
         ray.get(ledger().start_from.remote(None))
 
 
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
-    facts, theirs = (saved.facts_of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
+    mine = {"a": 0, "b": 1}
+    other = {"b": 0, "a": 1}
+    facts, theirs = (
+        saved.facts_of("problem", SimpleNamespace(get_vocab=lambda v=v: v))
+        for v in (mine, other)
+    )
     with pytest.raises(DasError, match=r"das.history.load: found no history in"):
         saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
     with HistoryStore(tmp_path / "store") as store:
-        saved.write(target, theirs, np.array([], RESPONSE), lambda index: store.save(index / "0") or 1)
+        saved.write(
+            target,
+            theirs,
+            np.array([], RESPONSE),
+            lambda index: store.save(index / "0") or 1,
+        )
     saved.check(target, theirs, "das.history.load")
-    with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
+    with pytest.raises(
+        DasError,
+        match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'",
+    ):
         saved.check(target, facts, "das.history.load")
     with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
-        saved.check(target, {"scope": "global", "tokenizer": theirs["tokenizer"]}, "das.history.load")
+        saved.check(
+            target,
+            {"scope": "global", "tokenizer": theirs["tokenizer"]},
+            "das.history.load",
+        )
 
 
 def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
     """The parts of veRL's trainers that checkpoints of the history touch."""
     das = {"drafter": "history", "history": {"load": changes.pop("load", None)}}
-    keys = {"default_local_dir": str(path), "resume_mode": "auto", "resume_from_path": None, **changes}
-    config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": das}}}})
+    keys = {
+        "default_local_dir": str(path),
+        "resume_mode": "auto",
+        "resume_from_path": None,
+        **changes,
+    }
+    config = OmegaConf.create(
+        {"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": das}}}}
+    )
     return SimpleNamespace(config=config, global_steps=step, tokenizer=TOKENIZER)
 
 
-def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: None, tmp_path: Path) -> None:
+def test_checkpoints_carry_the_history_and_old_ones_give_it_up(
+    job: None, tmp_path: Path
+) -> None:
     Engine().sync(1)
 
     def save(self: Any) -> None:
@@ -429,15 +551,25 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: None, tmp_pa
     assert (here / saved.NAME / saved.INDEX).exists()
 
     try:
-        assert asyncio.run(hooks.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
-        assert ray.get(ledger().start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
+        assert (
+            asyncio.run(hooks.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
+        )
+        assert ray.get(ledger().start.remote())[0] == str(
+            tmp_path / "global_step_6" / saved.NAME
+        )
         warm = str(tmp_path / "global_step_4" / saved.NAME)
-        hooks.load_history.replacement(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
+        hooks.load_history.replacement(lambda self: None)(
+            trainer(tmp_path / "fresh", 0, load=warm)
+        )
         assert ray.get(ledger().start.remote())[0] == warm
     finally:
         ray.get(ledger().start_from.remote(None))
-    with pytest.raises(DasError, match=r"custom.das.history.load: found no history in '/nowhere'"):
-        hooks.load_history.replacement(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
+    with pytest.raises(
+        DasError, match=r"custom.das.history.load: found no history in '/nowhere'"
+    ):
+        hooks.load_history.replacement(lambda self: None)(
+            trainer(tmp_path, 0, load="/nowhere")
+        )
 
 
 SCRIPT = """
@@ -453,7 +585,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_nothing_of_a_run_that_was_killed_is_left_in_shared_memory() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     directory = Path(run.stdout.strip())
     assert directory.parent == Path("/dev/shm"), run.stderr
     until(lambda: not directory.exists())
@@ -469,38 +607,73 @@ class Peer:
         return what
 
 
-def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(job: None, caplog: Any) -> None:
+def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(
+    job: None, caplog: Any
+) -> None:
     calls = [Peer.remote().say.remote(what) for what in ("yes", "nothing", "no")]
     ray.wait(calls, num_returns=2, timeout=60)
     assert ledger_module.answers(calls, 0.1, "say") == ["yes", "no"]
-    assert caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError") == 1
+    assert (
+        caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError")
+        == 1
+    )
 
 
-def test_texts_for_other_nodes_wait_until_these_are_known(unsynced: None, writer: Alone) -> None:
-    put(writer.directory(), "away-other-engine-1", pack([Trajectory(1, POEM.tobytes(), 1)]))
+def test_texts_for_other_nodes_wait_until_these_are_known(
+    unsynced: None, writer: Alone
+) -> None:
+    put(
+        writer.directory(),
+        "away-other-engine-1",
+        pack([Trajectory(1, POEM.tobytes(), 1)]),
+    )
     writer.tick()
     assert writer.files == ["away-other-engine-1"]
 
 
-def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writer: Alone, caplog: Any) -> None:
+def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(
+    writer: Alone, caplog: Any
+) -> None:
     writer.published(1)
-    text = np.arange(1_500_000, dtype=np.int32).tobytes()  # 6 MB; of 64 MiB a quarter may wait
+    text = np.arange(
+        1_500_000, dtype=np.int32
+    ).tobytes()  # 6 MB; of 64 MiB a quarter may wait
     for problem in (1, 2, 3):
-        put(writer.directory(), f"away-gone-engine-{problem}", pack([Trajectory(problem, text, 1)]))
-    os.utime(writer.writer.directory / "spool/away-gone-engine-1", (0, time.time() - 100))
+        put(
+            writer.directory(),
+            f"away-gone-engine-{problem}",
+            pack([Trajectory(problem, text, 1)]),
+        )
+    os.utime(
+        writer.writer.directory / "spool/away-gone-engine-1", (0, time.time() - 100)
+    )
     put(writer.directory(), "away--engine-4", b"")
     os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
     writer.tick()  # the node that most were for has gone: they stay here
-    assert writer.files == ["away--engine-4", "texts-engine-2-gone", "texts-engine-3-gone"]
+    assert writer.files == [
+        "away--engine-4",
+        "texts-engine-2-gone",
+        "texts-engine-3-gone",
+    ]
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
 
 
 @pytest.mark.parametrize("scope", ["problem", "global"])
-def test_texts_for_nodes_that_go_together_stay_once_each(job: None, tmp_path: Path, scope: Any) -> None:
+def test_texts_for_nodes_that_go_together_stay_once_each(
+    job: None, tmp_path: Path, scope: Any
+) -> None:
     history = Alone(tmp_path, config=HistoryConfig(max_bytes=2**26, scope=scope))
     history.published(1)
-    for node in ("one", "two"):  # parts of a batch, of which this node keeps a part as well, or with `global` all
-        put(history.directory(), f"away-{node}-engine-1", pack([Trajectory(1, POEM.tobytes(), 1)]))
+    # parts of a batch, of which this node keeps a part as well, or with `global` all
+    for node in (
+        "one",
+        "two",
+    ):
+        put(
+            history.directory(),
+            f"away-{node}-engine-1",
+            pack([Trajectory(1, POEM.tobytes(), 1)]),
+        )
     history.tick()
     assert tokens(history.published(2)) == {"problem": 60, "global": 0}[scope]
 
@@ -511,18 +684,27 @@ def test_a_node_that_texts_do_not_reach_is_named_once(
     monkeypatch.setattr(ledger_module, "histories", lambda: ("", "gone"))
     writer.published(1)
     for number in range(3):
-        put(writer.directory(), f"away-gone-engine-{number}", pack([Trajectory(1, POEM.tobytes(), 1)]))
+        put(
+            writer.directory(),
+            f"away-gone-engine-{number}",
+            pack([Trajectory(1, POEM.tobytes(), 1)]),
+        )
         writer.tick()
     assert len(writer.files) == 3
     assert caplog.text.count("texts did not reach gone and are sent again") == 1
 
 
-def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(job: None) -> None:
+def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(
+    job: None,
+) -> None:
     for generation, behind in ((10**6, 0), (0, 1)):
-        engine = Engine(({"generation": 10**6}, {"generation": generation}))  # of two ranks
+        # of two ranks
+        engine = Engine(({"generation": 10**6}, {"generation": generation}))
         engine.write(5, POEM, 50)
         engine.session.sync(51)
-        assert [report["engines_behind"] for report in engine.session.report(52)] == [behind]
+        assert [report["engines_behind"] for report in engine.session.report(52)] == [
+            behind
+        ]
 
 
 def test_another_run_of_the_job_begins_with_nothing_of_the_first(job: None) -> None:

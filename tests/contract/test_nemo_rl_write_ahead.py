@@ -1,5 +1,7 @@
-"""NeMo-RL's own generation and data loader, around workers whose answers a test chooses: an idle one writes ahead, with
-the noise of the requests of the next steps, and these bring it along. And the hooks of a worker's engine."""
+"""NeMo-RL's own generation and data loader, around workers whose answers a test
+chooses: an idle one writes ahead, with the noise of the requests of the next steps, and
+these bring it along. And the hooks of a worker's engine.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip(
+    "nemo_rl",
+    reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH",
+)
 pytest.importorskip("vllm")
-pytest.importorskip("das_adapter.cpu.nemo_rl_worker")  # prepares this process, so it comes before NeMo-RL
+# prepares this process, so it comes before NeMo-RL
+pytest.importorskip("das_adapter.cpu.nemo_rl_worker")
 import ray
 import torch
 from nemo_rl.data.collate_fn import rl_collate_fn
@@ -34,7 +40,10 @@ from das_adapter.nemo_rl.install import look_ahead
 from das_adapter.protocol.label import Label
 from das_adapter.service import run_ahead
 
-STEPS, BATCH, SAMPLES, LENGTH = 4, 2, 2, 6
+STEPS = 4
+BATCH = 2
+SAMPLES = 2
+LENGTH = 6
 
 
 def answer(label: Label) -> list[int]:
@@ -54,8 +63,9 @@ class Asked:
 
 
 class Workers:
-    """The part of NeMo-RL's worker group that its generation calls. The first worker answers at once, the second when a
-    test lets it."""
+    """The part of NeMo-RL's worker group that its generation calls. The first worker
+    answers at once, the second when a test lets it.
+    """
 
     dp_size = 2
 
@@ -69,7 +79,9 @@ class Workers:
     def get_dp_leader_worker_idx(self, shard: int) -> int:
         return shard
 
-    def run_single_worker_single_data(self, method_name: str, worker_idx: int, **given: Any) -> Any:
+    def run_single_worker_single_data(
+        self, method_name: str, worker_idx: int, **given: Any
+    ) -> Any:
         return getattr(self, method_name)(worker_idx, **given)
 
     def run_all_workers_single_data(self, *_: Any, **__: Any) -> list[Any]:
@@ -78,7 +90,9 @@ class Workers:
     def shutdown(self, **_: Any) -> bool:
         return True
 
-    async def generate_async(self, worker: int, data: Any, greedy: bool) -> AsyncIterator[Any]:
+    async def generate_async(
+        self, worker: int, data: Any, greedy: bool
+    ) -> AsyncIterator[Any]:
         label = self.note(self.requests, worker, data)
         self.running[worker] += 1
         while worker and len(self.ahead) < self.wanted:
@@ -86,10 +100,17 @@ class Workers:
         self.running[worker] -= 1
 
         async def arrives() -> tuple[int, Any]:
-            whole, text = data["input_ids"][0], torch.tensor(answer(label))
-            lengths = {"generation_lengths": len(text), "unpadded_sequence_lengths": len(whole) + len(text)}
+            whole = data["input_ids"][0]
+            text = torch.tensor(answer(label))
+            lengths = {
+                "generation_lengths": len(text),
+                "unpadded_sequence_lengths": len(whole) + len(text),
+            }
             return 0, BatchedDataDict(
-                {"output_ids": torch.cat([whole, text])[None], "logprobs": torch.zeros(1, len(whole) + len(text))}
+                {
+                    "output_ids": torch.cat([whole, text])[None],
+                    "logprobs": torch.zeros(1, len(whole) + len(text)),
+                }
                 | {name: torch.tensor([length]) for name, length in lengths.items()}
             )
 
@@ -102,7 +123,9 @@ class Workers:
 
     def note(self, asked: list[Asked], worker: int, data: Any) -> Label:
         [label] = data[settings.LABELS]
-        asked.append(Asked(worker, data["input_ids"][0].tolist(), label, self.running[worker]))
+        asked.append(
+            Asked(worker, data["input_ids"][0].tolist(), label, self.running[worker])
+        )
         return label
 
 
@@ -117,19 +140,32 @@ def ray_here(ray_address: str) -> Iterator[None]:
 def config(**grpo: Any) -> Any:
     generation = {
         "backend": "vllm",
-        "das": {"history": {"run_ahead": "auto", "load": False}, "routing": "least_loaded"},
+        "das": {
+            "history": {"run_ahead": "auto", "load": False},
+            "routing": "least_loaded",
+        },
         "vllm_cfg": {"async_engine": True},
         "vllm_kwargs": {"max_num_seqs": 2},
     }
-    limits = {"num_generations_per_prompt": SAMPLES, "max_num_steps": STEPS, "use_dynamic_sampling": False}
+    limits = {
+        "num_generations_per_prompt": SAMPLES,
+        "max_num_steps": STEPS,
+        "use_dynamic_sampling": False,
+    }
     return SimpleNamespace(
-        grpo=SimpleNamespace(**{**limits, "async_grpo": SimpleNamespace(enabled=False), **grpo}),
+        grpo=SimpleNamespace(
+            **{**limits, "async_grpo": SimpleNamespace(enabled=False), **grpo}
+        ),
         policy={"generation": generation},
         data_plane=None,
         env={},
         data={},
         checkpointing={
-            **{"checkpoint_dir": "/nowhere", "metric_name": None, "higher_is_better": True},
+            **{
+                "checkpoint_dir": "/nowhere",
+                "metric_name": None,
+                "higher_is_better": True,
+            },
             **{"keep_top_k": 1, "save_period": 1, "save_optimizer": False},
         },
     )
@@ -137,7 +173,9 @@ def config(**grpo: Any) -> Any:
 
 def made(workers: Workers, run: Any) -> DasVllmGeneration:
     def init(self: Any, cluster: Any, config: Any) -> None:
-        self.cfg, self.worker_group, self.dp_size = config, workers, workers.dp_size
+        self.cfg = config
+        self.worker_group = workers
+        self.dp_size = workers.dp_size
         self.fleet_selector = self.fleet_monitor = self.weight_synchronizer = None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,11 +185,23 @@ def made(workers: Workers, run: Any) -> DasVllmGeneration:
 
 def loader(rows: int = STEPS * BATCH) -> StatefulDataLoader:
     def row(number: int) -> dict[str, Any]:
-        prompt = [7, 100 + number // 2 % 3]  # a prompt has two rows in a batch, and comes again in the fourth step
+        # a prompt has two rows in a batch, and comes again in the fourth step
+        prompt = [
+            7,
+            100 + number // 2 % 3,
+        ]
         log = [{"role": "user", "content": "", "token_ids": torch.tensor(prompt)}]
-        return {"message_log": log, "length": 2, "extra_env_info": {}, "loss_multiplier": 1.0, "idx": number}
+        return {
+            "message_log": log,
+            "length": 2,
+            "extra_env_info": {},
+            "loss_multiplier": 1.0,
+            "idx": number,
+        }
 
-    return StatefulDataLoader([row(n) for n in range(rows)], BATCH, collate_fn=rl_collate_fn, drop_last=True)
+    return StatefulDataLoader(
+        [row(n) for n in range(rows)], BATCH, collate_fn=rl_collate_fn, drop_last=True
+    )
 
 
 class Tokenizer:
@@ -168,7 +218,9 @@ async def rollout(generation: Any, batch: Any) -> None:
         (generation, log, stop, Tokenizer(), 64)
         for log, stop in zip(rows["message_log"], rows["stop_strings"], strict=True)
     ]
-    await asyncio.gather(*(async_generate_response_for_sample_turn(*arguments) for arguments in given))
+    await asyncio.gather(
+        *(async_generate_response_for_sample_turn(*arguments) for arguments in given)
+    )
 
 
 async def until(said: Callable[[], bool]) -> None:
@@ -178,11 +230,19 @@ async def until(said: Callable[[], bool]) -> None:
 
 
 def train(
-    policy_generation: Any, wrapped_dataloader: Any, grpo_save_state: Any, master_config: Any, look: Callable[[], None]
+    policy_generation: Any,
+    wrapped_dataloader: Any,
+    grpo_save_state: Any,
+    master_config: Any,
+    look: Callable[[], None],
 ) -> list[Any]:
-    """Take batches as `grpo_train` does; return the states that checkpoints would save."""
+    """Take batches as `grpo_train` does; return the states that checkpoints would
+    save.
+    """
     states = []
-    for _, batch in zip(range(master_config.grpo.max_num_steps), wrapped_dataloader, strict=False):
+    for _, batch in zip(
+        range(master_config.grpo.max_num_steps), wrapped_dataloader, strict=False
+    ):
         asyncio.run(rollout(policy_generation, batch))
         states.append(str(wrapped_dataloader.state_dict()))
         look()
@@ -194,38 +254,62 @@ train.__module__ = "nemo_rl.algorithms.grpo"
 
 @pytest.fixture(scope="module")
 def seen(ray_here: None) -> SimpleNamespace:
-    """A run of four steps; each lasts until all of the next one is written ahead, in two pieces each."""
-    workers, run = Workers(), config()
+    """A run of four steps; each lasts until all of the next one is written ahead, in
+    two pieces each.
+    """
+    workers = Workers()
+    run = config()
     generation = made(workers, run)
 
     def go_on() -> None:
-        while workers.wanted and len(workers.requests) < STEPS * BATCH * SAMPLES and not written():
+        while (
+            workers.wanted
+            and len(workers.requests) < STEPS * BATCH * SAMPLES
+            and not written()
+        ):
             time.sleep(0.001)  # what was asked for last arrives
-        workers.wanted = min(workers.wanted + 2 * BATCH * SAMPLES, 2 * (STEPS - 1) * BATCH * SAMPLES)
+        workers.wanted = min(
+            workers.wanted + 2 * BATCH * SAMPLES, 2 * (STEPS - 1) * BATCH * SAMPLES
+        )
 
     def written() -> bool:
-        whole = [text for of_step in run_ahead.texts for text in of_step.values() if len(text) == LENGTH]
+        whole = [
+            text
+            for of_step in run_ahead.texts
+            for text in of_step.values()
+            if len(text) == LENGTH
+        ]
         return len(whole) >= BATCH * SAMPLES
 
     run_ahead.texts.clear()
     go_on()
-    states = look_ahead.replacement(train)(generation, loader(), SimpleNamespace(total_steps=0), run, go_on)
+    states = look_ahead.replacement(train)(
+        generation, loader(), SimpleNamespace(total_steps=0), run, go_on
+    )
     return SimpleNamespace(workers=workers, states=states, generation=generation)
 
 
-def test_requests_bring_along_what_was_written_ahead_with_their_seeds(seen: Any) -> None:
-    requests, ahead = seen.workers.requests, seen.workers.ahead
+def test_requests_bring_along_what_was_written_ahead_with_their_seeds(
+    seen: Any,
+) -> None:
+    requests = seen.workers.requests
+    ahead = seen.workers.ahead
     per_step = BATCH * SAMPLES
-    first, later = requests[:per_step], requests[per_step:]
+    first = requests[:per_step]
+    later = requests[per_step:]
     assert len(later) == (STEPS - 1) * per_step
     assert all(request.label.ahead is None for request in first)
     prompts = {asked.label.seed: asked.prompt[: asked.label.start] for asked in ahead}
     for request in later:
-        assert request.label.ahead == np.array(answer(request.label), dtype=np.int32).tobytes()
+        assert (
+            request.label.ahead
+            == np.array(answer(request.label), dtype=np.int32).tobytes()
+        )
         assert prompts[request.label.seed] == request.prompt
         assert request.label.problem == request.label.problem_of(request.prompt)
     assert len({request.label.seed for request in requests}) == len(requests)
-    assert len(ahead) == 2 * (STEPS - 1) * per_step  # nothing twice, and nothing beyond the last step
+    # nothing twice, and nothing beyond the last step
+    assert len(ahead) == 2 * (STEPS - 1) * per_step
 
 
 def test_only_an_idle_worker_writes_ahead_and_not_for_the_history(seen: Any) -> None:
@@ -236,7 +320,8 @@ def test_only_an_idle_worker_writes_ahead_and_not_for_the_history(seen: Any) -> 
 def test_a_validation_has_the_workers_to_itself(ray_here: None) -> None:
     async def check() -> None:
         going_on = asyncio.create_task(rollout(generation, next(iter(loader()))))
-        await until(lambda: generation.lend(1) == [0])  # the first worker has nothing left
+        # the first worker has nothing left
+        await until(lambda: generation.lend(1) == [0])
         generation.set_validating(True)
         assert generation.lend(1) == []
         generation.set_validating(False)
@@ -252,7 +337,8 @@ def test_a_validation_has_the_workers_to_itself(ray_here: None) -> None:
 
 
 def test_the_states_that_are_saved_are_those_of_a_run_without(seen: Any) -> None:
-    batches, states = loader(), []
+    batches = loader()
+    states = []
     for _ in batches:
         states.append(str(batches.state_dict()))
     assert seen.states == states
@@ -260,37 +346,59 @@ def test_the_states_that_are_saved_are_those_of_a_run_without(seen: Any) -> None
 
 
 def test_a_resumed_run_counts_on_from_its_step(ray_here: None) -> None:
-    workers, run = Workers(), config()
+    workers = Workers()
+    run = config()
     workers.wanted = 2 * BATCH * SAMPLES
     generation = made(workers, run)
     state = SimpleNamespace(total_steps=STEPS - 2)
     look_ahead.replacement(train)(generation, loader(), state, run, lambda: None)
-    assert {asked.prompt[1] for asked in workers.ahead} == {101}  # of the one step that is left
+    # of the one step that is left
+    assert {asked.prompt[1] for asked in workers.ahead} == {101}
 
 
-def test_what_is_in_the_way_is_in_the_log(ray_here: None, caplog: pytest.LogCaptureFixture) -> None:
-    reason = "das: history.run_ahead='auto' has no effect: the next batch depends on the rollouts of this one"
+def test_what_is_in_the_way_is_in_the_log(
+    ray_here: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = (
+        "das: history.run_ahead='auto' has no effect: the next batch depends on the"
+        " rollouts of this one"
+    )
     for changed, expected in (({"use_dynamic_sampling": True}, [reason]), ({}, [])):
         caplog.clear()
         begin(config(**changed), SimpleNamespace(), "nemo_rl.algorithms.grpo")
-        assert [record.message for record in caplog.records if "run_ahead" in record.message] == expected
+        assert [
+            record.message for record in caplog.records if "run_ahead" in record.message
+        ] == expected
 
 
 class Engine:
-    """Stands where NeMo-RL's asynchronous engine stands: a request goes on until it is told to end, or is aborted."""
+    """Stands where NeMo-RL's asynchronous engine stands: a request goes on until it is
+    told to end, or is aborted.
+    """
 
     def __init__(self) -> None:
         self.running: dict[str, asyncio.Event] = {}
         self.aborted: set[str] = set()
         self.params: list[SamplingParams] = []
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str, priority: int = 0) -> Any:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str, priority: int = 0
+    ) -> Any:
         self.params.append(params)
         self.running[request_id] = asyncio.Event()
         for text, ended in (([7], False), ([7, 8], True)):
-            reason = None if not ended else "abort" if request_id in self.aborted else "stop"
+            reason = (
+                None if not ended else "abort" if request_id in self.aborted else "stop"
+            )
             sample = CompletionOutput(0, "", text, None, None, finish_reason=reason)
-            yield RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [sample], finished=ended)
+            yield RequestOutput(
+                request_id,
+                None,
+                prompt["prompt_token_ids"],
+                None,
+                [sample],
+                finished=ended,
+            )
             if not ended:
                 await self.running[request_id].wait()
         del self.running[request_id]
@@ -300,7 +408,9 @@ class Engine:
             self.aborted.add(name)
             self.running[name].set()
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
         return [{"tokens": 0, "history_tokens": 0}]
 
 
@@ -317,17 +427,25 @@ class Worker:
             last = output
         return last
 
-    async def send(self, name: str, label: Label, room: bool = True) -> AsyncIterator[Any]:
+    async def send(
+        self, name: str, label: Label, room: bool = True
+    ) -> AsyncIterator[Any]:
         labels.set([label])
         await asyncio.sleep(0)
         if room:
             prompt = {"prompt_token_ids": [1]}
-            async for output in self.engine.generate(prompt, SamplingParams(), request_id=name):
+            async for output in self.engine.generate(
+                prompt, SamplingParams(), request_id=name
+            ):
                 yield output
 
-    def ahead(self, name: str, room: bool = True) -> asyncio.Task[tuple[list[int], bool]]:
+    def ahead(
+        self, name: str, room: bool = True
+    ) -> asyncio.Task[tuple[list[int], bool]]:
         label = Label(1, 3, record=False)
-        return asyncio.create_task(self.hooks.write_ahead(lambda: self.send(name, label, room)))
+        return asyncio.create_task(
+            self.hooks.write_ahead(lambda: self.send(name, label, room))
+        )
 
 
 async def served(worker: Worker, name: str) -> None:
@@ -338,7 +456,9 @@ async def served(worker: Worker, name: str) -> None:
     await real
 
 
-def test_what_is_written_ahead_ends_when_a_request_comes_and_when_the_rollout_ends(ray_here: None) -> None:
+def test_what_is_written_ahead_ends_when_a_request_comes_and_when_the_rollout_ends(
+    ray_here: None,
+) -> None:
     async def check() -> None:
         worker = Worker()
         running = worker.engine.running
@@ -352,15 +472,18 @@ def test_what_is_written_ahead_ends_when_a_request_comes_and_when_the_rollout_en
         assert await worker.ahead("a2", room=False) == ([], True)
         begun = worker.ahead("a3")
         await until(lambda: "a3" in running)
-        on_the_way = worker.ahead("a4")  # it has not reached the engine when the request comes
+        # it has not reached the engine when the request comes
+        on_the_way = worker.ahead("a4")
         label = Label(1, 2, ahead=np.array([7], dtype=np.int32).tobytes())
         real = asyncio.create_task(worker.ask("r2", label))
         assert await begun == await on_the_way == ([7, 8], False)
         assert await worker.ahead("a5") == ([], False)  # a request goes on
         running["r2"].set()
         await real
-        assert worker.engine.params[-1].extra_args == label.extra_args()  # it drafts what it brings along
-        last, late = worker.ahead("a6"), worker.ahead("a7")
+        # it drafts what it brings along
+        assert worker.engine.params[-1].extra_args == label.extra_args()
+        last = worker.ahead("a6")
+        late = worker.ahead("a7")
         await until(lambda: "a6" in running)
         await worker.hooks.end_ahead()
         assert not running

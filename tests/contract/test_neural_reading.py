@@ -1,6 +1,8 @@
-"""What a neural drafter reads, whichever steps it drafts in: every token once, in order, with its hidden state.
+"""What a neural drafter reads, whichever steps it drafts in: every token once, in
+order, with its hidden state.
 
-vLLM's runner and its drafter are stood in for by arrays; `test_neural.py` runs the real ones.
+vLLM's runner and its drafter are stood in for by arrays; `test_neural.py` runs the real
+ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.v1 import neural_drafts
 from das_adapter.engine.v1.neural_drafts import NeuralSource
 
-MOST, BLOCK, LONGEST = 3, 16, 512
+MOST = 3
+BLOCK = 16
+LONGEST = 512
 
 
 @dataclass
@@ -30,14 +34,18 @@ class Sampling:
 
 
 class EagleProposer(SimpleNamespace):
-    """Stands in for vLLM's drafter, which is known by this name, and which drafts its most likely tokens."""
+    """Stands in for vLLM's drafter, which is known by this name, and which drafts its
+    most likely tokens.
+    """
 
     def take_last_draft_probs(self) -> None:
         return None
 
 
 class Engine:
-    """A batch whose requests come, write, and go; hidden states say whose they are and where they stand."""
+    """A batch whose requests come, write, and go; hidden states say whose they are and
+    where they stand.
+    """
 
     def __init__(self, hidden: bool, batched_tokens: int):
         self.rng = np.random.default_rng(0)
@@ -49,7 +57,11 @@ class Engine:
         self.drafted: dict[str, int] = {}
         self.calls = 0
         batch = SimpleNamespace(block_table=[self])
-        drafter = EagleProposer(pass_hidden_states_to_model=hidden, max_num_tokens=batched_tokens, propose=self.propose)
+        drafter = EagleProposer(
+            pass_hidden_states_to_model=hidden,
+            max_num_tokens=batched_tokens,
+            propose=self.propose,
+        )
         self.runner: Any = SimpleNamespace(
             input_batch=batch,
             drafter=drafter,
@@ -71,7 +83,9 @@ class Engine:
     def get_device_tensor(self, requests: int) -> torch.Tensor:
         """Every request has blocks of its own."""
         blocks = LONGEST // BLOCK
-        ids = torch.tensor([self.number(req_id) for req_id in self.runner.input_batch.req_ids])
+        ids = torch.tensor(
+            [self.number(req_id) for req_id in self.runner.input_batch.req_ids]
+        )
         return (ids[:, None] * blocks + torch.arange(blocks)).int()
 
     @staticmethod
@@ -82,7 +96,8 @@ class Engine:
         """Admit a request whose first tokens are in the prefix cache."""
         prompt = int(self.rng.integers(cached + 1, cached + 40))
         self.texts[f"r{number}"] = self.rng.integers(0, 90, prompt)
-        self.prompts[f"r{number}"], self.computed[f"r{number}"] = prompt, cached
+        self.prompts[f"r{number}"] = prompt
+        self.computed[f"r{number}"] = cached
         self.seen[f"r{number}"] = list(range(cached))
 
     def step(self, counts: dict[str, int], chunk: int = 64) -> None:
@@ -91,31 +106,43 @@ class Engine:
         begins = np.array([self.computed[i] for i in ids])
         carried = np.array([self.drafted.get(i, 0) for i in ids])
         length = np.array([len(self.texts[i]) for i in ids])
-        scheduled = np.minimum(length - begins, chunk) + np.where(length - begins == 1, carried, 0)
+        scheduled = np.minimum(length - begins, chunk) + np.where(
+            length - begins == 1, carried, 0
+        )
         hidden = []
         for i, begin, n in zip(ids, begins, scheduled, strict=True):
             hidden += [[1000.0 * self.number(i) + p] for p in range(begin, begin + n)]
         for i, begin, n in zip(ids, begins, scheduled, strict=True):
             if begin + n >= len(self.texts[i]):
                 accepted = int(self.rng.integers(0, begin + n - len(self.texts[i]) + 1))
-                self.texts[i] = np.append(self.texts[i], self.rng.integers(0, 90, accepted + 1))
+                self.texts[i] = np.append(
+                    self.texts[i], self.rng.integers(0, 90, accepted + 1)
+                )
                 self.computed[i] = len(self.texts[i]) - 1
             else:
                 self.computed[i] = begin + n
         batch = self.runner.input_batch
-        batch.req_ids, batch.num_computed_tokens_cpu = ids, begins
+        batch.req_ids = ids
+        batch.num_computed_tokens_cpu = begins
         batch.num_prompt_tokens = np.array([self.prompts[i] for i in ids])
         self.runner.query_start_loc.np = np.concatenate([[0], np.cumsum(scheduled)])
         tokens = np.zeros((len(ids), LONGEST), dtype=np.int32)
         for row, i in enumerate(ids):
             tokens[row, : len(self.texts[i])] = self.texts[i]
-        wanted = np.array([counts.get(i, 0) if self.computed[i] == len(self.texts[i]) - 1 else 0 for i in ids])
+        wanted = np.array(
+            [
+                counts.get(i, 0) if self.computed[i] == len(self.texts[i]) - 1 else 0
+                for i in ids
+            ]
+        )
         self.source.held = {
             "hidden_states": torch.tensor(hidden),
             "sampling_metadata": Sampling(),
         }
         drafts: list[list[int]] = [[] for _ in ids]
-        self.source.draft(wanted, np.array([len(self.texts[i]) for i in ids]), tokens, drafts)
+        self.source.draft(
+            wanted, np.array([len(self.texts[i]) for i in ids]), tokens, drafts
+        )
         self.drafted = {i: len(draft) for i, draft in zip(ids, drafts, strict=True)}
         assert [len(draft) for draft in drafts] == wanted.tolist()
 
@@ -124,14 +151,23 @@ class Engine:
         self.calls += 1
         metadata = given["common_attn_metadata"]
         starts = metadata.query_start_loc.tolist()
-        assert len(given["target_token_ids"]) == starts[-1] <= self.runner.drafter.max_num_tokens
+        assert (
+            len(given["target_token_ids"])
+            == starts[-1]
+            <= self.runner.drafter.max_num_tokens
+        )
         for row, (a, b) in enumerate(itertools.pairwise(starts)):
             i = f"r{int(metadata.block_table_tensor[row, 0]) // (LONGEST // BLOCK)}"
             positions = given["target_positions"][a:b].tolist()
             assert metadata.seq_lens[row] == positions[-1] + 1
-            assert given["target_token_ids"][a:b].tolist() == self.texts[i][positions].tolist()
+            assert (
+                given["target_token_ids"][a:b].tolist()
+                == self.texts[i][positions].tolist()
+            )
             assert given["next_token_ids"][row] == self.texts[i][positions[-1] + 1]
-            assert metadata.slot_mapping[a:b].tolist() == [self.number(i) * LONGEST + p for p in positions]
+            assert metadata.slot_mapping[a:b].tolist() == [
+                self.number(i) * LONGEST + p for p in positions
+            ]
             if self.runner.drafter.pass_hidden_states_to_model:
                 assert given["target_hidden_states"][a:b, 0].tolist() == [
                     1000.0 * self.number(i) + p for p in positions
@@ -148,7 +184,8 @@ def test_it_misses_nothing_whatever_it_drafts(
     monkeypatch: pytest.MonkeyPatch, hidden: bool, kept: int, batched_tokens: int
 ) -> None:
     monkeypatch.setattr(neural_drafts, "KEPT_BYTES", 4 * kept)
-    engine, rng = Engine(hidden, batched_tokens), np.random.default_rng(1)
+    engine = Engine(hidden, batched_tokens)
+    rng = np.random.default_rng(1)
     for number in range(4):
         engine.join(number, 0)
     for step in range(200):
@@ -156,7 +193,9 @@ def test_it_misses_nothing_whatever_it_drafts(
             engine.texts.pop(next(iter(engine.texts)))
             engine.join(10 + step, int(rng.integers(0, 2)) * BLOCK if hidden else 0)
         asleep = step % 20 < 12
-        engine.step({} if asleep else {i: int(rng.integers(0, MOST + 1)) for i in engine.texts})
+        engine.step(
+            {} if asleep else {i: int(rng.integers(0, MOST + 1)) for i in engine.texts}
+        )
     engine.step(dict.fromkeys(engine.texts, MOST))
     for i, text in engine.texts.items():
         assert engine.seen[i] == list(range(len(text) - 1))

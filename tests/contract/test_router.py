@@ -52,12 +52,20 @@ def made(group: int = 4, routing: str = "longest_first") -> type[DasLoadBalancer
     return balancer(das, SimpleNamespace(n=group, max_num_seqs=64))
 
 
-def acquire(router: DasLoadBalancer, request: str, problem: int, record: bool = True) -> str:
-    return router.acquire_server(request, {"extra_args": Label(problem, record=record).extra_args()})[0]
+def acquire(
+    router: DasLoadBalancer, request: str, problem: int, record: bool = True
+) -> str:
+    return router.acquire_server(
+        request, {"extra_args": Label(problem, record=record).extra_args()}
+    )[0]
 
 
-def arrive(router: DasLoadBalancer, groups: list[list[int]], name: str = "") -> dict[int, list[str]]:
-    """Acquire replicas for the samples of groups, which come in turns; return them by problem."""
+def arrive(
+    router: DasLoadBalancer, groups: list[list[int]], name: str = ""
+) -> dict[int, list[str]]:
+    """Acquire replicas for the samples of groups, which come in turns; return them by
+    problem.
+    """
     homes: dict[int, list[str]] = {}
     for sample in range(max(map(len, groups))):
         for group in groups:
@@ -75,17 +83,25 @@ def end(router: DasLoadBalancer, homes: dict[int, list[str]], name: str = "") ->
 
 def remember(service: Any, lengths: dict[int, int]) -> None:
     """Let responses arrive, and a weight sync follow."""
-    service.add.remote(np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE))
+    service.add.remote(
+        np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE)
+    )
     ray.get(service.sync.remote(1, 0))
 
 
-def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own(runs: list[str]) -> None:
-    """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
+def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own(
+    runs: list[str],
+) -> None:
+    """Each has a Ray cluster of its own, in which it is the first job; veRL would name
+    its sockets by the job.
+    """
     assert len(set(runs)) == 2
     assert all(name.startswith("01000000-") for name in runs)
 
 
-def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:
+def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(
+    service: Any,
+) -> None:
     router = made()(SERVERS)
     for step in range(2):  # without lengths, and with them
         homes = arrive(router, [[p] * 4 for p in range(8)], f"{step}/")
@@ -99,7 +115,15 @@ def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: 
 def test_predicted_long_groups_are_divided_between_the_replicas(service: Any) -> None:
     remember(service, {1: 3000, 2: 3000, **dict.fromkeys(range(10, 18), 60)})
     router = made()(SERVERS)
-    homes = arrive(router, [[1] * 4, *([p] * 4 for p in range(10, 14)), [2] * 4, *([p] * 4 for p in range(14, 18))])
+    homes = arrive(
+        router,
+        [
+            [1] * 4,
+            *([p] * 4 for p in range(10, 14)),
+            [2] * 4,
+            *([p] * 4 for p in range(14, 18)),
+        ],
+    )
     long = homes[1] + homes[2]
     assert long.count("a") == long.count("b") == 4
     assert acquire(router, "1/0", 1) == homes[1][0]  # a later turn stays
@@ -107,11 +131,18 @@ def test_predicted_long_groups_are_divided_between_the_replicas(service: Any) ->
 
 def test_validation_samples_and_strangers_are_placed_one_by_one(service: Any) -> None:
     router = made()(SERVERS)
-    assert [acquire(router, f"v{i}", i, record=False) for i in range(4)] == ["a", "b", "a", "b"]
+    assert [acquire(router, f"v{i}", i, record=False) for i in range(4)] == [
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
     assert [router.acquire_server(f"s{i}")[0] for i in range(4)] == ["a", "b", "a", "b"]
 
 
-def test_a_router_keeps_what_a_ledger_said_that_is_gone_and_asks_again(service: Any) -> None:
+def test_a_router_keeps_what_a_ledger_said_that_is_gone_and_asks_again(
+    service: Any,
+) -> None:
     def first_two(name: str, groups: list[int]) -> int:
         """Replicas that the first two long groups are on."""
         homes = arrive(router, [[p] * 4 for p in groups], name)
@@ -127,7 +158,9 @@ def test_a_router_keeps_what_a_ledger_said_that_is_gone_and_asks_again(service: 
     assert first_two("back/", [3, 1, 4, 2]) == 2
 
 
-def test_requests_that_an_agent_loop_has_under_one_id_are_all_taken_off(service: Any) -> None:
+def test_requests_that_an_agent_loop_has_under_one_id_are_all_taken_off(
+    service: Any,
+) -> None:
     router = made(routing="least_loaded")(SERVERS)
     assert [acquire(router, "loop", 1) for _ in range(3)] == ["a"] * 3
     for _ in range(3):
@@ -138,7 +171,12 @@ def test_requests_that_an_agent_loop_has_under_one_id_are_all_taken_off(service:
 def test_least_loaded_takes_the_replica_with_the_fewest_requests(service: Any) -> None:
     remember(service, {1: 3000, 2: 10})
     router = made(routing="least_loaded")(SERVERS)
-    assert [acquire(router, f"r{i}", p) for i, p in enumerate([1, 1, 2, 2])] == ["a", "b", "a", "b"]
+    assert [acquire(router, f"r{i}", p) for i, p in enumerate([1, 1, 2, 2])] == [
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
     router.release_server("b", request_id="r1")
     assert acquire(router, "next", 1) == "b"
 
@@ -152,7 +190,8 @@ def test_replicas_may_come_and_go(service: Any) -> None:
     router.remove_servers(["a"])
     router.release_server("a", request_id="x")
     assert acquire(router, "z", 3) == "b"
-    assert acquire(router, "x", 1) == "b"  # a later turn of a trajectory whose replica is gone
+    # a later turn of a trajectory whose replica is gone
+    assert acquire(router, "x", 1) == "b"
     with pytest.raises(RuntimeError, match="No available servers"):
         made()({}).acquire_server("x")
 
@@ -161,7 +200,10 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
     router = get_router_handle(servers=SERVERS, load_balancer_cls=made(group=2))
     assert ray.get(router.require_acquire_fields.remote()) == ["sampling_params"]
     params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
-    homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
+    homes = [
+        ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0]
+        for i, p in enumerate(params)
+    ]
     assert homes == ["a", "b", "a", "b"]
 
 
@@ -191,6 +233,8 @@ def test_replicas_are_lent_that_have_nothing_left_while_others_go_on() -> None:
 @pytest.mark.parametrize("record", [True, False], ids=["training", "validation"])
 def test_a_validation_has_the_replicas_to_itself(record: bool) -> None:
     router = made(routing="least_loaded")({"a": 1, "b": 2})
-    homes = [acquire(router, str(request), request, record=record) for request in range(2)]
+    homes = [
+        acquire(router, str(request), request, record=record) for request in range(2)
+    ]
     router.release_server(homes[0], request_id="0")
     assert router.lend(1) == ([("a", 1)] if record else [])

@@ -1,4 +1,6 @@
-"""An engine that no host looks after, with nothing but `DAS_CONFIG` in its environment."""
+"""An engine that no host looks after, with nothing but `DAS_CONFIG` in its
+environment.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ pytestmark = pytest.mark.one_build
 
 
 def rounds() -> list[Round]:
-    """The same prompts in three rounds, without labels and seeds, with an update of the weights after the second."""
-    asked = [Request(prompt, {"max_tokens": 40, "temperature": 1.0, "n": 2}) for prompt in prompts(4)]
+    """The same prompts in three rounds, without labels and seeds, with an update of the
+    weights after the second.
+    """
+    asked = [
+        Request(prompt, {"max_tokens": 40, "temperature": 1.0, "n": 2})
+        for prompt in prompts(4)
+    ]
     return [Round(asked), Round(asked, perturb=0.02), Round(asked)]
 
 
@@ -53,7 +60,9 @@ def history_of(run: str) -> str:
 def alone(engine: Any, vllm_env: dict[str, str]) -> dict[str, Any]:
     """Return what an engine gives that shares its history with no other."""
     env = {**HOST, "DAS_RUN": run_of(vllm_env, "alone")}
-    result: dict[str, Any] = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=env)[0]
+    result: dict[str, Any] = engine(
+        das=HISTORY, standalone=True, rounds=rounds()[:1], env=env
+    )[0]
     return result
 
 
@@ -62,36 +71,61 @@ def left(vllm_env: dict[str, str]) -> Path:
     return SHARED_MEMORY / history_of(run_of(vllm_env, "alone"))
 
 
-def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
+def test_engines_of_one_run_share_a_history(
+    engine: Any, vllm_env: dict[str, str]
+) -> None:
     """What another engine of the node has written is drafted from in the first step."""
-    run, first = run_of(vllm_env, "shared"), alone(engine, vllm_env)
+    run = run_of(vllm_env, "shared")
+    first = alone(engine, vllm_env)
     assert left(vllm_env).exists()
     other = SharedHistory(history_of(run), HistoryConfig(), grace_s=0.1)
     texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
     for prompt, text in texts:
-        other.add(Trajectory(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0))
+        other.add(
+            Trajectory(
+                prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0
+            )
+        )
     other.sync()
-    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run})[0]
+    result = engine(
+        das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run}
+    )[0]
     assert written(result) == written(first)
     assert result["stats"]["history_hits"] == 8
     assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
 
 
-def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_same_tokens(engine: Any) -> None:
-    off, on = (engine(das=das, standalone=True, rounds=rounds(), env=HOST) for das in (OFF, HISTORY))
+def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_same_tokens(
+    engine: Any,
+) -> None:
+    off, on = (
+        engine(das=das, standalone=True, rounds=rounds(), env=HOST)
+        for das in (OFF, HISTORY)
+    )
     assert list(map(written, on)) == list(map(written, off))
-    assert written(on[0]) != written(on[1])  # the second request of a prompt has another seed
-    assert len({tuple(text) for text in written(on[0])}) > 4  # as have the samples of one request
-    before, after = on[1]["stats"], on[2]["stats"]
-    assert (before["history_tokens"], before["history_hits"]) == (0, 0)  # the weights are the first ones
-    assert after["history_tokens"] >= sum(len(text) for r in on[:2] for text in written(r))
+    # the second request of a prompt has another seed
+    assert written(on[0]) != written(on[1])
+    # as have the samples of one request
+    assert len({tuple(text) for text in written(on[0])}) > 4
+    before = on[1]["stats"]
+    after = on[2]["stats"]
+    # the weights are the first ones
+    assert (before["history_tokens"], before["history_hits"]) == (
+        0,
+        0,
+    )
+    assert after["history_tokens"] >= sum(
+        len(text) for r in on[:2] for text in written(r)
+    )
     assert after["history_hits"] == after["history_requests"] == 8
     assert after["accepted_tokens"] > before["accepted_tokens"]
     assert not any(r["stats"]["error"] for r in on) and after["alarm"] is None
     assert after["engines_behind"] == 0
 
 
-def test_it_drafts_from_its_own_history_after_its_adapter_was_sent(engine: Any, tmp_path: Path) -> None:
+def test_it_drafts_from_its_own_history_after_its_adapter_was_sent(
+    engine: Any, tmp_path: Path
+) -> None:
     first, _, second = rounds()
     parts = [replace(first, send_adapter=lora(tmp_path / "adapter")), second]
     result = engine(das=HISTORY, standalone=True, rounds=parts, env=HOST, engine=LORA)
@@ -100,19 +134,31 @@ def test_it_drafts_from_its_own_history_after_its_adapter_was_sent(engine: Any, 
 
 def test_one_line_turns_it_off(engine: Any) -> None:
     stock = engine(das=None, rounds=rounds()[:1], env=HOST)
-    off = engine(das={"drafter": "none"}, standalone=True, rounds=rounds()[:1], env=HOST)
+    off = engine(
+        das={"drafter": "none"}, standalone=True, rounds=rounds()[:1], env=HOST
+    )
     assert list(map(written, off)) == list(map(written, stock))
     assert off[0]["samplers"] == stock[0]["samplers"]
 
 
-STRANGE = [{"das_problem": 5}, {"das_start": 0}, {"das_seed": 1e300}, {"das_record": "no"}, {"das_recrod": 0}]
+STRANGE = [
+    {"das_problem": 5},
+    {"das_start": 0},
+    {"das_seed": 1e300},
+    {"das_record": "no"},
+    {"das_recrod": 0},
+]
 
 
 def validated() -> list[Round]:
-    """Rounds of which the second has the label `das_record: 0`; with the first come labels that no client may write."""
+    """Rounds of which the second has the label `das_record: 0`; with the first come
+    labels that no client may write.
+    """
     first, second, third = rounds()
     one = replace(first, requests=first.requests[:1], refused=STRANGE)
-    validation = replace(second, requests=[r.labelled(das_record=0) for r in second.requests])
+    validation = replace(
+        second, requests=[r.labelled(das_record=0) for r in second.requests]
+    )
     return [one, validation, third]
 
 
@@ -130,8 +176,16 @@ def test_what_a_client_may_not_say_is_a_bad_request(engine: Any) -> None:
 
 def test_trusted_clients_name_problems(engine: Any) -> None:
     """And what they have named is drafted from: other prompts' texts."""
-    asked = [replace(part, requests=[r.labelled(das_problem=5) for r in part.requests]) for part in rounds()]
-    result = engine(das={**HISTORY, "history": {"scope": "trusted"}}, standalone=True, rounds=asked, env=HOST)
+    asked = [
+        replace(part, requests=[r.labelled(das_problem=5) for r in part.requests])
+        for part in rounds()
+    ]
+    result = engine(
+        das={**HISTORY, "history": {"scope": "trusted"}},
+        standalone=True,
+        rounds=asked,
+        env=HOST,
+    )
     apart = engine(das=HISTORY, standalone=True, rounds=rounds(), env=HOST)
     assert list(map(written, result)) == list(map(written, apart))
     assert result[2]["stats"]["draft_tokens"] != apart[2]["stats"]["draft_tokens"]
@@ -139,9 +193,16 @@ def test_trusted_clients_name_problems(engine: Any) -> None:
 
 def test_a_cache_salt_closes_the_history_to_who_does_not_know_it(engine: Any) -> None:
     mine, theirs, again = rounds()
-    salted = [replace(mine, perturb=0.02), replace(theirs, perturb=0.0), replace(again, perturb=None)]
+    salted = [
+        replace(mine, perturb=0.02),
+        replace(theirs, perturb=0.0),
+        replace(again, perturb=None),
+    ]
     salts = ("mine", "theirs", "mine")
-    parts = [replace(p, requests=[replace(r, salt=s) for r in p.requests]) for p, s in zip(salted, salts, strict=True)]
+    parts = [
+        replace(p, requests=[replace(r, salt=s) for r in p.requests])
+        for p, s in zip(salted, salts, strict=True)
+    ]
     result = engine(das=HISTORY, standalone=True, rounds=parts, env=HOST)
     assert [r["stats"]["history_hits"] for r in result] == [0, 0, 8]
     assert result[1]["stats"]["history_tokens"] > 0
@@ -167,8 +228,12 @@ def test_figures_are_in_vllms_own_metrics_and_decisions_in_a_directory_of_the_en
     assert result[2]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-def test_an_engine_that_ended_leaves_nothing_behind(engine: Any, vllm_env: dict[str, str]) -> None:
-    """Though vLLM kills all its workers' children. It is the last test here, for the engine has ended some time ago."""
+def test_an_engine_that_ended_leaves_nothing_behind(
+    engine: Any, vllm_env: dict[str, str]
+) -> None:
+    """Though vLLM kills all its workers' children. It is the last test here, for the
+    engine has ended some time ago.
+    """
     alone(engine, vllm_env)
     for _ in range(120):
         if not left(vllm_env).exists():

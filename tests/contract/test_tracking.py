@@ -17,9 +17,18 @@ from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.tools import run_logs  # noqa: E402
 from das_adapter.verl import training  # noqa: E402
 
-V1 = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "training/global_step": 3, "timing_s/gen": 2.0}
+V1 = {
+    "actor/pg_loss": 0.1,
+    "critic/score/mean": 0.5,
+    "training/global_step": 3,
+    "timing_s/gen": 2.0,
+}
 ONE_STEP_OFF = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "timing_s/step": 2.0}
-FULLY_ASYNC = {"actor/pg_loss": 0.1, "fully_async/count/current_param_version": 3, "timing_s/update_actor": 2.0}
+FULLY_ASYNC = {
+    "actor/pg_loss": 0.1,
+    "fully_async/count/current_param_version": 3,
+    "timing_s/update_actor": 2.0,
+}
 VALIDATION = {"val-core/tiny_math/reward/mean@1": 0.5, "timing_s/testing": 1.0}
 WEIGHT_SYNC = {"fully_async/rollouter/active_time": 3.0, "timing_s/param_sync": 1.0}
 
@@ -31,18 +40,35 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
-        ray.get(ledger().report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
+        ray.get(
+            ledger().report.remote(
+                3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}
+            )
+        )
         monkeypatch.setattr(training, "trainer", SimpleNamespace(global_steps=3))
         logger = Tracking("project", "experiment", ["file"], {})
         for data in (V1, ONE_STEP_OFF, FULLY_ASYNC, VALIDATION, WEIGHT_SYNC):
             logger.log(data=data, step=3)
     finally:
         ray.shutdown()
-    logged = [json.loads(line)["data"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [row.get("das/tokens_per_forward") for row in logged] == [3.0, 3.0, 3.0, None, None]
+    logged = [
+        json.loads(line)["data"]
+        for line in (tmp_path / "log.jsonl").read_text().splitlines()
+    ]
+    assert [row.get("das/tokens_per_forward") for row in logged] == [
+        3.0,
+        3.0,
+        3.0,
+        None,
+        None,
+    ]
     assert logged[3] == VALIDATION
     read = run_logs.read(tmp_path / "log.jsonl")
-    assert read.exact and read.steps[3]["das/token_hash"] == 1.0 and read.steps[3]["critic/score/mean"] == 0.5
+    assert (
+        read.exact
+        and read.steps[3]["das/token_hash"] == 1.0
+        and read.steps[3]["critic/score/mean"] == 0.5
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "v2_acceptance.
 def test_v2_accepts_what_v1_does(newest_env: dict[str, str], tmp_path: Path) -> None:
     """On engines, with and without the controller, and with equal tokens."""
     out = tmp_path / "acceptance.json"
-    command = [sys.executable, BENCHMARK, "--newest", newest_env["PYTHONPATH"], "--out", out]
+    command = [
+        sys.executable,
+        BENCHMARK,
+        "--newest",
+        newest_env["PYTHONPATH"],
+        "--out",
+        out,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     for setting in json.loads(out.read_text())["settings"].values():
         assert setting["ratio"] >= 0.94

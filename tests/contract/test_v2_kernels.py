@@ -1,4 +1,6 @@
-"""The device index of vLLM's V2 runner: against its plain reference, against the host's index."""
+"""The device index of vLLM's V2 runner: against its plain reference, against the host's
+index.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,34 @@ import torch
 from das_adapter.engine.v2.device_index import DeviceIndex
 
 HERE = Path(__file__).parent
-VOCABULARY, SLOTS, STEPS, POEM = 12, 6, 6, 90
+VOCABULARY = 12
+SLOTS = 6
+STEPS = 6
+POEM = 90
 
 
-@pytest.mark.parametrize(("which", "passed"), [("not long", 40), pytest.param("long", 3, marks=pytest.mark.long)])
-def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, str], which: str, passed: int) -> None:
+@pytest.mark.parametrize(
+    ("which", "passed"),
+    [("not long", 40), pytest.param("long", 3, marks=pytest.mark.long)],
+)
+def test_kernels_equal_their_reference_in_the_interpreter(
+    newest_env: dict[str, str], which: str, passed: int
+) -> None:
     import v2_cpu
 
     interpreted = str(HERE / "interpreted_kernels.py")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, interpreted],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            which,
+            interpreted,
+        ],
         env={**os.environ, **newest_env, **v2_cpu.ENV},
         capture_output=True,
         text=True,
@@ -43,7 +63,9 @@ def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, 
 
 @mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
 def test_the_device_drafts_as_the_hosts_index_does() -> None:
-    """On texts that come back with mistakes; the rules differ at the end of a text and in which live places count."""
+    """On texts that come back with mistakes; the rules differ at the end of a text and
+    in which live places count.
+    """
     rng = np.random.default_rng(0)
     poems = [rng.integers(0, VOCABULARY, POEM) for _ in range(2)]
 
@@ -58,7 +80,8 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
         for problem in (0, 0, 1, 1):
             host.add(problem, variation(problem), version)
         host.seal()
-    texts, total = torch.zeros(SLOTS, 128, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
+    texts = torch.zeros(SLOTS, 128, dtype=torch.int32)
+    total = torch.zeros(SLOTS, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
     prompts = [rng.integers(0, VOCABULARY, 10).astype(np.int32) for _ in range(2)]
     device.open([(slot, slot % 2, 10) for slot in range(SLOTS)])
@@ -67,13 +90,18 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
     for slot in range(SLOTS):
         texts[slot, :10] = torch.from_numpy(prompts[slot % 2])
     answers = [variation(slot % 2) for slot in range(SLOTS)]
-    same, accepted, rounds, apart = 0, np.zeros(2, dtype=np.int64), 0, []
+    same = 0
+    accepted = np.zeros(2, dtype=np.int64)
+    rounds = 0
+    apart = []
     for end in range(1, POEM - STEPS, 2):
         for slot in range(SLOTS):
             texts[slot, 10 : 10 + end] = torch.from_numpy(answers[slot][:end])
             host.extend(handles[slot], answers[slot][max(0, end - 2) : end])
         total[:] = 10 + end
-        drafts = device.draft(torch.arange(SLOTS), torch.ones(SLOTS, dtype=torch.int32), total)
+        drafts = device.draft(
+            torch.arange(SLOTS), torch.ones(SLOTS, dtype=torch.int32), total
+        )
         theirs, chances = host.draft(handles, [STEPS] * SLOTS, 0.02)
         for slot in range(SLOTS):
             count = int(device.real[slot])
@@ -93,13 +121,20 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
 
 @mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), mistakes=st.sampled_from([0.0, 0.05, 0.2]), versions=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    mistakes=st.sampled_from([0.0, 0.05, 0.2]),
+    versions=st.integers(1, 4),
+)
 def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     seed: int, mistakes: float, versions: int
 ) -> None:
-    """Token by token and chance by chance: no token comes back within a text, so that none is drafted from live."""
+    """Token by token and chance by chance: no token comes back within a text, so that
+    none is drafted from live.
+    """
     rng = np.random.default_rng(seed)
-    words, strangers = rng.permutation(4000).astype(np.int32), itertools.count(4000)
+    words = rng.permutation(4000).astype(np.int32)
+    strangers = itertools.count(4000)
     poem = words[: rng.integers(20, 60)]
 
     def variation() -> np.ndarray:
@@ -113,12 +148,16 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
         for _ in range(rng.integers(1, 4)):
             host.add(7, variation(), version)
         host.seal()
-    prompt, answer = words[-10:], variation()
-    texts, total = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    prompt = words[-10:]
+    answer = variation()
+    texts = torch.zeros(1, 128, dtype=torch.int32)
+    total = torch.zeros(1, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, 5000)
     device.open([(0, 7, 10)])
     device.arena.bring(host)
-    handle, written, drafted = host.open(7, prompt), 0, 0
+    handle = host.open(7, prompt)
+    written = 0
+    drafted = 0
     texts[0, :10] = torch.from_numpy(prompt)
     while written < len(answer) - STEPS:
         new = answer[written : written + rng.integers(1, 4)]
@@ -126,10 +165,14 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
         written += len(new)
         total[0] = 10 + written
         host.extend(handle, new)
-        mine = device.draft(torch.arange(1), torch.ones(1, dtype=torch.int32), total)[0, : int(device.real[0])]
+        mine = device.draft(torch.arange(1), torch.ones(1, dtype=torch.int32), total)[
+            0, : int(device.real[0])
+        ]
         (theirs,), (chances,) = host.draft([handle], [STEPS], 0.02)
         np.testing.assert_array_equal(mine.numpy(), theirs)
-        np.testing.assert_allclose(np.cumprod(device.confidence[0, : len(mine)].numpy()), chances, rtol=1e-5)
+        np.testing.assert_allclose(
+            np.cumprod(device.confidence[0, : len(mine)].numpy()), chances, rtol=1e-5
+        )
         drafted += len(mine)
     assert drafted > 0
 
@@ -138,7 +181,8 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
 def test_the_device_drafts_what_was_written_ahead() -> None:
     rng = np.random.default_rng(0)
     written = [rng.integers(0, VOCABULARY, POEM).astype(np.int32) for _ in range(2)]
-    texts, total = torch.zeros(2, 128, dtype=torch.int32), torch.full((2,), 14, dtype=torch.int32)
+    texts = torch.zeros(2, 128, dtype=torch.int32)
+    total = torch.full((2,), 14, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
     device.open([(0, 7, 10), (1, 7, 10)])
     for slot, text in enumerate(written):

@@ -1,4 +1,6 @@
-"""Without a part that it may lack the real veRL gets all other hooks, and is refused only what the part is for."""
+"""Without a part that it may lack the real veRL gets all other hooks, and is refused
+only what the part is for.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ for directory in sys.argv[2:]:
         os._exit(0)
     os.waitpid(child, 0)
 """
-"""Imports copies of veRL, each in a fork; leaves beside each copy which targets are patched and what is refused."""
+"""Imports copies of veRL, each in a fork; leaves beside each copy which targets are
+patched and what is refused.
+"""
 ROUTER = "workers/rollout/router"
 ASYNC = "verl.experimental.fully_async_policy"
 
@@ -101,11 +105,15 @@ def with_a_package(verl: Path) -> None:
 
 def with_an_exporting_package(verl: Path) -> None:
     with_a_package(verl)
-    (verl / ROUTER / "__init__.py").write_text("from verl.workers.rollout.router.base import *  # noqa: F403\n")
+    (verl / ROUTER / "__init__.py").write_text(
+        "from verl.workers.rollout.router.base import *  # noqa: F403\n"
+    )
 
 
 def move_router(verl: Path, to: str) -> None:
-    """Move veRL's router to another module (verl#6940 makes a package of it); what imports it follows."""
+    """Move veRL's router to another module (verl#6940 makes a package of it); what
+    imports it follows.
+    """
     stock = (verl / f"{ROUTER}.py").read_text()
     (verl / f"{ROUTER}.py").unlink()
     (verl / to).parent.mkdir(exist_ok=True)
@@ -130,16 +138,38 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     from das_adapter.verl.hooks import HOOKS
 
-    modules = sorted({target.partition(":")[0] for hook in HOOKS for target in hook.targets})
-    directories = {make.__name__: tmp_path_factory.mktemp(make.__name__) for make in CASES}
+    modules = sorted(
+        {target.partition(":")[0] for hook in HOOKS for target in hook.targets}
+    )
+    directories = {
+        make.__name__: tmp_path_factory.mktemp(make.__name__) for make in CASES
+    }
     for make in CASES:
-        source, copy = Path(verl.__file__).parent, directories[make.__name__] / "verl"
-        shutil.copytree(source, copy, copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+        source = Path(verl.__file__).parent
+        copy = directories[make.__name__] / "verl"
+        shutil.copytree(
+            source,
+            copy,
+            copy_function=os.symlink,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
         make(copy)
-    command = [sys.executable, "-P", "-c", REPORT, json.dumps(modules), *map(str, directories.values())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        REPORT,
+        json.dumps(modules),
+        *map(str, directories.values()),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {name: json.loads((path / "report.json").read_text()) for name, path in directories.items()}
+    return {
+        name: json.loads((path / "report.json").read_text())
+        for name, path in directories.items()
+    }
 
 
 def test_the_whole_of_verl_has_every_hook(reports: dict[str, Any]) -> None:
@@ -151,22 +181,35 @@ def test_the_whole_of_verl_has_every_hook(reports: dict[str, Any]) -> None:
     assert whole["base"] == "verl.workers.rollout.router"
 
 
-def test_without_the_fully_asynchronous_trainer_only_its_runs_are_refused(reports: dict[str, Any]) -> None:
+def test_without_the_fully_asynchronous_trainer_only_its_runs_are_refused(
+    reports: dict[str, Any],
+) -> None:
     found = reports["without_fully_async"]
-    assert found["applied"] == [target for target in reports["whole"]["applied"] if not target.startswith(ASYNC)]
+    assert found["applied"] == [
+        target for target in reports["whole"]["applied"] if not target.startswith(ASYNC)
+    ]
     assert list(found["refused"]) == ["async"]
     assert "which fully asynchronous training needs" in found["refused"]["async"]
 
 
-def test_without_a_router_that_is_known_only_routing_is_refused(reports: dict[str, Any]) -> None:
+def test_without_a_router_that_is_known_only_routing_is_refused(
+    reports: dict[str, Any],
+) -> None:
     found = reports["without_router"]
     assert found["applied"] == reports["whole"]["applied"]
     assert list(found["refused"]) == ["routing"]
-    assert "GlobalRequestLoadBalancer" in found["refused"]["routing"] and found["base"] == "UnsupportedHost"
+    assert (
+        "GlobalRequestLoadBalancer" in found["refused"]["routing"]
+        and found["base"] == "UnsupportedHost"
+    )
 
 
-@pytest.mark.parametrize("case", ["without_one_step_off", "with_an_exporting_package", "with_a_package"])
-def test_what_moves_or_is_not_hooked_costs_nothing(case: str, reports: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", ["without_one_step_off", "with_an_exporting_package", "with_a_package"]
+)
+def test_what_moves_or_is_not_hooked_costs_nothing(
+    case: str, reports: dict[str, Any]
+) -> None:
     found = reports[case]
     assert (found["applied"], found["refused"]) == (reports["whole"]["applied"], {})
     assert found["base"].startswith("verl.workers.rollout.router")

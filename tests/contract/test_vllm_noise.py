@@ -1,4 +1,6 @@
-"""The noise is that of vLLM's V2 sampler: bit for bit, and token for token between its runner and ours."""
+"""The noise is that of vLLM's V2 sampler: bit for bit, and token for token between its
+runner and ours.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,40 @@ for vocab in (96, 3000):
 def test_the_definition_and_both_kernels_are_vllms(newest_env: dict[str, str]) -> None:
     pytest.importorskip("triton")
     contract = Path(__file__).parent
-    path = os.pathsep.join((newest_env["PYTHONPATH"], str(contract), str(contract.parent / "unit")))
-    environment = {**os.environ, **newest_env, **v2_cpu.ENV, "PYTHONPATH": path, "VLLM_PLUGINS": ""}
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    path = os.pathsep.join(
+        (newest_env["PYTHONPATH"], str(contract), str(contract.parent / "unit"))
+    )
+    environment = {
+        **os.environ,
+        **newest_env,
+        **v2_cpu.ENV,
+        "PYTHONPATH": path,
+        "VLLM_PLUGINS": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.one_build
 def test_stock_v2_writes_the_same_tokens(engine: Engine, v2_engine: Engine) -> None:
-    """The newest vLLM's second runner without das-adapter and with its own kernels, and our samplers in a first one."""
-    params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3}]
+    """The newest vLLM's second runner without das-adapter and with its own kernels, and
+    our samplers in a first one.
+    """
+    params = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.3},
+    ]
     asked = [
-        Request(prompt, {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}) for i, prompt in enumerate(prompts(4))
+        Request(prompt, {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]})
+        for i, prompt in enumerate(prompts(4))
     ]
     (stock,) = v2_engine(das=None, rounds=[Round(asked)], interpreted=True)
     assert stock["runner"] == "vllm.v1.worker.cpu.model_runner"  # the second, on a CPU

@@ -1,5 +1,7 @@
-"""veRL's own agent loop workers, client and data loader, around servers whose answers a test chooses: an idle one
-writes ahead, with the noise of the requests of the next steps, and these bring it along."""
+"""veRL's own agent loop workers, client and data loader, around servers whose answers a
+test chooses: an idle one writes ahead, with the noise of the requests of the next
+steps, and these bring it along.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,32 @@ from das_adapter.verl.settings import of_run
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, BATCH, SAMPLES = 4, 2, 2
+STEPS = 4
+BATCH = 2
+SAMPLES = 2
 DAS = "actor_rollout_ref.rollout.custom.das"
 OVERRIDES = [
-    *(f"+{DAS}.history.run_ahead=auto", f"+{DAS}.routing=least_loaded", "transfer_queue.enable=true"),
-    *(f"actor_rollout_ref.rollout.n={SAMPLES}", "actor_rollout_ref.rollout.agent.num_workers=1"),
-    *(f"data.train_batch_size={BATCH}", "data.max_response_length=16", "actor_rollout_ref.rollout.max_num_seqs=2"),
+    *(
+        f"+{DAS}.history.run_ahead=auto",
+        f"+{DAS}.routing=least_loaded",
+        "transfer_queue.enable=true",
+    ),
+    *(
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+    ),
+    *(
+        f"data.train_batch_size={BATCH}",
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.max_num_seqs=2",
+    ),
 ]
 
 
 class Server:
-    """The part of a replica that clients call. What it answers follows from the seed alone; one server is slow."""
+    """The part of a replica that clients call. What it answers follows from the seed
+    alone; one server is slow.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -55,14 +72,18 @@ class Server:
         self.ahead: list[tuple[list[int], dict[str, Any], int]] = []
         self.running = 0
 
-    async def generate(self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> TokenOutput:
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
         self.requests.append((prompt_ids, sampling_params["extra_args"]))
         self.running += 1
         await asyncio.sleep(self.seconds)
         self.running -= 1
         return TokenOutput(token_ids=answer(sampling_params), stop_reason="completed")
 
-    async def write_ahead(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], bool]:
+    async def write_ahead(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any]
+    ) -> tuple[list[int], bool]:
         self.ahead.append((prompt_ids, sampling_params["extra_args"], self.running))
         return answer(sampling_params), True
 
@@ -80,7 +101,9 @@ class Seen:
     steps: list[list[Label]]
     """Labels of the requests up to the end of each step."""
     ahead: list[tuple[list[int], Label, int]]
-    """What was asked to be written ahead: prompt, label, and requests that the replica had."""
+    """What was asked to be written ahead: prompt, label, and requests that the replica
+    had.
+    """
     early: int
     """How much of it was asked in the first step."""
     batches: list[list[int]]
@@ -93,30 +116,43 @@ class Older:
     def __init__(self, config: Any, client: Any, data: Any) -> None:
         self.manager = AgentLoopManager.create(config, client)
         self.trainer = object.__new__(RayPPOTrainer)
-        self.trainer.config, self.trainer.total_training_steps = config, STEPS
-        self.trainer.train_dataloader = StatefulDataLoader(data, BATCH, collate_fn=collate_fn)
+        self.trainer.config = config
+        self.trainer.total_training_steps = STEPS
+        self.trainer.train_dataloader = StatefulDataLoader(
+            data, BATCH, collate_fn=collate_fn
+        )
         self.batches: Any = None
 
     def step(self, number: int) -> list[int]:
-        """Take a training step up to its last response; return the indices of its rows."""
+        """Take a training step up to its last response; return the indices of its
+        rows.
+        """
         self.batches = self.batches or iter(self.trainer.train_dataloader)
         self.trainer.global_steps, rows = number, next(self.batches)
         batch = self.trainer._get_gen_batch(DataProto.from_single_dict(rows))
         batch.meta_info["global_steps"] = number
-        self.manager.generate_sequences(batch.repeat(repeat_times=SAMPLES, interleave=True))
+        self.manager.generate_sequences(
+            batch.repeat(repeat_times=SAMPLES, interleave=True)
+        )
         return [int(index) for index in rows["index"]]
 
 
 class Sync(Older):
-    """veRL's synchronous trainer; it leaves responses in the TransferQueue, and does not wait for them."""
+    """veRL's synchronous trainer; it leaves responses in the TransferQueue, and does
+    not wait for them.
+    """
 
     def __init__(self, config: Any, client: Any, data: Any) -> None:
         tq.init(config.transfer_queue)
         self.manager = AgentLoopManagerTQ.create(config, client)
         self.trainer = object.__new__(PPOTrainerSync)
-        self.trainer.config, self.trainer.trainer_mode = config, "sync"
-        self.trainer.total_training_steps, self.trainer.train_dataloader_it = STEPS, None
-        self.trainer.train_dataloader = StatefulDataLoader(data, BATCH, collate_fn=collate_fn)
+        self.trainer.config = config
+        self.trainer.trainer_mode = "sync"
+        self.trainer.total_training_steps = STEPS
+        self.trainer.train_dataloader_it = None
+        self.trainer.train_dataloader = StatefulDataLoader(
+            data, BATCH, collate_fn=collate_fn
+        )
         self.trainer.agent_loop_manager = self.manager
 
     def step(self, number: int) -> list[int]:
@@ -132,26 +168,44 @@ class Sync(Older):
 
 @pytest.fixture(scope="module", params=[Older, Sync])
 def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
-    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, ROOT / "examples/tiny_math/prepare_data.py"],
+        check=True,
+        capture_output=True,
+    )
     with initialize_config_dir(str(ROOT / "examples/verl"), version_base=None):
         config = compose("grpo_tiny_math_cpu", overrides=OVERRIDES)
     config.actor_rollout_ref.model.path = str(ROOT / "examples/tiny_math/policy")
     ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
+    # Ray's workers can't import a test
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     das = of_run(config)
-    servers = {name: ray.remote(Server).remote(seconds) for name, seconds in (("a", 0.05), ("b", 3.0))}
+    servers = {
+        name: ray.remote(Server).remote(seconds)
+        for name, seconds in (("a", 0.05), ("b", 3.0))
+    }
     router = ray.remote(balancer(das, config.actor_rollout_ref.rollout)).remote(servers)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    data = RLHFDataset(str(ROOT / "examples/tiny_math/data/train.parquet"), tokenizer, config.data)
+    data = RLHFDataset(
+        str(ROOT / "examples/tiny_math/data/train.parquet"), tokenizer, config.data
+    )
     run = request.param(config, LLMServerClient(config, router), data)
     Ahead.begin(run.trainer, das)
-    steps, batches, early = [], [], []
+    steps = []
+    batches = []
+    early = []
     for number in range(1, STEPS + 1):
         batches.append(run.step(number))
-        asked = ray.get([server.asked.remote() for server in servers.values()], timeout=60)
+        asked = ray.get(
+            [server.asked.remote() for server in servers.values()], timeout=60
+        )
         steps.append([Label.of(extra) for real, _ in asked for _, extra in real])
         early.append(sum(len(written) for _, written in asked))
-    ahead = [(prompt, Label.of(extra), running) for _, written in asked for prompt, extra, running in written]
+    ahead = [
+        (prompt, Label.of(extra), running)
+        for _, written in asked
+        for prompt, extra, running in written
+    ]
     yield Seen(steps, ahead, early[0], batches)
     Ahead.running = None
     ray.shutdown()
@@ -163,7 +217,9 @@ def new(steps: list[list[Label]], step: int) -> list[Label]:
     return [label for label in steps[step] if label.seed not in before]
 
 
-def test_requests_bring_along_what_was_written_ahead_with_their_seeds(seen: Seen) -> None:
+def test_requests_bring_along_what_was_written_ahead_with_their_seeds(
+    seen: Seen,
+) -> None:
     written = {label.seed: prompt for prompt, label, _ in seen.ahead}
     assert all(label.ahead is None for label in new(seen.steps, 0))
     for step in range(1, STEPS):
@@ -182,10 +238,15 @@ def test_only_an_idle_replica_writes_ahead_and_not_for_the_history(seen: Seen) -
     assert not any(label.record for _, label, _ in seen.ahead)
 
 
-def test_what_is_idle_for_long_enough_writes_the_step_after_the_next_one_too(seen: Seen) -> None:
+def test_what_is_idle_for_long_enough_writes_the_step_after_the_next_one_too(
+    seen: Seen,
+) -> None:
     assert seen.early > BATCH * SAMPLES
     steps = [{label.seed for label in new(seen.steps, step)} for step in range(STEPS)]
-    order = [next(step for step in range(STEPS) if label.seed in steps[step]) for _, label, _ in seen.ahead]
+    order = [
+        next(step for step in range(STEPS) if label.seed in steps[step])
+        for _, label, _ in seen.ahead
+    ]
     assert order == sorted(order)
 
 

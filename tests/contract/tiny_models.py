@@ -1,4 +1,6 @@
-"""Write tiny policies of several kinds, with random weights and the vocabulary of the tiny policy."""
+"""Write tiny policies of several kinds, with random weights and the vocabulary of the
+tiny policy.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ SHAPE = {
 def mixture_of_experts() -> Any:
     """Qwen3-MoE: 8 experts, 2 of them for each token."""
     config = transformers.Qwen3MoeConfig(
-        **SHAPE, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[]
+        **SHAPE,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
     )
     return transformers.Qwen3MoeForCausalLM(config)
 
@@ -42,36 +49,72 @@ PIXELS = 16
 
 
 def images() -> Any:
-    """BLIP-2: a vision tower and a Q-Former of one layer, which make two tokens of an image, before an OPT."""
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = transformers.Blip2VisionConfig(**small, image_size=PIXELS, patch_size=PIXELS // 2)
-    between = transformers.Blip2QFormerConfig(**small, encoder_hidden_size=32, cross_attention_frequency=1)
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2, "vocab_size": 97}
+    """BLIP-2: a vision tower and a Q-Former of one layer, which make two tokens of an
+    image, before an OPT.
+    """
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = transformers.Blip2VisionConfig(
+        **small, image_size=PIXELS, patch_size=PIXELS // 2
+    )
+    between = transformers.Blip2QFormerConfig(
+        **small, encoder_hidden_size=32, cross_attention_frequency=1
+    )
+    sizes = {
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 97,
+    }
     ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     text = transformers.OPTConfig(**sizes, **ends, num_attention_heads=2)
     config = transformers.Blip2Config(
-        vision_config=vision, qformer_config=between, text_config=text, num_query_tokens=2, image_token_index=96
+        vision_config=vision,
+        qformer_config=between,
+        text_config=text,
+        num_query_tokens=2,
+        image_token_index=96,
     )
     return transformers.Blip2ForConditionalGeneration(config)
 
 
 def write_image_processor(directory: Path) -> None:
     """Write what reads images for BLIP-2, and a tokenizer with a token for them."""
-    reader = transformers.BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+    reader = transformers.BlipImageProcessorPil(
+        size={"height": PIXELS, "width": PIXELS}
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
-    transformers.Blip2Processor(reader, tokenizer, num_query_tokens=2).save_pretrained(directory)
+    transformers.Blip2Processor(reader, tokenizer, num_query_tokens=2).save_pretrained(
+        directory
+    )
 
 
 def write(kind: str, directory: Path) -> str:
-    """Write a policy of a kind, with random weights, whose next token is neither certain nor arbitrary."""
+    """Write a policy of a kind, with random weights, whose next token is neither
+    certain nor arbitrary.
+    """
     if kind == "mtp":
         return write_mtp(directory)
-    model, generator = KINDS[kind](), torch.Generator().manual_seed(0)
+    model = KINDS[kind]()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                gain = 3.0 if "lm_head" in name else 1.0 if "embed" not in name else weight.shape[-1] ** 0.5
-                weight.normal_(std=gain * weight[0].numel() ** -0.5, generator=generator)
+                gain = (
+                    3.0
+                    if "lm_head" in name
+                    else 1.0
+                    if "embed" not in name
+                    else weight.shape[-1] ** 0.5
+                )
+                weight.normal_(
+                    std=gain * weight[0].numel() ** -0.5, generator=generator
+                )
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(POLICY / name, directory)
@@ -88,10 +131,19 @@ def tiny_policy() -> tuple[Any, list[torch.Tensor]]:
     """Return the tiny policy and texts of its own, int64 [12, length] each."""
     from requested import prompts
 
-    policy = transformers.Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    policy = transformers.Qwen2ForCausalLM.from_pretrained(
+        POLICY, dtype=torch.float32
+    ).eval()
     torch.manual_seed(0)
-    sampled = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "top_k": 0}
-    return policy, [policy.generate(torch.tensor([prompt] * 12), **sampled) for prompt in prompts(6)]
+    sampled = {
+        "max_new_tokens": 60,
+        "min_new_tokens": 60,
+        "do_sample": True,
+        "top_k": 0,
+    }
+    return policy, [
+        policy.generate(torch.tensor([prompt] * 12), **sampled) for prompt in prompts(6)
+    ]
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -99,9 +151,12 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
 
 
-def random_layer(size: int, inner: int, kv: int, bound: float) -> dict[str, torch.Tensor]:
-    """Return the matrices of a decoder layer with heads of width `size` in all, random: 0.02 wide, and those of its
-    outputs `bound`."""
+def random_layer(
+    size: int, inner: int, kv: int, bound: float
+) -> dict[str, torch.Tensor]:
+    """Return the matrices of a decoder layer with heads of width `size` in all, random:
+    0.02 wide, and those of its outputs `bound`.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = {
         "self_attn.q_proj": (size, size),
@@ -112,8 +167,13 @@ def random_layer(size: int, inner: int, kv: int, bound: float) -> dict[str, torc
         "mlp.up_proj": (inner, size),
         "mlp.down_proj": (size, inner),
     }
-    wide = {name: bound if name.endswith(("o_proj", "down_proj")) else 0.02 for name in rows}
-    return {f"{name}.weight": torch.randn(of, generator=generator) * wide[name] for name, of in rows.items()}
+    wide = {
+        name: bound if name.endswith(("o_proj", "down_proj")) else 0.02 for name in rows
+    }
+    return {
+        f"{name}.weight": torch.randn(of, generator=generator) * wide[name]
+        for name, of in rows.items()
+    }
 
 
 MASK = 2
@@ -121,22 +181,44 @@ MASK = 2
 
 
 def write_parallel(method: str, directory: Path) -> None:
-    """Write a drafter of the tiny policy for `dflash` or `dspark`. Its layers are random and weak; it drafts what the
-    policy writes most, or, `dspark`, what it writes most after the token before."""
+    """Write a drafter of the tiny policy for `dflash` or `dspark`. Its layers are
+    random and weak; it drafts what the policy writes most, or, `dspark`, what it writes
+    most after the token before.
+    """
     policy, texts = tiny_policy()
-    size, vocab, inner, kv = policy.config.hidden_size, policy.config.vocab_size, 128, 128
-    pairs = torch.cat([torch.stack([text[:, :-1].flatten(), text[:, 1:].flatten()]) for text in texts], dim=1)
-    counts = torch.zeros(vocab, vocab).index_put_(tuple(pairs), torch.ones(()), accumulate=True)
-    common, after = (counts.sum(0) + 1).log(), (counts + 0.5).log()
-    read = policy.lm_head.weight.detach() * unit(policy.model.embed_tokens.weight[MASK].detach())
+    size = policy.config.hidden_size
+    vocab = policy.config.vocab_size
+    inner = 128
+    kv = 128
+    pairs = torch.cat(
+        [
+            torch.stack([text[:, :-1].flatten(), text[:, 1:].flatten()])
+            for text in texts
+        ],
+        dim=1,
+    )
+    counts = torch.zeros(vocab, vocab).index_put_(
+        tuple(pairs), torch.ones(()), accumulate=True
+    )
+    common = (counts.sum(0) + 1).log()
+    after = (counts + 0.5).log()
+    read = policy.lm_head.weight.detach() * unit(
+        policy.model.embed_tokens.weight[MASK].detach()
+    )
     weights = {
-        "fc.weight": torch.randn(size, 3 * size, generator=torch.Generator().manual_seed(1)) * 0.02,
+        "fc.weight": (
+            torch.randn(size, 3 * size, generator=torch.Generator().manual_seed(1))
+            * 0.02
+        ),
         "hidden_norm.weight": torch.ones(size),
         "norm.weight": torch.linalg.lstsq(read, common - common.mean()).solution,
     }
     for i in range(2):
         layer = random_layer(size, inner, kv, 0.0005)
-        layer |= {f"{name}_layernorm.weight": torch.ones(size) for name in ("input", "post_attention")}
+        layer |= {
+            f"{name}_layernorm.weight": torch.ones(size)
+            for name in ("input", "post_attention")
+        }
         layer |= {f"self_attn.{name}_norm.weight": torch.ones(64) for name in "qk"}
         weights |= {f"layers.{i}.{name}": weight for name, weight in layer.items()}
     reads = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
@@ -145,7 +227,9 @@ def write_parallel(method: str, directory: Path) -> None:
         own = {"architectures": ["Qwen3DSparkModel"], "markov_rank": vocab, **reads}
         weights["norm.weight"] *= 0.1
         weights["markov_head.markov_w1.weight"] = torch.eye(vocab)
-        weights["markov_head.markov_w2.weight"] = (after - after.mean(1, keepdim=True)).T.contiguous()
+        weights["markov_head.markov_w2.weight"] = (
+            after - after.mean(1, keepdim=True)
+        ).T.contiguous()
     config = transformers.Qwen3Config(
         hidden_size=size,
         intermediate_size=inner,
@@ -164,33 +248,47 @@ def write_parallel(method: str, directory: Path) -> None:
 
 
 def write_mtp(directory: Path) -> str:
-    """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
-    squares; its attention is random and weak."""
+    """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to
+    the policy's own text by least squares; its attention is random and weak.
+    """
     policy, texts = tiny_policy()
     shape = policy.config
-    hidden, embeds = [], []
+    hidden = []
+    embeds = []
     with torch.no_grad():
         for text in texts:
             states: list[torch.Tensor] = []
-            hook = policy.model.layers[-1].register_forward_hook(lambda *call, to=states: to.append(call[2]))
+            hook = policy.model.layers[-1].register_forward_hook(
+                lambda *call, to=states: to.append(call[2])
+            )
             policy(text)
             hook.remove()
             hidden.append(states[0])
             embeds.append(policy.model.embed_tokens(text))
 
     read = torch.cat(
-        [torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1) for h, e in zip(hidden, embeds, strict=True)]
+        [
+            torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1)
+            for h, e in zip(hidden, embeds, strict=True)
+        ]
     )
     target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
     gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
-    size, kv = shape.hidden_size, shape.hidden_size // 2
+    size = shape.hidden_size
+    kv = shape.hidden_size // 2
     layer = random_layer(size, shape.intermediate_size, kv, 0.02)
-    layer |= {f"self_attn.{name}_proj.bias": torch.zeros(n) for name, n in (("q", size), ("k", kv), ("v", kv))}
     layer |= {
-        f"{name}layernorm.weight": torch.ones(size) for name in ("token_", "hidden_", "input_", "post_attention_")
+        f"self_attn.{name}_proj.bias": torch.zeros(n)
+        for name, n in (("q", size), ("k", kv), ("v", kv))
+    }
+    layer |= {
+        f"{name}layernorm.weight": torch.ones(size)
+        for name in ("token_", "hidden_", "input_", "post_attention_")
     }
     layer["final_layernorm.weight"] = policy.model.norm.weight.detach()
-    layer["input_proj.weight"] = torch.linalg.solve(gram, read.T @ target).T.contiguous()
+    layer["input_proj.weight"] = torch.linalg.solve(
+        gram, read.T @ target
+    ).T.contiguous()
     shutil.copytree(POLICY, directory)
     config = json.loads((POLICY / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}

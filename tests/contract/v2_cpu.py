@@ -1,9 +1,11 @@
-"""vLLM's V2 model runner on a machine without a GPU: its kernels and das-adapter's run in Triton's interpreter.
+"""vLLM's V2 model runner on a machine without a GPU: its kernels and das-adapter's run
+in Triton's interpreter.
 
-What the interpreter or the CPU platform lack is lifted here: a Triton driver, asynchronous scheduling, the kernel of
-top-k and top-p (vLLM has it in PyTorch as well). In the interpreter a step's time goes into the kernels of the sampler,
-of the inputs and of the history: NumPy stands in for them, but for jobs that are `interpreted`; see `v2_stand_ins.py`
-and `device_reference.py`.
+What the interpreter or the CPU platform lack is lifted here: a Triton driver,
+asynchronous scheduling, the kernel of top-k and top-p (vLLM has it in PyTorch as well).
+In the interpreter a step's time goes into the kernels of the sampler, of the inputs and
+of the history: NumPy stands in for them, but for jobs that are `interpreted`; see
+`v2_stand_ins.py` and `device_reference.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +18,25 @@ from typing import Any
 from cpu_platform import exchange_between_experts, keep_asynchronous_scheduling
 
 VARIABLE = "DAS_TEST_V2"
-ENV = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+ENV = {
+    "TRITON_INTERPRET": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    VARIABLE: "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
 
 
 def everywhere(newest: dict[str, str]) -> dict[str, str]:
-    """Return the environment in which all processes that others start run V2, too; `newest`: that of its vLLM build."""
+    """Return the environment in which all processes that others start run V2, too;
+    `newest`: that of its vLLM build.
+    """
     here = Path(__file__).resolve().parent
     return {
         **newest,
         **ENV,
-        "PYTHONPATH": os.pathsep.join([str(here / "v2_everywhere"), str(here), newest["PYTHONPATH"]]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(here / "v2_everywhere"), str(here), newest["PYTHONPATH"]]
+        ),
     }
 
 
@@ -48,7 +59,9 @@ def pretend_driver() -> None:
 
 
 def lift_limits() -> None:
-    """Keep asynchronous scheduling on the CPU platform, and top-k and top-p in PyTorch."""
+    """Keep asynchronous scheduling on the CPU platform, and top-k and top-p in
+    PyTorch.
+    """
     import vllm.v1.sample.ops.topk_topp_sampler as top
 
     top.HAS_TRITON = False
@@ -56,8 +69,9 @@ def lift_limits() -> None:
 
 
 def stand_in(interpreted: bool) -> None:
-    """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run them all, and hold vLLM's
-    against what stands in for them elsewhere."""
+    """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run
+    them all, and hold vLLM's against what stands in for them elsewhere.
+    """
     import v2_stand_ins
 
     v2_stand_ins.install(compared=interpreted)
@@ -71,8 +85,9 @@ def stand_in(interpreted: bool) -> None:
 
 
 def compared(_: Any) -> dict[str, int]:
-    """Return how often, in a worker's process, each of vLLM's kernels was held against what stands in for it; and what
-    `v2_sabotage.py` has counted."""
+    """Return how often, in a worker's process, each of vLLM's kernels was held against
+    what stands in for it; and what `v2_sabotage.py` has counted.
+    """
     import v2_stand_ins
 
     return dict(v2_stand_ins.COMPARED)

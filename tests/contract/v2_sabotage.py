@@ -1,4 +1,6 @@
-"""Parts of das-adapter that are broken or slowed down on the V2 runner, to see that nothing depends on them."""
+"""Parts of das-adapter that are broken or slowed down on the V2 runner, to see that
+nothing depends on them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def garbage_drafts() -> None:
     """Draft arbitrary tokens from the history."""
     stock = DeviceIndex.draft
 
-    def draft(self: Any, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> Any:
+    def draft(
+        self: Any,
+        slots: torch.Tensor,
+        num_sampled: torch.Tensor,
+        total_len: torch.Tensor,
+    ) -> Any:
         drafts = stock(self, slots, num_sampled, total_len)
         generator = torch.Generator().manual_seed(int(total_len.sum()))
         drafts.copy_(torch.randint(0, 90, drafts.shape, generator=generator))
@@ -67,7 +74,8 @@ def failing_search() -> None:
 def failing_drafter() -> None:
     """Fail once there is a history, and in every eighth draft of a model."""
     failing_search()
-    steps, propose = itertools.count(1), Speculation.propose
+    steps = itertools.count(1)
+    propose = Speculation.propose
 
     def by_model(self: Any, run: Any, *args: Any) -> Any:
         return propose(self, run if next(steps) % 8 else broken, *args)
@@ -76,19 +84,37 @@ def failing_drafter() -> None:
 
 
 def noted(act: Callable[[], None]) -> None:
-    """Do something else, and note a model's draft tokens that vLLM's rejection sampler comes to."""
+    """Do something else, and note a model's draft tokens that vLLM's rejection sampler
+    comes to.
+    """
     act()
     verify = rejection_sampler.rejection_sample
 
-    def verified(logits: Any, told: Any, fed: Any, begins: Any, pos: Any, slots: Any, *others: Any, **more: Any) -> Any:
-        p, temperature = logits.softmax(dim=-1), others[2]
+    def verified(
+        logits: Any,
+        told: Any,
+        fed: Any,
+        begins: Any,
+        pos: Any,
+        slots: Any,
+        *others: Any,
+        **more: Any,
+    ) -> Any:
+        p = logits.softmax(dim=-1)
+        temperature = others[2]
         sampled, counts = verify(logits, told, fed, begins, pos, slots, *others, **more)
         for row, slot in enumerate(slots.tolist()):
             first, end = begins[row : row + 2].tolist()
             for step, at in enumerate(range(first, end - 1)):
                 drafted = int(fed[at + 1])
-                certain = torch.zeros_like(p[at]).index_fill_(0, fed[at + 1 : at + 2].long(), 1.0)
-                q = certain if told is None else (told[slot, step].float() / temperature[slot]).softmax(dim=-1)
+                certain = torch.zeros_like(p[at]).index_fill_(
+                    0, fed[at + 1 : at + 2].long(), 1.0
+                )
+                q = (
+                    certain
+                    if told is None
+                    else (told[slot, step].float() / temperature[slot]).softmax(dim=-1)
+                )
                 if not note_token("model", drafted, int(sampled[row, step]), p[at], q):
                     break
         return sampled, counts
@@ -97,29 +123,50 @@ def noted(act: Callable[[], None]) -> None:
 
 
 def draws_unasked(speculator: Any) -> int:
-    """Return how often a model draws a token that nobody wants, where it only reads along: vLLM leaves that out from
-    0.33 on for drafters that read the policy's hidden states."""
+    """Return how often a model draws a token that nobody wants, where it only reads
+    along: vLLM leaves that out from 0.33 on for drafters that read the policy's hidden
+    states.
+    """
     prefill = getattr(speculator, "_prefill", None)
-    return 0 if prefill is not None and "skip_sample" in inspect.signature(prefill).parameters else 1
+    return (
+        0
+        if prefill is not None
+        and "skip_sample" in inspect.signature(prefill).parameters
+        else 1
+    )
 
 
 def count_unequal() -> None:
-    """Count the steps whose requests have unequal numbers of draft tokens, and those that end with a speculator's
-    work; a model's calls behind draft tokens, and those of them that may replay a CUDA graph of one length; those in
-    which it drew as many tokens a request as were wanted, or what it draws unasked; and those of its drafts whose
-    tokens do not all have one chance. Sum up which draft tokens of which steps are verified."""
-    admit, propose, by_model = Admission.reallocate_drafts, HistorySpeculator.propose, Speculation.propose
-    record, draw, draws = Admission.record_confidences, Speculation.draw, itertools.count()
+    """Count the steps whose requests have unequal numbers of draft tokens, and those
+    that end with a speculator's work; a model's calls behind draft tokens, and those of
+    them that may replay a CUDA graph of one length; those in which it drew as many
+    tokens a request as were wanted, or what it draws unasked; and those of its drafts
+    whose tokens do not all have one chance. Sum up which draft tokens of which steps
+    are verified.
+    """
+    admit = Admission.reallocate_drafts
+    propose = HistorySpeculator.propose
+    by_model = Speculation.propose
+    record = Admission.record_confidences
+    draw = Speculation.draw
+    draws = itertools.count()
 
     def drafted(self: Any, run: Any, *args: Any) -> Any:
         def ran(inputs: Any, **more: Any) -> Any:
             batch = inputs.batch
-            behind, alike = batch.num_draft_tokens > 0, getattr(batch, "decode_graph_eligible", not batch.has_prefill)
+            behind = batch.num_draft_tokens > 0
+            alike = getattr(batch, "decode_graph_eligible", not batch.has_prefill)
             before = next(draws)
             drafts = run(inputs, **more)
             wanted = more["num_speculative_tokens"]
-            exact = next(draws) - before == 1 + (wanted or draws_unasked(self.speculator))
-            for name, counts in (("behind drafts", behind), ("of one length", behind and alike), ("as wanted", exact)):
+            exact = next(draws) - before == 1 + (
+                wanted or draws_unasked(self.speculator)
+            )
+            for name, counts in (
+                ("behind drafts", behind),
+                ("of one length", behind and alike),
+                ("as wanted", exact),
+            ):
                 COMPARED[name] = COMPARED.get(name, 0) + counts
             COMPARED["calls"] = COMPARED.get("calls", 0) + 1
             return drafts
@@ -131,9 +178,13 @@ def count_unequal() -> None:
         return draw(self, *args)
 
     def recorded(self: Any, chances: torch.Tensor, batch: Any) -> None:
-        """What the tokens are ranked by: of a draft from the history those behind it have no chance."""
+        """What the tokens are ranked by: of a draft from the history those behind it
+        have no chance.
+        """
         some = chances[: batch.num_reqs, : int(self.wanted)]
-        COMPARED["unlike"] = COMPARED.get("unlike", 0) + (len(some[some > 0].unique()) > 1)
+        COMPARED["unlike"] = COMPARED.get("unlike", 0) + (
+            len(some[some > 0].unique()) > 1
+        )
         COMPARED["behind"] = COMPARED.get("behind", 0) + bool((some == 0).any())
         record(self, chances, batch)
 
@@ -148,7 +199,9 @@ def count_unequal() -> None:
         COMPARED["plans"] = zlib.crc32(repr(numbers).encode(), COMPARED.get("plans", 0))
         return laid_out
 
-    HistorySpeculator.propose, Speculation.propose = proposed, drafted  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    HistorySpeculator.propose = proposed
+    Speculation.propose = drafted
     Speculation.draw = drew  # type: ignore[method-assign]
     Admission.record_confidences = recorded  # type: ignore[method-assign]
     Admission.reallocate_drafts = admitted  # type: ignore[method-assign]
@@ -156,7 +209,8 @@ def count_unequal() -> None:
 
 def slow_policy() -> None:
     """Tell the controller that a step takes the same time whatever it carries."""
-    steps, output = itertools.count(), DraftLengths.output
+    steps = itertools.count()
+    output = DraftLengths.output
 
     def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
         return output(self, step, sampled, 50.0 * next(steps))
@@ -166,7 +220,9 @@ def slow_policy() -> None:
 
 
 def one_length() -> None:
-    """Fail where draft tokens are shared out by worth, so that all requests of a step have one length."""
+    """Fail where draft tokens are shared out by worth, so that all requests of a step
+    have one length.
+    """
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("it does not compile, on purpose")
@@ -181,7 +237,9 @@ def slow_policy_of_one_length() -> None:
 
 
 def small_chunks() -> None:
-    """Verify in chunks of few rows, and count them; all requests of a step have equally many draft tokens."""
+    """Verify in chunks of few rows, and count them; all requests of a step have equally
+    many draft tokens.
+    """
     one_length()
     chunks = rejection_sampler._iter_request_chunks
 
@@ -190,23 +248,29 @@ def small_chunks() -> None:
             COMPARED["chunks"] = COMPARED.get("chunks", 0) + 1
             yield chunk
 
-    rejection_sampler.MAX_CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
+    # 20 rows of the policy's vocabulary
+    rejection_sampler.MAX_CHUNK_BYTES = 4 * 96 * 20
     rejection_sampler._iter_request_chunks = counted
 
 
 def any_length(reading_along: bool) -> None:
-    """Draft arbitrary numbers of tokens, by the model in most steps, in every rollout; where requests may have their
-    own numbers, half of them has one less."""
+    """Draft arbitrary numbers of tokens, by the model in most steps, in every rollout;
+    where requests may have their own numbers, half of them has one less.
+    """
     count_unequal()
     Rest.judge = lambda *_, **__: False  # type: ignore[method-assign]
-    steps, output = itertools.count(), DraftLengths.output
+    steps = itertools.count()
+    output = DraftLengths.output
 
     def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
         output(self, step, sampled, now)
         if drafts := self.engine.drafts:
-            COMPARED["learned"] = int((drafts.confidence.chances != Confidence().chances).sum())
+            COMPARED["learned"] = int(
+                (drafts.confidence.chances != Confidence().chances).sum()
+            )
         number = next(steps)
-        tokens, by_model = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8], number // 8 % 3 > 0
+        tokens = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8]
+        by_model = number // 8 % 3 > 0
         chosen = DraftTokens(tokens, by_model=by_model * tokens)
         chosen.chances = Confidence().chances
         chosen.total = len(sampled) * tokens - len(sampled) // 2 if tokens else 0
@@ -218,13 +282,16 @@ def any_length(reading_along: bool) -> None:
 
 
 def warmed_up(act: Callable[[], None]) -> None:
-    """Do something else, and warm the engine's kernels up as vLLM does on a GPU: with requests of its own. Count the
-    texts without tokens that an engine without a host takes for history."""
+    """Do something else, and warm the engine's kernels up as vLLM does on a GPU: with
+    requests of its own. Count the texts without tokens that an engine without a host
+    takes for history.
+    """
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.warmup import warmup_kernels
 
     act()
-    start, add = CPUWorker.compile_or_warm_up_model, SharedHistory.add
+    start = CPUWorker.compile_or_warm_up_model
+    add = SharedHistory.add
     torch.accelerator.synchronize = lambda: None
 
     def warm_up(self: Any) -> Any:
@@ -236,20 +303,26 @@ def warmed_up(act: Callable[[], None]) -> None:
         COMPARED["empty"] = COMPARED.get("empty", 0) + (not trajectory.tokens)
         add(self, trajectory)
 
-    CPUWorker.compile_or_warm_up_model, SharedHistory.add = warm_up, counted  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    CPUWorker.compile_or_warm_up_model = warm_up
+    SharedHistory.add = counted
 
 
 def weights_at_one_place(without: bool) -> None:
-    """Fail where what a parallel drafter reads the policy's text by has moved; `without`: it starts with noise for
-    weights."""
+    """Fail where what a parallel drafter reads the policy's text by has moved;
+    `without`: it starts with noise for weights.
+    """
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-    places, precompute = dict[str, int](), DFlashSpeculator._precompute_context_kv
+    places = dict[str, int]()
+    precompute = DFlashSpeculator._precompute_context_kv
 
     def at_one_place(self: Any, *args: Any) -> None:
         for name, tensor in vars(self.model.model).items():
             if isinstance(tensor, torch.Tensor):
-                assert places.setdefault(name, tensor.data_ptr()) == tensor.data_ptr(), name
+                assert (
+                    places.setdefault(name, tensor.data_ptr()) == tensor.data_ptr()
+                ), name
         precompute(self, *args)
 
     DFlashSpeculator._precompute_context_kv = at_one_place
@@ -258,15 +331,19 @@ def weights_at_one_place(without: bool) -> None:
 
 
 def replayed_passes() -> None:
-    """Have the policy copy's passes replayed by what stands for CUDA graphs of 1, 4 and 16 requests: a pass is run for
-    as many rows as its graph has, and reads from where it read when it was captured."""
+    """Have the policy copy's passes replayed by what stands for CUDA graphs of 1, 4 and
+    16 requests: a pass is run for as many rows as its graph has, and reads from where
+    it read when it was captured.
+    """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
     from das_adapter.engine.v2.copy_drafts import CopySpeculator
 
-    build, addresses, built = CopySpeculator._attention, dict[int, list[int]](), dict[str, Any]()
+    build = CopySpeculator._attention
+    addresses = dict[int, list[int]]()
+    built = dict[str, Any]()
 
     class Graphs:
         graphs = (1, 4, 16)
@@ -276,12 +353,25 @@ def replayed_passes() -> None:
 
         def dispatch(self, requests: int, *_: int) -> Any:
             size = next(size for size in self.graphs if size >= requests)
-            return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1)
+            return BatchExecutionDescriptor(
+                CUDAGraphMode.FULL,
+                num_tokens=size,
+                num_reqs=size,
+                uniform_token_count=1,
+            )
 
         def run_fullgraph(self, graph: Any) -> None:
-            of, size = self._speculator, graph.num_tokens
-            attention, slots = next(iter(built["attention"].values())), of.block_tables.slot_mappings[:, :size]
-            read = attention.block_table, attention.seq_lens, attention.query_start_loc, attention.slot_mapping, slots
+            of = self._speculator
+            size = graph.num_tokens
+            attention = next(iter(built["attention"].values()))
+            slots = of.block_tables.slot_mappings[:, :size]
+            read = (
+                attention.block_table,
+                attention.seq_lens,
+                attention.query_start_loc,
+                attention.slot_mapping,
+                slots,
+            )
             at = [tensor.data_ptr() for tensor in read]
             assert addresses.setdefault(size, at) == at
             by_layer = build_slot_mappings_by_layer(slots, of.kv_cache_config)
@@ -293,12 +383,17 @@ def replayed_passes() -> None:
         return built["attention"]
 
     CopySpeculator._attention = noted  # type: ignore[method-assign]
-    CopySpeculator.init_cudagraph_manager = lambda self, _: setattr(self, "decode_cudagraph_manager", Graphs(self))
+    CopySpeculator.init_cudagraph_manager = lambda self, _: setattr(
+        self, "decode_cudagraph_manager", Graphs(self)
+    )
 
 
 def failing_once(owner: Any, name: str) -> None:
-    """Fail once, after drafts have been verified in some steps: in a method of das-adapter, or a function."""
-    stock, calls = getattr(owner, name), itertools.count()
+    """Fail once, after drafts have been verified in some steps: in a method of
+    das-adapter, or a function.
+    """
+    stock = getattr(owner, name)
+    calls = itertools.count()
 
     @functools.wraps(stock)
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -329,13 +424,22 @@ PLACES = {
 }
 """Of the way of a draft, where it may fail in a later step."""
 SABOTAGE = {
-    **{f"failing once in {place}": functools.partial(failing_once, *found) for place, found in PLACES.items()},
+    **{
+        f"failing once in {place}": functools.partial(failing_once, *found)
+        for place, found in PLACES.items()
+    },
     "any draft length": functools.partial(any_length, False),
-    "any draft length, noted verification": functools.partial(noted, functools.partial(any_length, False)),
+    "any draft length, noted verification": functools.partial(
+        noted, functools.partial(any_length, False)
+    ),
     "any draft length, reading along": functools.partial(any_length, True),
-    "any draft length, warmed up": functools.partial(warmed_up, functools.partial(any_length, False)),
+    "any draft length, warmed up": functools.partial(
+        warmed_up, functools.partial(any_length, False)
+    ),
     "drafter without weights": drafter_without_weights,
-    "drafter without weights at one place": functools.partial(weights_at_one_place, True),
+    "drafter without weights at one place": functools.partial(
+        weights_at_one_place, True
+    ),
     "failing drafter": failing_drafter,
     "failing drafter, noted verification": functools.partial(noted, failing_drafter),
     "failing search": failing_search,

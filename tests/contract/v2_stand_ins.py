@@ -1,5 +1,6 @@
-"""Kernels of vLLM's V2 model runner in NumPy: Triton's interpreter takes a millisecond or more for each request and
-each row of logits. A job that is `interpreted` runs both and compares them, bit for bit.
+"""Kernels of vLLM's V2 model runner in NumPy: Triton's interpreter takes a millisecond
+or more for each request and each row of logits. A job that is `interpreted` runs both
+and compares them, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from reference_noise import gumbel
 
-U, F = np.uint32, np.float32
+U = np.uint32
+F = np.float32
 NEVER = F(-np.inf)
 
 
@@ -27,15 +29,19 @@ COMPARED: dict[str, int] = {}
 
 
 class Launch:
-    """Stands in the place of a kernel, `kernel[grid](*args, **constants)`: computes with its tensors and constants."""
+    """Stands in the place of a kernel, `kernel[grid](*args, **constants)`: computes
+    with its tensors and constants.
+    """
 
     def __init__(self, compute: Callable[..., None], kernel: Any) -> None:
         """
         Args:
-            compute: called with the tensors among the arguments, None where one is missing, and the constants.
+            compute: called with the tensors among the arguments, None where one is
+                missing, and the constants.
             kernel: is run as well, and the results are compared; None: it is not.
         """
-        self._compute, self._kernel = compute, kernel
+        self._compute = compute
+        self._kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **constants: Any) -> None:
@@ -50,10 +56,15 @@ class Launch:
         return run
 
 
-def compare(compute: Callable[..., Any], found: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
+def compare(
+    compute: Callable[..., Any], found: Sequence[Tensor | None], expected: Sequence[Any]
+) -> None:
     """Hold what stands in against what it stands for."""
     for a, b in zip(found, expected, strict=True):
-        assert a is None or a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes(), compute.__doc__
+        assert (
+            a is None
+            or a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes()
+        ), compute.__doc__
     COMPARED[compute.__name__] = COMPARED.get(compute.__name__, 0) + 1
 
 
@@ -61,19 +72,42 @@ def install(compared: bool) -> None:
     """Put them in the place of vLLM's; `compared`: compute both."""
     import vllm.v1.worker.cpu.model_runner  # noqa: F401  # first, it replaces parts of torch
     from vllm.v1.worker.gpu import block_table, input_batch, structured_outputs
-    from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties, sampler
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+    from vllm.v1.worker.gpu.sample import (
+        bad_words,
+        gumbel,
+        logit_bias,
+        logprob,
+        min_p,
+        penalties,
+        sampler,
+    )
+    from vllm.v1.worker.gpu.spec_decode import (
+        rejection_sampler,
+        rejection_sampler_utils,
+    )
 
     from das_adapter.engine.v2 import confidence, limits, ranking
 
     for owners, compute, written in (
         ((gumbel, sampler), gumbel_sample, lambda *_: []),
-        ((block_table.BlockTables,), gather_block_tables, lambda tables, *_: tables.input_block_tables),
-        ((block_table.BlockTables,), compute_slot_mappings, lambda tables, *_: [tables.slot_mappings]),
+        (
+            (block_table.BlockTables,),
+            gather_block_tables,
+            lambda tables, *_: tables.input_block_tables,
+        ),
+        (
+            (block_table.BlockTables,),
+            compute_slot_mappings,
+            lambda tables, *_: [tables.slot_mappings],
+        ),
     ):
         stock = getattr(owners[0], compute.__name__)
         for owner in owners:
-            setattr(owner, compute.__name__, both(compute, stock, written) if compared else compute)
+            setattr(
+                owner,
+                compute.__name__,
+                both(compute, stock, written) if compared else compute,
+            )
     for module, name, compute in (
         (gumbel, "_temperature_kernel", temper),
         (logprob, "_topk_log_softmax_kernel", log_softmax),
@@ -95,15 +129,23 @@ def install(compared: bool) -> None:
         (confidence, "write_kind", write_kind),
         (ranking, "admit", admit),
     ):
-        setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
-    structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
+        setattr(
+            module, name, Launch(compute, getattr(module, name) if compared else None)
+        )
+    # the interpreter cannot run it
+    structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)
     for module in (gumbel, rejection_sampler_utils):
-        if hasattr(module, "tldevice"):  # the noise of vLLM 0.29 and 0.30 has it, and what is drawn after a rejection
+        # the noise of vLLM 0.29 and 0.30 has it, and what is drawn after a rejection
+        if hasattr(module, "tldevice"):
             module.tldevice = SimpleNamespace(log1p=log1p)
 
 
-def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute a function's or a method's answer both ways; `written`: what else it writes to."""
+def both(
+    compute: Callable[..., Any], stock: Callable[..., Any], written: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Compute a function's or a method's answer both ways; `written`: what else it
+    writes to.
+    """
 
     @functools.wraps(stock)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +154,15 @@ def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callab
             for target in written(*args):
                 target.zero_()
             made = way(*args, **kwargs)
-            answers.append([x.clone() for x in (*written(*args), *((made,) if torch.is_tensor(made) else made))])
+            answers.append(
+                [
+                    x.clone()
+                    for x in (
+                        *written(*args),
+                        *((made,) if torch.is_tensor(made) else made),
+                    )
+                ]
+            )
         compare(compute, *answers)
         return made
 
@@ -120,11 +170,17 @@ def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callab
 
 
 def gather_block_tables(
-    self: Any, idx_mapping: Tensor, num_reqs_padded: int, out: tuple[Tensor, ...] | None = None, **_: Any
+    self: Any,
+    idx_mapping: Tensor,
+    num_reqs_padded: int,
+    out: tuple[Tensor, ...] | None = None,
+    **_: Any,
 ) -> tuple[Tensor, ...]:
     """`BlockTables.gather_block_tables`, of groups without a sliding window."""
     targets = self.input_block_tables if out is None else out
-    for source, target, counts in zip(self.block_tables, targets, self.num_blocks.gpu, strict=True):
+    for source, target, counts in zip(
+        self.block_tables, targets, self.num_blocks.gpu, strict=True
+    ):
         for row, slot in enumerate(idx_mapping.tolist()):
             target[row, : counts[slot]] = source.gpu[slot, : counts[slot]]
         target[len(idx_mapping) : num_reqs_padded] = 0
@@ -145,9 +201,15 @@ def compute_slot_mappings(
     slots = np.repeat(idx_mapping.numpy(), np.diff(starts))
     pos = positions[: starts[-1]].numpy()
     target.fill_(-1)
-    for group, (table, size) in enumerate(zip(self.block_tables, self.block_sizes, strict=True)):
-        mapping = table.gpu.numpy()[slots, pos // size].astype(np.int64) * size + pos % size
-        target[group, : len(mapping)] = torch.from_numpy(np.where(slots < 0, -1, mapping))
+    for group, (table, size) in enumerate(
+        zip(self.block_tables, self.block_sizes, strict=True)
+    ):
+        mapping = (
+            table.gpu.numpy()[slots, pos // size].astype(np.int64) * size + pos % size
+        )
+        target[group, : len(mapping)] = torch.from_numpy(
+            np.where(slots < 0, -1, mapping)
+        )
     return target[:, :num_tokens_padded]
 
 
@@ -163,7 +225,9 @@ def read_prompts(
 ) -> None:
     """`_prepare_prefill_inputs_kernel`."""
     for row, slot in enumerate(slots.tolist()):
-        done, whole, (begin, end) = int(computed[slot]), int(prefill[slot]), starts[row : row + 2].tolist()
+        done = int(computed[slot])
+        whole = int(prefill[slot])
+        (begin, end) = starts[row : row + 2].tolist()
         if done < whole:
             after = done + end - begin
             input_ids[begin:end] = texts[slot, done:after]
@@ -171,7 +235,14 @@ def read_prompts(
                 following[i, slot] = texts[slot, after + i] if after + i < whole else 0
 
 
-def place(pos: Tensor, seq_lens: Tensor, slots: Tensor, starts: Tensor, computed: Tensor, **_: int) -> None:
+def place(
+    pos: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    computed: Tensor,
+    **_: int,
+) -> None:
     """`_prepare_pos_seq_lens_kernel`."""
     seq_lens[len(slots) :] = 0
     for row, done in enumerate(computed[slots].tolist()):
@@ -197,7 +268,9 @@ def read_drafts(
     assert NUM_NEW_SAMPLED_TOKENS == 1
     for row, slot in enumerate(slots.tolist()):
         first, after = cu_num_logits[row : row + 2].tolist()
-        end, length, whole = int(starts[row + 1]), int(seq_lens[row]), int(prefill[slot])
+        end = int(starts[row + 1])
+        length = int(seq_lens[row])
+        whole = int(prefill[slot])
         begin = end - (after - first)
         logits_indices[first:after] = torch.arange(begin, end)
         if length > whole:
@@ -206,7 +279,9 @@ def read_drafts(
             input_ids[begin + 1 : end] = drafts[slot, : after - first - 1]
 
 
-def expand(slots: Tensor, expanded: Tensor, local: Tensor, cu_num_logits: Tensor, **_: int) -> None:
+def expand(
+    slots: Tensor, expanded: Tensor, local: Tensor, cu_num_logits: Tensor, **_: int
+) -> None:
     """`_expand_idx_mapping_kernel`."""
     counts = cu_num_logits[: len(slots) + 1].diff()
     expanded.copy_(slots.repeat_interleave(counts))
@@ -214,12 +289,19 @@ def expand(slots: Tensor, expanded: Tensor, local: Tensor, cu_num_logits: Tensor
 
 
 def count(
-    num_sampled: Tensor, num_rejected: Tensor, seq_lens: Tensor, cu_num_logits: Tensor, slots: Tensor, prefill: Tensor
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    seq_lens: Tensor,
+    cu_num_logits: Tensor,
+    slots: Tensor,
+    prefill: Tensor,
 ) -> None:
     """`_get_num_sampled_and_rejected_kernel`."""
     reading = seq_lens[: len(slots)] < prefill[slots]
     num_sampled[reading] = 0
-    num_rejected.copy_((cu_num_logits[: len(slots) + 1].diff() - num_sampled) * ~reading)
+    num_rejected.copy_(
+        (cu_num_logits[: len(slots) + 1].diff() - num_sampled) * ~reading
+    )
 
 
 def append(
@@ -240,34 +322,57 @@ def append(
     """`_post_update_kernel`, of the last pipeline rank."""
     assert written is not None and starts is not None and drafts is None
     for row, slot in enumerate(slots.tolist()):
-        got, length = int(num_sampled[row]), int(total_len[slot])
+        got = int(num_sampled[row])
+        length = int(total_len[slot])
         if slot < 0:
             continue
         new = sampled[row, :got]
         if got:
-            last[slot], total_len[slot] = new[-1], length + got
+            last[slot] = new[-1]
+            total_len[slot] = length + got
             texts[slot, length : length + got] = new
             np.add.at(written[slot].numpy(), new.numpy(), 1)
         computed[slot] += starts[row + 1] - starts[row] - num_rejected[row]
 
 
-def mask(logits: Tensor, places: Tensor, cu_num_logits: Tensor, bits: Tensor, MASK_STRIDE: int, **_: int) -> None:
+def mask(
+    logits: Tensor,
+    places: Tensor,
+    cu_num_logits: Tensor,
+    bits: Tensor,
+    MASK_STRIDE: int,
+    **_: int,
+) -> None:
     """`_apply_grammar_bitmask_kernel`."""
     for row, place in enumerate(places.tolist()):
         request, local = divmod(place, MASK_STRIDE)
         first, after = cu_num_logits[request : request + 2].tolist()
         if first + local < after:
-            allowed = np.unpackbits(bits[row].numpy().view(np.uint8), bitorder="little")[: logits.shape[1]]
+            allowed = np.unpackbits(
+                bits[row].numpy().view(np.uint8), bitorder="little"
+            )[: logits.shape[1]]
             logits.numpy()[first + local, allowed == 0] = NEVER
 
 
-def flatten(flat: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: Tensor, **_: int) -> None:
+def flatten(
+    flat: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: Tensor, **_: int
+) -> None:
     """`_flatten_sampled_kernel`."""
-    for row, (got, first) in enumerate(zip(num_sampled.tolist(), cu_num_logits.tolist(), strict=False)):
+    for row, (got, first) in enumerate(
+        zip(num_sampled.tolist(), cu_num_logits.tolist(), strict=False)
+    ):
         flat[first : first + got] = sampled[row, :got]
 
 
-def leave_out(logits: Tensor, slots: Tensor, heat: Tensor, k: Tensor, p: Tensor, least: Tensor, **_: int) -> None:
+def leave_out(
+    logits: Tensor,
+    slots: Tensor,
+    heat: Tensor,
+    k: Tensor,
+    p: Tensor,
+    least: Tensor,
+    **_: int,
+) -> None:
     """`leave_out` of `das_adapter.engine.v2.limits`."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
@@ -275,36 +380,58 @@ def leave_out(logits: Tensor, slots: Tensor, heat: Tensor, k: Tensor, p: Tensor,
     some = (slots >= 0) & (heat > 0) & ((k < logits.shape[1]) | (p < 1) | (least > 0))
     if some.any():
         rows = logits[some].float() / heat[some, None]
-        rows.masked_fill_(rows - rows.amax(1, keepdim=True) < least[some, None].log(), -torch.inf)
+        rows.masked_fill_(
+            rows - rows.amax(1, keepdim=True) < least[some, None].log(), -torch.inf
+        )
         within = apply_top_k_top_p_pytorch(rows, k[some], p[some])
         logits[some] = logits[some].masked_fill(within == -torch.inf, -torch.inf)
 
 
 def sum_others(
-    parts: Tensor, logits: Tensor, drawn: Tensor, slots: Tensor, temperature: Tensor, BLOCK: int, **_: int
+    parts: Tensor,
+    logits: Tensor,
+    drawn: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    BLOCK: int,
+    **_: int,
 ) -> None:
     """`sum_others` of `das_adapter.engine.v2.confidence`."""
     known = slots >= 0
-    rows, token, heat = logits[known].float().numpy(), drawn[known, None].numpy(), temperature[slots[known]].numpy()
+    rows = logits[known].float().numpy()
+    token = drawn[known, None].numpy()
+    heat = temperature[slots[known]].numpy()
     heat = np.where(heat > 0, heat, F(1))[:, None]
     own = np.take_along_axis(rows, token, 1)
     np.put_along_axis(rows, token, NEVER, 1)
     beside = np.full((len(rows), parts.shape[1] * BLOCK), F(0))
     beside[:, : rows.shape[1]] = np.exp(np.minimum((rows - own) / heat, F(40)))
-    parts[known] = torch.from_numpy(beside.reshape(len(rows), parts.shape[1], BLOCK).sum(2))
+    parts[known] = torch.from_numpy(
+        beside.reshape(len(rows), parts.shape[1], BLOCK).sum(2)
+    )
 
 
 def write_kind(
-    kinds: Tensor, chances: Tensor, parts: Tensor, slots: Tensor, steps: Tensor, table: Tensor, EACH: int, **_: int
+    kinds: Tensor,
+    chances: Tensor,
+    parts: Tensor,
+    slots: Tensor,
+    steps: Tensor,
+    table: Tensor,
+    EACH: int,
+    **_: int,
 ) -> None:
     """`write_kind` of `das_adapter.engine.v2.confidence`."""
     from das_adapter.core.confidence import EVEN, KINDS
 
     rows = (slots >= 0).nonzero()[:, 0]
     odds = -np.log2(np.maximum(parts[rows].numpy().sum(1), F(1e-9)))
-    kind = torch.from_numpy(np.clip(np.floor(odds).astype(np.int64) + EVEN, 0, KINDS - 1))
+    kind = torch.from_numpy(
+        np.clip(np.floor(odds).astype(np.int64) + EVEN, 0, KINDS - 1)
+    )
     step = steps[rows] if EACH > 1 else steps.expand(len(rows))
-    kinds[rows // EACH, step.long()], chances[rows // EACH, step.long()] = kind.to(torch.uint8), table[kind]
+    kinds[rows // EACH, step.long()] = kind.to(torch.uint8)
+    chances[rows // EACH, step.long()] = table[kind]
 
 
 def admit(
@@ -328,10 +455,16 @@ def admit(
     number = most
     if budget >= 0:
         key = keys.numpy()[:requests]
-        key[:], key[:, : chances.shape[1]] = -1, ranking.keys_of(shares.numpy(), chances.numpy()[slots.numpy()])
+        key[:] = -1
+        key[:, : chances.shape[1]] = ranking.keys_of(
+            shares.numpy(), chances.numpy()[slots.numpy()]
+        )
         number = ranking.most_likely(key, budget)
     admitted.numpy()[:requests] = number
-    for begins, counts in ((cu_num_logits, number + bonus), (query_start_loc, number + others)):
+    for begins, counts in (
+        (cu_num_logits, number + bonus),
+        (query_start_loc, number + others),
+    ):
         begins[0] = 0
         begins.numpy()[1 : requests + 1] = np.cumsum(counts)
     query_start_loc[requests + 1 :] = query_start_loc[requests].clone()
@@ -352,19 +485,25 @@ def gumbel_sample(
     """Draw one token a row, as vLLM's `gumbel_sample` does."""
     assert not use_fp64
     if logits_cache is not None and logits_cache_col is not None:
-        known, column = slots >= 0, logits_cache_col.long().expand(len(slots))
+        known = slots >= 0
+        column = logits_cache_col.long().expand(len(slots))
         logits_cache[slots[known], column[known]] = logits[known]
-    rows, at = logits.float().numpy(), slots.numpy()
+    rows = logits.float().numpy()
+    at = slots.numpy()
     own = temperature.numpy()[at]
     if apply_temperature:
         rows = rows / np.where(own == 0, F(1), own)[:, None]
-    drawn = rows + keyed_noise()(seed.numpy()[at], pos.numpy() + (is_drafting << 30), rows.shape[1])
+    drawn = rows + keyed_noise()(
+        seed.numpy()[at], pos.numpy() + (is_drafting << 30), rows.shape[1]
+    )
     greedy = own == 0
     return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
 
 
 def keyed_noise() -> Callable[..., Any]:
-    """Return the noise of this vLLM, of seeds and positions int64 [rows] and a size of the vocabulary."""
+    """Return the noise of this vLLM, of seeds and positions int64 [rows] and a size of
+    the vocabulary.
+    """
     from vllm.v1.worker.gpu.sample import gumbel
 
     return _philox_noise if hasattr(gumbel, "tldevice") else _murmur_noise
@@ -381,21 +520,36 @@ def log1p(x: Any) -> Any:
 def _philox_noise(seed: np.ndarray, pos: np.ndarray, vocab: int) -> Any:
     """Of vLLM 0.29 and 0.30: the key is a draw of its own."""
     keys = _philox(seed.astype(np.uint64), pos.astype(np.uint64)).astype(np.uint64)
-    drawn = _philox(keys[:, None], np.arange(vocab, dtype=np.uint64)[None, :]).view(np.int32)
-    u = np.maximum(np.where(drawn < 0, ~drawn, drawn).astype(F) * F(4.6566127342e-10), F(4.6566127342e-10))
+    drawn = _philox(keys[:, None], np.arange(vocab, dtype=np.uint64)[None, :]).view(
+        np.int32
+    )
+    u = np.maximum(
+        np.where(drawn < 0, ~drawn, drawn).astype(F) * F(4.6566127342e-10),
+        F(4.6566127342e-10),
+    )
     return -np.log(-np.log1p(-u))
 
 
 def _philox(key: Any, offset: Any) -> Any:
     """The first word of Philox4x32-10, as `tl.randint`."""
-    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
-    k0, k1 = key & low, key >> high
+    low = np.uint64(0xFFFFFFFF)
+    high = np.uint64(32)
+    k0 = key & low
+    k1 = key >> high
     zero = np.zeros_like(key + offset)
-    c0, c1, c2, c3 = (offset & low) + zero, (offset >> high) + zero, zero, zero
+    c0 = (offset & low) + zero
+    c1 = (offset >> high) + zero
+    c2 = zero
+    c3 = zero
     for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & low, (a >> high) ^ c3 ^ k1, a & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+        a = c0 * np.uint64(0xD2511F53)
+        b = c2 * np.uint64(0xCD9E8D57)
+        c0 = (b >> high) ^ c1 ^ k0
+        c1 = b & low
+        c2 = (a >> high) ^ c3 ^ k1
+        c3 = a & low
+        k0 = (k0 + np.uint64(0x9E3779B9)) & low
+        k1 = (k1 + np.uint64(0xBB67AE85)) & low
     return c0.astype(U)
 
 
@@ -405,15 +559,19 @@ def _murmur_noise(seed: np.ndarray, pos: np.ndarray, vocab: int) -> Any:
 
 def temper(logits: Tensor, slots: Tensor, temperature: Tensor, **_: int) -> None:
     """`_temperature_kernel`."""
-    rows, own = logits.numpy(), temperature.numpy()[slots.numpy()]
+    rows = logits.numpy()
+    own = temperature.numpy()[slots.numpy()]
     hot = (own != 0) & (own != 1)
     rows[hot] /= own[hot, None]
 
 
-def log_softmax(output: Tensor, logits: Tensor, ids: Tensor, BLOCK_SIZE: int, **_: int) -> None:
+def log_softmax(
+    output: Tensor, logits: Tensor, ids: Tensor, BLOCK_SIZE: int, **_: int
+) -> None:
     """`_topk_log_softmax_kernel`."""
     rows = logits.float().numpy()
-    most, total = rows.max(1), np.zeros(len(rows), dtype=F)
+    most = rows.max(1)
+    total = np.zeros(len(rows), dtype=F)
     for begin in range(0, rows.shape[1], BLOCK_SIZE):
         part = rows[:, begin : begin + BLOCK_SIZE]
         block = np.zeros((len(rows), BLOCK_SIZE), dtype=F)
@@ -426,7 +584,11 @@ def log_softmax(output: Tensor, logits: Tensor, ids: Tensor, BLOCK_SIZE: int, **
 def rank(output: Tensor, logits: Tensor, tokens: Tensor, **_: int) -> None:
     """`_ranks_kernel`."""
     rows = logits.numpy()
-    output.copy_(torch.from_numpy((rows >= np.take_along_axis(rows, tokens.numpy()[:, None], 1)).sum(1)))
+    output.copy_(
+        torch.from_numpy(
+            (rows >= np.take_along_axis(rows, tokens.numpy()[:, None], 1)).sum(1)
+        )
+    )
 
 
 def choose_ids(
@@ -461,7 +623,8 @@ def penalise(
     **_: int,
 ) -> None:
     """`_penalties_kernel`."""
-    rows, places = logits.numpy(), local.tolist()
+    rows = logits.numpy()
+    places = local.tolist()
     for row, slot in enumerate(slots.tolist()):
         again, often, there = (F(x[slot]) for x in (repetition, frequency, presence))
         if (again, often, there) == (1, 0, 0):
@@ -469,7 +632,9 @@ def penalise(
         counts = written[slot].numpy().copy()
         np.add.at(counts, fed[row - places[row] + 1 : row + 1].numpy(), 1)
         if again != 1:
-            bits = np.unpackbits(in_prompt[slot].numpy().view(np.uint8), bitorder="little")[: rows.shape[1]]
+            bits = np.unpackbits(
+                in_prompt[slot].numpy().view(np.uint8), bitorder="little"
+            )[: rows.shape[1]]
             scale = np.where((bits > 0) | (counts > 0), again, F(1))
             rows[row] *= np.where(rows[row] > 0, F(1) / scale, scale)
         rows[row] -= often * counts.astype(F)
@@ -493,7 +658,9 @@ def bias_logits(
     **_: int,
 ) -> None:
     """`_bias_kernel`: allowed tokens, bias, and no stop before `min_tokens`."""
-    for row, slot, place in zip(logits.numpy(), slots.tolist(), pos.tolist(), strict=True):
+    for row, slot, place in zip(
+        logits.numpy(), slots.tolist(), pos.tolist(), strict=True
+    ):
         if count := int(allowed[slot]):
             some = allowed_ids[slot, :count].numpy()
             kept = row[some]
@@ -523,20 +690,25 @@ def forbid_words(
     local: Tensor,
 ) -> None:
     """`_bad_words_kernel`."""
-    rows, places = logits.numpy(), local.tolist()
+    rows = logits.numpy()
+    places = local.tolist()
     for row, slot in enumerate(slots.tolist()):
         for word in range(int(number[slot])):
             begin, end = offsets[slot, word : word + 2].tolist()
             *before, last = words[slot, begin:end].tolist()
             written = texts[slot, int(prompt_len[slot]) : int(total_len[slot])].tolist()
             written += fed[row - places[row] + 1 : row + 1].tolist()
-            if len(before) <= len(written) and written[len(written) - len(before) :] == before:
+            if (
+                len(before) <= len(written)
+                and written[len(written) - len(before) :] == before
+            ):
                 rows[row, last] = NEVER
 
 
 def cut_improbable(logits: Tensor, slots: Tensor, min_p: Tensor, **_: int) -> None:
     """`_min_p_kernel`."""
-    rows, least = logits.numpy(), min_p.numpy()[slots.numpy()]
+    rows = logits.numpy()
+    least = min_p.numpy()[slots.numpy()]
     some = np.flatnonzero(least)
     threshold = rows[some].max(1) + np.log(least[some])
     rows[some] = np.where(rows[some] < threshold[:, None], NEVER, rows[some])

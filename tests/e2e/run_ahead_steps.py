@@ -16,12 +16,21 @@ def same(some: Steps, others: Steps, keys: Sequence[str]) -> None:
 
 
 def drafted_ahead(steps: Steps) -> list[dict[str, Any]]:
-    """Check a run whose first step was not written ahead; return the steps that were, which repeat it."""
+    """Check a run whose first step was not written ahead; return the steps that were,
+    which repeat it.
+    """
     first, *later = steps
     assert "das/run_ahead_tokens" not in first
     assert all(step["das/health"] == 1 for step in steps)
     written = [step for step in later if "das/run_ahead_tokens" in step]
-    assert written  # the first step has a tail at least; one that drafts much may have none
+    # the first step has a tail at least; one that drafts much may have none
+    assert written
     tokens = sum(step["das/run_ahead_tokens"] for step in written)
-    assert sum(step["das/run_ahead_repeated"] * step["das/run_ahead_tokens"] for step in written) > 0.3 * tokens
+    assert (
+        sum(
+            step["das/run_ahead_repeated"] * step["das/run_ahead_tokens"]
+            for step in written
+        )
+        > 0.3 * tokens
+    )
     return written

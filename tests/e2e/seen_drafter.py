@@ -1,4 +1,6 @@
-"""The CPU worker of NeMo-RL's engines, which writes down the drafter's weights after each refit."""
+"""The CPU worker of NeMo-RL's engines, which writes down the drafter's weights after
+each refit.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,9 @@ class SeenDrafter(CpuWorker, vllm_backend.VllmInternalWorkerExtension):  # type:
 
     def update_weights_via_ipc_zmq(self) -> bool:
         done = super().update_weights_via_ipc_zmq()
-        weights = {name: weight.clone() for name, weight in self.model_runner.drafter.model.state_dict().items()}
+        weights = {
+            name: weight.clone()
+            for name, weight in self.model_runner.drafter.model.state_dict().items()
+        }
         save_file(weights, Path(os.environ[SEEN]) / f"{next(self._refits)}.safetensors")
         return bool(done)

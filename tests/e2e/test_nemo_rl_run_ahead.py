@@ -1,4 +1,6 @@
-"""Runs of NeMo-RL's trainer on two workers, of which the one that has nothing left writes ahead for the next step."""
+"""Runs of NeMo-RL's trainer on two workers, of which the one that has nothing left
+writes ahead for the next step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip(
+    "nemo_rl",
+    reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH",
+)
 pytest.importorskip("vllm")
 import arms
 from run_ahead_steps import drafted_ahead, same
@@ -36,8 +41,10 @@ AHEAD = [*arms.ARMS["history"], f"{arms.DAS}.history.run_ahead=auto"]
 
 @dataclass
 class Runs:
-    """Four steps, in which every problem is met once, off and with run-ahead, and the last two again, resumed; with
-    run-ahead after a run that was killed in the third step, while it wrote the fourth."""
+    """Four steps, in which every problem is met once, off and with run-ahead, and the
+    last two again, resumed; with run-ahead after a run that was killed in the third
+    step, while it wrote the fourth.
+    """
 
     off: arms.Steps
     ahead: arms.Steps
@@ -50,21 +57,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     out = tmp_path_factory.mktemp("ahead")
 
     def run(name: str, arm: list[str], saved: str) -> arms.Steps:
-        steps = arms.run(name, [*arm, *FOUR_STEPS, f"checkpointing.checkpoint_dir={out / saved}"], out)
-        assert "written ahead" not in (out / f"{name}.log").read_text()  # nothing to complain of
+        steps = arms.run(
+            name,
+            [*arm, *FOUR_STEPS, f"checkpointing.checkpoint_dir={out / saved}"],
+            out,
+        )
+        # nothing to complain of
+        assert "written ahead" not in (out / f"{name}.log").read_text()
         return steps
 
     with pytest.MonkeyPatch.context() as patch:  # as in test_nemo_rl_runs.py
         where = [str(STEADY), str(STEADY.parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, where)))
-        whole = [run("off", arms.ARMS["off"], "of_off"), run("ahead", AHEAD, "of_ahead")]
+        whole = [
+            run("off", arms.ARMS["off"], "of_off"),
+            run("ahead", AHEAD, "of_ahead"),
+        ]
         for saved in ("of_off", "of_ahead"):
             shutil.rmtree(out / saved / "step_4")
         resumed_off = run("resumed_off", arms.ARMS["off"], "of_off")
         patch.setenv("DAS_TEST_KILLED_IN", "3")
         with pytest.raises(SystemExit):
             run("killed", AHEAD, "of_ahead")
-        assert not (out / "killed.jsonl").exists() or not arms.steps(out / "killed.jsonl")
+        assert not (out / "killed.jsonl").exists() or not arms.steps(
+            out / "killed.jsonl"
+        )
         patch.delenv("DAS_TEST_KILLED_IN")
         rest = [resumed_off, run("resumed", AHEAD, "of_ahead")]
     return Runs(*whole, *rest)
@@ -86,7 +103,9 @@ def test_what_is_written_ahead_is_not_in_the_history(runs: Runs) -> None:
         assert step["das/history_tokens"] == pytest.approx(written)
 
 
-def test_a_run_that_was_killed_while_it_wrote_ahead_is_resumed_as_it_was(runs: Runs) -> None:
+def test_a_run_that_was_killed_while_it_wrote_ahead_is_resumed_as_it_was(
+    runs: Runs,
+) -> None:
     assert len(runs.resumed) == 2
     assert drafted_ahead(runs.resumed)
     same(runs.resumed_off, runs.resumed, FIGURES)

@@ -1,4 +1,6 @@
-"""Whole runs of NeMo-RL's trainers: real Ray, real generation workers, real vLLM, real refits, a policy that trains."""
+"""Whole runs of NeMo-RL's trainers: real Ray, real generation workers, real vLLM, real
+refits, a policy that trains.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip(
+    "nemo_rl",
+    reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH",
+)
 pytest.importorskip("vllm")
 import arms
 
 pytestmark = pytest.mark.e2e
 
-# Four problems in two steps an epoch; one response in some steps runs into the end of the context.
+# Four problems in two steps an epoch; one response in some steps runs into the end of
+# the context.
 SMALL = [
     "grpo.max_num_steps=4",
     "--problems",
@@ -36,7 +42,9 @@ STEADY = Path(__file__).resolve().parents[1] / "contract" / "steady"
 
 @pytest.fixture(scope="module", autouse=True)
 def _steady() -> Iterator[None]:
-    """What the shipped block decides is the same on every machine: for das-adapter each step takes equally long."""
+    """What the shipped block decides is the same on every machine: for das-adapter each
+    step takes equally long.
+    """
     where = [str(STEADY), str(STEADY.parent), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, where)))
@@ -51,16 +59,28 @@ def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
     return {name: arms.steps(out / f"{name}.jsonl") for name in arms.ARMS}
 
 
-def test_training_is_the_same_to_the_last_token_and_the_last_gradient(sync: Any) -> None:
-    off, history = sync["off"], sync["history"]
+def test_training_is_the_same_to_the_last_token_and_the_last_gradient(
+    sync: Any,
+) -> None:
+    off = sync["off"]
+    history = sync["history"]
     assert len(off) == len(history) == 4
     for a, b in zip(off, history, strict=True):
-        for key in ("das/token_hash", "reward", "loss", "grad_norm", "truncation_rate", "max_gen_tokens_per_sample"):
+        for key in (
+            "das/token_hash",
+            "reward",
+            "loss",
+            "grad_norm",
+            "truncation_rate",
+            "max_gen_tokens_per_sample",
+        ):
             assert a[key] == b[key], key
 
 
 def test_no_response_ends_earlier_than_without_speculation(sync: Any) -> None:
-    """The batch has responses that only the end of the context stops: NeMo-RL's clamp would cut them earlier."""
+    """The batch has responses that only the end of the context stops: NeMo-RL's clamp
+    would cut them earlier.
+    """
     assert max(step["truncation_rate"] for step in sync["off"]) > 0
 
 
@@ -82,7 +102,9 @@ def test_drafts_are_accepted_from_the_second_epoch_on(sync: Any) -> None:
 def test_nemo_rls_own_figures_agree_with_ours(sync: Any) -> None:
     for step in sync["history"]:
         assert step["das/health"] == 1
-        assert step["vllm/spec_acceptance_length"] == pytest.approx(step["das/acceptance_length"], rel=0.05)
+        assert step["vllm/spec_acceptance_length"] == pytest.approx(
+            step["das/acceptance_length"], rel=0.05
+        )
 
 
 def test_validation_never_enters_the_history(sync: Any) -> None:
@@ -105,7 +127,9 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> arms.Steps:
 
 
 @pytest.mark.long
-def test_an_asynchronous_run_drafts_while_its_weights_are_updated(asynchronous: Any) -> None:
+def test_an_asynchronous_run_drafts_while_its_weights_are_updated(
+    asynchronous: Any,
+) -> None:
     versions = [step["das/weight_version"] for step in asynchronous]
     assert versions == sorted(set(versions))
     assert max(step["das/acceptance_length"] for step in asynchronous[2:]) > 1.2
@@ -116,8 +140,13 @@ def test_an_asynchronous_run_drafts_while_its_weights_are_updated(asynchronous: 
 
 @pytest.mark.long
 def test_by_yaml_alone_a_stock_driver_speculates(tmp_path: Path) -> None:
-    steps = arms.run("stock", [*arms.ARMS["history"], *SMALL, "--stock-driver"], tmp_path)
-    assert steps[0]["vllm/spec_num_accepted_tokens"] < steps[-1]["vllm/spec_num_accepted_tokens"]
+    steps = arms.run(
+        "stock", [*arms.ARMS["history"], *SMALL, "--stock-driver"], tmp_path
+    )
+    assert (
+        steps[0]["vllm/spec_num_accepted_tokens"]
+        < steps[-1]["vllm/spec_num_accepted_tokens"]
+    )
     assert all("das/health" not in step for step in steps)
 
 
@@ -131,34 +160,49 @@ KEPT = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, arms.Steps]:
-    """A run that saves a checkpoint after its third step, in the second of its epochs."""
+    """A run that saves a checkpoint after its third step, in the second of its
+    epochs.
+    """
     out = tmp_path_factory.mktemp("saved")
     where = f"checkpointing.checkpoint_dir={out / 'checkpoints'}"
     return out, arms.run("history", [*arms.ARMS["history"], *SMALL, *KEPT, where], out)
 
 
 @pytest.mark.long
-def test_a_resumed_run_drafts_from_its_first_step_and_writes_the_tokens_of_off(saved: Any) -> None:
+def test_a_resumed_run_drafts_from_its_first_step_and_writes_the_tokens_of_off(
+    saved: Any,
+) -> None:
     out, before = saved
-    where = f"checkpointing.checkpoint_dir={out / 'checkpoints'}"  # it is read where `enabled` is false, too
-    off, history = (arms.run(f"resumed_{arm}", [*arms.ARMS[arm], *SMALL, where], out) for arm in ("off", "history"))
+    where = (  # it is read where `enabled` is false, too
+        f"checkpointing.checkpoint_dir={out / 'checkpoints'}"
+    )
+    off, history = (
+        arms.run(f"resumed_{arm}", [*arms.ARMS[arm], *SMALL, where], out)
+        for arm in ("off", "history")
+    )
     assert len(off) == len(history) == 1  # the fourth step
     for key in ("das/token_hash", "reward", "loss", "grad_norm"):
         assert off[0][key] == history[0][key], key
     first = history[0]
     assert first["das/token_hash"] not in {step["das/token_hash"] for step in before}
     assert first["das/history_hits"] == 1
-    assert first["das/history_tokens"] == pytest.approx(PER_STEP * sum(s["mean_gen_tokens_per_sample"] for s in before))
+    assert first["das/history_tokens"] == pytest.approx(
+        PER_STEP * sum(s["mean_gen_tokens_per_sample"] for s in before)
+    )
     assert first["das/acceptance_length"] > 1.5
     assert first["das/tokens_per_forward"] > before[0]["das/tokens_per_forward"]
     assert off[0]["das/tokens_per_forward"] == 1
 
 
 @pytest.mark.long
-def test_another_run_drafts_from_a_saved_history_from_its_first_step(saved: Any) -> None:
+def test_another_run_drafts_from_a_saved_history_from_its_first_step(
+    saved: Any,
+) -> None:
     out, before = saved
     warm = f"{arms.DAS}.history.load={out / 'checkpoints/step_3/das_history'}"
-    [step] = arms.run("warm", [*arms.ARMS["history"], *SMALL, "grpo.max_num_steps=1", warm], out)
+    [step] = arms.run(
+        "warm", [*arms.ARMS["history"], *SMALL, "grpo.max_num_steps=1", warm], out
+    )
     assert (before[0]["das/history_hits"], step["das/history_hits"]) == (0, 1)
     assert step["das/token_hash"] == before[0]["das/token_hash"]
     assert step["das/tokens_per_forward"] > before[0]["das/tokens_per_forward"]
@@ -171,8 +215,13 @@ def test_another_tokenizers_history_stops_the_run(saved: Any, tmp_path: Path) ->
     facts = json.loads((foreign / "history.json").read_text())
     (foreign / "history.json").write_text(json.dumps({**facts, "tokenizer": "another"}))
     with pytest.raises(SystemExit, match=r"the refused arm failed"):
-        arms.run("refused", [*arms.ARMS["history"], *SMALL, f"{arms.DAS}.history.load={foreign}"], tmp_path)
+        arms.run(
+            "refused",
+            [*arms.ARMS["history"], *SMALL, f"{arms.DAS}.history.load={foreign}"],
+            tmp_path,
+        )
     message = (
-        f"policy.generation.das.history.load: the history in {str(foreign)!r} was written with tokenizer 'another'"
+        f"policy.generation.das.history.load: the history in {str(foreign)!r} was"
+        " written with tokenizer 'another'"
     )
     assert message in (tmp_path / "refused.log").read_text()

@@ -1,4 +1,6 @@
-"""Runs of the veRL trainer on two replicas, of which the one that has nothing left writes ahead for the next step."""
+"""Runs of the veRL trainer on two replicas, of which the one that has nothing left
+writes ahead for the next step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ AHEAD = f"+{DAS}.history.run_ahead=auto"
 
 @dataclass
 class Runs:
-    """Four steps, in which every problem is met once: off, with the history, and with run-ahead."""
+    """Four steps, in which every problem is met once: off, with the history, and with
+    run-ahead.
+    """
 
     off: list[dict[str, Any]]
     history: list[dict[str, Any]]
@@ -46,7 +50,11 @@ def run(out: Path, *overrides: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, ROOT / "examples/tiny_math/prepare_data.py"],
+        check=True,
+        capture_output=True,
+    )
     out = tmp_path_factory.mktemp("ahead")
     return Runs(
         off=run(out / "off", f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),

@@ -1,8 +1,11 @@
-// Fuzz target for the loaders of index files: any bytes are refused with FileError, or drafted from without a fault.
+// Fuzz target for the loaders of index files: any bytes are refused with FileError, or
+// drafted from without a fault.
 //
-// With clang: clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined -DDAS_LIBFUZZER -Icsrc
+// With clang: clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined
+// -DDAS_LIBFUZZER -Icsrc
 //             tests/native/fuzz_index_file.cpp csrc/suffix_index.cpp
-// Without: the main below damages sound files in a deterministic way, as often as its argument says.
+// Without: the main below damages sound files in a deterministic way, as often as its
+// argument says.
 #include <unistd.h>
 
 #include <cstdio>
@@ -26,14 +29,16 @@ const fs::path& folder() {
   return path;
 }
 
-void write(const fs::path& path, const std::string& data) { std::ofstream(path, std::ios::binary) << data; }
+void write(const fs::path& path, const std::string& data) {
+  std::ofstream(path, std::ios::binary) << data;
+}
 std::string read(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// The checksums of a file made right, as far as its header and table let one find what they cover: so that what lies
-// behind them is tried too.
+// The checksums of a file made right, as far as its header and table let one find what
+// they cover: so that what lies behind them is tried too.
 template <class Entry>
 std::string signed_(std::string data, bool bodies) {
   FileHeader h;
@@ -43,7 +48,9 @@ std::string signed_(std::string data, bool bodies) {
   h.count = std::min<uint64_t>(h.count, (data.size() - sizeof h) / sizeof(Entry));
   for (uint64_t i = 0; bodies && i < h.count; ++i) {
     auto* e = reinterpret_cast<SegmentFile::Entry*>(&data[sizeof h]) + i;
-    if (e->offset > data.size() || std::max({e->tokens, e->places, e->runs}) > data.size()) continue;
+    if (e->offset > data.size() ||
+        std::max({e->tokens, e->places, e->runs}) > data.size())
+      continue;
     if (e->shape().bytes() <= data.size() - e->offset)
       e->checksum = checksum(data.data() + e->offset, e->shape().bytes());
   }
@@ -120,13 +127,18 @@ int main(int argc, char** argv) {
     }
     index.saving().write(folder() / "sound");
   }
-  const std::string sound = read(folder() / "sound"), manifest = read(store / "manifest");
+  const std::string sound = read(folder() / "sound"),
+                    manifest = read(store / "manifest");
   int taken = 0;
   const auto damage = [&](std::string data) {
     for (auto times = rng() % 3 + 1; times; --times) {
       const size_t at = rng() % data.size(), word = at / 4 * 4;
-      const uint32_t odd[] = {
-          0, 1, 0xffffffff, 0x7fffffff, static_cast<uint32_t>(rng()), static_cast<uint32_t>(rng() % 64)};
+      const uint32_t odd[] = {0,
+                              1,
+                              0xffffffff,
+                              0x7fffffff,
+                              static_cast<uint32_t>(rng()),
+                              static_cast<uint32_t>(rng() % 64)};
       switch (rng() % 5) {
         case 0: data[at] = static_cast<char>(rng()); break;
         case 1: data[at] ^= static_cast<char>(1 << rng() % 8); break;
@@ -140,9 +152,12 @@ int main(int argc, char** argv) {
   };
   for (int i = 0; i < rounds; ++i) {
     const std::string damaged = damage(sound);
-    if (damaged != sound && one(damaged)) return std::printf("a damaged file was taken for an index\n"), 1;
+    if (damaged != sound && one(damaged))
+      return std::printf("a damaged file was taken for an index\n"), 1;
     taken += one(signed_<SegmentFile::Entry>(damaged, true));
-    write(store / "manifest", i % 2 ? signed_<std::array<uint64_t, 3>>(damage(manifest), false) : damage(manifest));
+    write(store / "manifest",
+          i % 2 ? signed_<std::array<uint64_t, 3>>(damage(manifest), false)
+                : damage(manifest));
     survives([&] {
       try {
         SuffixIndex index;
@@ -153,7 +168,8 @@ int main(int argc, char** argv) {
     });
   }
   fs::remove_all(folder());
-  std::printf("%d rounds, %d of the damaged files with right checksums were indexes\n", rounds, taken);
+  std::printf("%d rounds, %d of the damaged files with right checksums were indexes\n",
+              rounds, taken);
   return taken ? 0 : 1;
 }
 #endif

@@ -24,10 +24,13 @@ TYPES = {
 
 
 class Launches:
-    """Stands in the place of a kernel, and notes for what kinds of arguments Triton would compile it."""
+    """Stands in the place of a kernel, and notes for what kinds of arguments Triton
+    would compile it.
+    """
 
     def __init__(self, kernel: Any, forms: set[Any]) -> None:
-        self._kernel, self._forms = kernel, forms
+        self._kernel = kernel
+        self._forms = forms
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
@@ -42,14 +45,19 @@ class Launches:
         if parameter.is_constexpr:
             return "constexpr", value
         if isinstance(value, torch.Tensor):
-            return TYPES[value.dtype], parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
+            return (
+                TYPES[value.dtype],
+                parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0,
+            )
         special = (value == 1, isinstance(value, int) and value % 16 == 0)
         return TYPES[type(value)], parameter.do_not_specialize or special
 
 
 def forms(patch: Any, *modules: Any) -> dict[str, set[Any]]:
-    """Have the kernels of some modules noted instead of launched, as long as a `pytest.MonkeyPatch` lasts; return for
-    what and for how many warps each was, by name."""
+    """Have the kernels of some modules noted instead of launched, as long as a
+    `pytest.MonkeyPatch` lasts; return for what and for how many warps each was, by
+    name.
+    """
     noted: dict[str, set[Any]] = defaultdict(set)
     for module in modules:
         for name, kernel in vars(module).copy().items():
@@ -58,12 +66,27 @@ def forms(patch: Any, *modules: Any) -> dict[str, set[Any]]:
     return noted
 
 
-def compiled(noted: dict[str, set[Any]], capability: int, *modules: Any) -> Iterator[Any]:
+def compiled(
+    noted: dict[str, set[Any]], capability: int, *modules: Any
+) -> Iterator[Any]:
     """Compile kernels for all that was noted."""
     target = GPUTarget("cuda", capability, 32)
     for name, kinds in noted.items():
-        kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
+        kernel = next(
+            getattr(module, name) for module in modules if hasattr(module, name)
+        )
         for form, warps in kinds:
-            signature = {argument: kind for argument, (kind, _) in zip(kernel.arg_names, form, strict=True)}
-            constants = {(i,): value for i, (kind, value) in enumerate(form) if kind == "constexpr"}
-            yield triton.compile(ASTSource(kernel, signature, constants), target=target, options={"num_warps": warps})
+            signature = {
+                argument: kind
+                for argument, (kind, _) in zip(kernel.arg_names, form, strict=True)
+            }
+            constants = {
+                (i,): value
+                for i, (kind, value) in enumerate(form)
+                if kind == "constexpr"
+            }
+            yield triton.compile(
+                ASTSource(kernel, signature, constants),
+                target=target,
+                options={"num_warps": warps},
+            )

@@ -1,4 +1,6 @@
-"""What the pages say: their fenced blocks, the commands in these, and the marks of the tests that they name."""
+"""What the pages say: their fenced blocks, the commands in these, and the marks of the
+tests that they name.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 GPU_ONLY = "<!-- GPU only -->"
 NIGHTLY = "<!-- nightly -->"
-FENCED = re.compile(rf"(?:({GPU_ONLY}|{NIGHTLY})\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(
+    rf"(?:({GPU_ONLY}|{NIGHTLY})\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL
+)
 
 
 def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
-    """Yield the mark and the text of each block in these languages, but for those that need a GPU."""
+    """Yield the mark and the text of each block in these languages, but for those that
+    need a GPU.
+    """
     for mark, language, text in FENCED.findall(page.read_text()):
         if language in languages and mark != GPU_ONLY:
             yield mark, text
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Return the mark of each block with commands, and what a reader types, one command an element."""
+    """Return the mark of each block with commands, and what a reader types, one command
+    an element.
+    """
     found = [*blocks(page, "bash", "sh")]
-    found += [(mark, "\n".join(re.findall(r"^\$ (.*)$", text, re.MULTILINE))) for mark, text in blocks(page, "console")]
+    found += [
+        (mark, "\n".join(re.findall(r"^\$ (.*)$", text, re.MULTILINE)))
+        for mark, text in blocks(page, "console")
+    ]
     lines = [(mark, text.replace("\\\n", " ").splitlines()) for mark, text in found]
-    typed = [(mark, [" ".join(re.sub(r"(^|\s{2,})#.*", "", line).split()) for line in text]) for mark, text in lines]
+    typed = [
+        (mark, [" ".join(re.sub(r"(^|\s{2,})#.*", "", line).split()) for line in text])
+        for mark, text in lines
+    ]
     return [(mark, [command for command in block if command]) for mark, block in typed]
 
 
@@ -46,7 +64,9 @@ def marks(file: Path) -> dict[str, set[str]]:
         for mark in named(node.value)
     }
     return {
-        node.name: all_of_it.union(*(named(d) for d in node.decorator_list if isinstance(d, ast.Attribute)))
+        node.name: all_of_it.union(
+            *(named(d) for d in node.decorator_list if isinstance(d, ast.Attribute))
+        )
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }

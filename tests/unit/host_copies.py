@@ -1,4 +1,6 @@
-"""Copies of the installed hosts' sources, in which a test may change or remove something."""
+"""Copies of the installed hosts' sources, in which a test may change or remove
+something.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,32 @@ NEWEST = Path(os.environ.get("DAS_TEST_NEWEST", Path(sys.prefix) / "newest"))
 
 
 def copy_of(package: str, to: Path, build: str = "installed") -> Path:
-    """Make a copy of a package's Python files, of the installed build or of the newest one."""
+    """Make a copy of a package's Python files, of the installed build or of the newest
+    one.
+    """
     if build == "newest":
         source = NEWEST / package
     else:
         spec = importlib.util.find_spec(package)
-        source = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else NEWEST / "-"
+        source = (
+            Path(spec.submodule_search_locations[0])
+            if spec and spec.submodule_search_locations
+            else NEWEST / "-"
+        )
     if not source.is_dir():
         pytest.skip(f"there is no {build} build of {package}")
     only_python = shutil.ignore_patterns("*.so", "__pycache__")
-    return Path(shutil.copytree(source, to / package, copy_function=os.symlink, ignore=only_python))
+    return Path(
+        shutil.copytree(
+            source, to / package, copy_function=os.symlink, ignore=only_python
+        )
+    )
 
 
 def change(package: Path, file: str, old: str, new: str) -> None:
-    """Change a file of a copy at the first place that `old`, a regular expression, matches."""
+    """Change a file of a copy at the first place that `old`, a regular expression,
+    matches.
+    """
     path = package / file
     text, count = re.subn(old, new, path.read_text(), count=1)
     assert count, f"{file} has no {old}"

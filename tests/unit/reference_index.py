@@ -1,5 +1,6 @@
-"""The suffix index in plain Python: the tests compare the drafts of `SuffixIndex` with it. It is quadratic, has no
-files, and thins nothing out."""
+"""The suffix index in plain Python: the tests compare the drafts of `SuffixIndex` with
+it. It is quadratic, has no files, and thins nothing out.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,28 @@ import numpy as np
 
 START = -1  # stands before the first token of every response
 DEPTH = 64  # tokens of left context that are compared
-HALF_LIFE = 8  # newer visits of its problem after which a text's vote has lost half its weight
+HALF_LIFE = (
+    8  # newer visits of its problem after which a text's vote has lost half its weight
+)
 MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
 GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
 FOUND = 2**14  # tokens at a live text's end that are found; at times twice as many are
-OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; the newest history has a sibling's
+# weights of the sources; the newest history has a sibling's
+OWN = 512
+SIBLING = 256
+PROMPT = 64
 VOTES = [(i + 1) ** 6 for i in range(200)]
-PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # weights of a kind's prior, of a source's, and of the past at most, tokens
+# weights of a kind's prior, of a source's, and of the past at most, tokens
+PRIOR = 40.0
+DOUBT = 8.0
+MEMORY = 2**13
 
 REPEATED = 0.95  # prior of tokens that were written ahead
 
-Kind = tuple[bool, int, int, int]  # whether only its own text, share of the votes, strength, number of places
+# whether only its own text, share of the votes, strength, number of places
+Kind = tuple[bool, int, int, int]
 AHEAD: Kind = (False, -1, -1, -1)  # written ahead
 
 
@@ -47,7 +57,8 @@ class Request:
     text: list[int] = field(default_factory=lambda: [START])
     drafted: list[tuple[int, Kind]] = field(default_factory=list)
     is_open: bool = True
-    ahead: list[int] = field(default_factory=list)  # empty once it has written something else, or all of it
+    # empty once it has written something else, or all of it
+    ahead: list[int] = field(default_factory=list)
     found_from: int = 0  # places before are found no more
 
 
@@ -60,26 +71,35 @@ class Candidate:
 
 
 Found = tuple[list[int], list[int], int, int, int, bool]
-"""Context, text, position of its last token there, match, weight, whether it is the request's own."""
+"""Context, text, position of its last token there, match, weight, whether it is the
+request's own.
+"""
 
 
 class ReferenceIndex:
     """See `SuffixIndex`: the same calls give the same drafts and chances."""
 
     def __init__(self) -> None:
-        self._fading = [max(1, int(SIBLING * 2.0 ** (-age / HALF_LIFE) + 0.5)) for age in range(256)]
+        self._fading = [
+            max(1, int(SIBLING * 2.0 ** (-age / HALF_LIFE) + 0.5)) for age in range(256)
+        ]
         self._staged: dict[int, list[Trajectory]] = {}
         self._history: dict[int, list[Trajectory]] = {}
-        self._live: dict[int, list[tuple[Request, int]]] = {}  # places in the order of their arrival
+        self._live: dict[
+            int, list[tuple[Request, int]]
+        ] = {}  # places in the order of their arrival
         self._requests: dict[int, Request] = {}
         self._kinds: dict[Kind, list[int]] = {}  # [accepted, tried]
-        self._sources = {own: [0.0, 0.0, 0.0] for own in (True, False)}  # accepted, tried, and expected of the kinds
+        # accepted, tried, and expected of the kinds
+        self._sources = {own: [0.0, 0.0, 0.0] for own in (True, False)}
 
     # History
 
     def add(self, problem: int, tokens: list[int], version: int) -> None:
         if tokens:
-            self._staged.setdefault(problem, []).append(Trajectory([START, *tokens], version))
+            self._staged.setdefault(problem, []).append(
+                Trajectory([START, *tokens], version)
+            )
 
     def seal(self, window: int = 2**31) -> None:
         for problem, added in self._staged.items():
@@ -102,7 +122,13 @@ class ReferenceIndex:
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: list[int], prefix: list[int], ahead: Sequence[int] = ()) -> int:
+    def open(
+        self,
+        problem: int,
+        prompt_ids: list[int],
+        prefix: list[int],
+        ahead: Sequence[int] = (),
+    ) -> int:
         self._write(Request(problem, [], is_open=False), ahead)
         handle = len(self._requests) + 1
         self._requests[handle] = Request(problem, prompt_ids, ahead=[*ahead])
@@ -136,16 +162,22 @@ class ReferenceIndex:
     def draft(
         self, handles: list[int], budgets: list[int], min_chance: float
     ) -> tuple[list[list[int]], list[list[float]]]:
-        drafts = [self._draft(self._requests[h], limit, min_chance) for h, limit in zip(handles, budgets, strict=True)]
+        drafts = [
+            self._draft(self._requests[h], limit, min_chance)
+            for h, limit in zip(handles, budgets, strict=True)
+        ]
         return [tokens for tokens, _ in drafts], [chances for _, chances in drafts]
 
-    def _draft(self, request: Request, budget: int, min_chance: float) -> tuple[list[int], list[float]]:
+    def _draft(
+        self, request: Request, budget: int, min_chance: float
+    ) -> tuple[list[int], list[float]]:
         request.drafted = []
         tokens: list[int] = []
         chances: list[float] = []
         if budget <= 0:
             return tokens, chances
-        chance, ahead = 1.0, request.ahead[len(request.text) - 1 :]
+        chance = 1.0
+        ahead = request.ahead[len(request.text) - 1 :]
         for token in ahead[: budget + 1]:
             request.drafted.append((token, AHEAD))
             chance *= self._chance(AHEAD)
@@ -153,60 +185,92 @@ class ReferenceIndex:
                 return tokens, chances
             tokens.append(token)
             chances.append(_narrow(chance))
-        candidates, searched = self._gather(request), len(ahead)
+        candidates = self._gather(request)
+        searched = len(ahead)
         for step in range(len(ahead), budget + 1):
             polls = _poll(candidates, step - searched)
             if not polls and step > searched:
-                candidates, searched = self._gather(request), step
+                candidates = self._gather(request)
+                searched = step
                 polls = _poll(candidates, 0)
             if not polls:
                 break
             votes = {token: sum(v for v, _, _ in poll) for token, poll in polls.items()}
             token = min(votes, key=lambda t: (-votes[t], t))
-            share, strength = votes[token] / sum(votes.values()), max(s for _, s, _ in polls[token])
-            kind = (all(own for _, _, own in polls[token]), *_kind(share, strength, len(polls[token])))
+            share = votes[token] / sum(votes.values())
+            strength = max(s for _, s, _ in polls[token])
+            kind = (
+                all(own for _, _, own in polls[token]),
+                *_kind(share, strength, len(polls[token])),
+            )
             request.drafted.append((token, kind))
             chance *= self._chance(kind)
             if step == budget or chance < min_chance:
                 break
             tokens.append(token)
             chances.append(_narrow(chance))
-            candidates = [c for c in candidates if c.following[step - searched : step - searched + 1] == [token]]
+            candidates = [
+                c
+                for c in candidates
+                if c.following[step - searched : step - searched + 1] == [token]
+            ]
         return tokens, chances
 
     def _gather(self, request: Request) -> list[Candidate]:
         draft = [token for token, _ in request.drafted]
-        response, whole = request.text + draft, request.prompt + request.text[1:] + draft
+        response = request.text + draft
+        whole = request.prompt + request.text[1:] + draft
         candidates = [
-            Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight, own)
-            for context, text, i, length, weight, own in self._search(request, response, whole)
+            Candidate(
+                text[i + 1 :],
+                self._strength(context, text[: i + 1], length),
+                weight,
+                own,
+            )
+            for context, text, i, length, weight, own in self._search(
+                request, response, whole
+            )
         ]
         if len(response) >= 2 and all(c.strength < SURE for c in candidates):
             candidates += [
                 Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight, own)
-                for _, text, i, length, weight, own in self._search(request, response[:-1], whole[:-1])
+                for _, text, i, length, weight, own in self._search(
+                    request, response[:-1], whole[:-1]
+                )
                 if text[i + 1] != response[-1]
             ]
         return candidates
 
-    def _search(self, request: Request, response: list[int], whole: list[int]) -> Iterator[Found]:
+    def _search(
+        self, request: Request, response: list[int], whole: list[int]
+    ) -> Iterator[Found]:
         trajectories = self._history.get(request.problem, [])
         versions = {t.version for t in trajectories}
         ages = {v: sum(newer > v for newer in versions) for v in versions}
-        sealed = [(t.text, i, self._weight(ages[t.version])) for t in trajectories for i in t.places]
+        sealed = [
+            (t.text, i, self._weight(ages[t.version]))
+            for t in trajectories
+            for i in t.places
+        ]
         yield from ((*found, False) for found in self._nearest(sealed, response))
         yield from self._latest(request, response)
         prompt = Trajectory([START, *request.prompt], 0)
-        of_prompt = self._nearest([(prompt.text, i, PROMPT) for i in prompt.places], whole)
+        of_prompt = self._nearest(
+            [(prompt.text, i, PROMPT) for i in prompt.places], whole
+        )
         yield from ((*found, True) for found in of_prompt)
 
     def _nearest(
         self, places: list[tuple[list[int], int, int]], context: list[int]
     ) -> Iterator[tuple[list[int], list[int], int, int, int]]:
-        """The longest matches among places (text, position of the last context token, weight), oldest place first."""
+        """The longest matches among places (text, position of the last context token,
+        weight), oldest place first.
+        """
         keys = [tuple(text[i::-1][:DEPTH]) for text, i, _ in places]
         order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
-        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][:DEPTH]))
+        here = bisect.bisect_left(
+            [keys[p] for p in order], tuple(context[::-1][:DEPTH])
+        )
         found = []
         for rank, p in enumerate(order):
             length = _agreement(context, places[p][0][: places[p][1] + 1], DEPTH)
@@ -219,7 +283,8 @@ class ReferenceIndex:
 
     def _latest(self, request: Request, context: list[int]) -> Iterator[Found]:
         """The latest live places with equal last tokens, more of them first."""
-        found, above = 0, None
+        found = 0
+        above = None
         for size in GRAMS:
             if 2 * found >= MOST:
                 break
@@ -228,13 +293,23 @@ class ReferenceIndex:
             alike = (
                 (r, i)
                 for r, i in places
-                if i >= r.found_from and _gram(r.text[max(0, i + 1 - size) : i + 1], size) == gram
+                if i >= r.found_from
+                and _gram(r.text[max(0, i + 1 - size) : i + 1], size) == gram
             )
             for r, i in itertools.islice(alike, MOST):
-                if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
+                if above is None or _gram(r.text[: i + 1], above) != _gram(
+                    context, above
+                ):
                     found += 1
                     length = _agreement(context, r.text[: i + 1], DEPTH)
-                    yield context, r.text, i, length, OWN if r is request else SIBLING, r is request
+                    yield (
+                        context,
+                        r.text,
+                        i,
+                        length,
+                        OWN if r is request else SIBLING,
+                        r is request,
+                    )
             above = size
 
     def _weight(self, age: int) -> int:
@@ -244,7 +319,9 @@ class ReferenceIndex:
         beyond = 0
         if length < min(DEPTH, len(context), len(place)):
             if place[-1 - length] >= 0:
-                beyond = _agreement(context[: -1 - length], place[: -1 - length], BEYOND)
+                beyond = _agreement(
+                    context[: -1 - length], place[: -1 - length], BEYOND
+                )
         return 2 * length + beyond
 
     # What happened to earlier drafts
@@ -254,13 +331,18 @@ class ReferenceIndex:
             accepted, tried = self._kinds.get(kind, (0, 0))
             return (accepted + PRIOR * REPEATED) / (tried + PRIOR)
         accepted, tried, expected = self._sources[kind[0]]
-        better = (accepted + DOUBT) / (tried - accepted + DOUBT) * ((tried - expected + DOUBT) / (expected + DOUBT))
+        better = (
+            (accepted + DOUBT)
+            / (tried - accepted + DOUBT)
+            * ((tried - expected + DOUBT) / (expected + DOUBT))
+        )
         odds = _start(kind) * better
         accepted, tried = self._kinds.get(kind, (0, 0))
         return (accepted + PRIOR * (odds / (1 - _start(kind) + odds))) / (tried + PRIOR)
 
     def _learn(self, kind: Kind, accepted: bool) -> None:
-        cell, source = self._kinds.setdefault(kind, [0, 0]), self._sources[kind[0]]
+        cell = self._kinds.setdefault(kind, [0, 0])
+        source = self._sources[kind[0]]
         cell[:] = [cell[0] + accepted, cell[1] + 1]
         if kind == AHEAD:
             cell[:] = [x // 2 for x in cell] if cell[1] >= MEMORY else cell
@@ -275,7 +357,9 @@ class ReferenceIndex:
 
     def _write(self, request: Request, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self._live.setdefault(request.problem, []).append((request, len(request.text) - 1))
+            self._live.setdefault(request.problem, []).append(
+                (request, len(request.text) - 1)
+            )
             request.text.append(token)
         if len(request.text) > request.found_from + 2 * FOUND:
             request.found_from = len(request.text) - FOUND
@@ -292,7 +376,10 @@ def _narrow(chance: float) -> float:
 def _agreement(context: list[int], place: list[int], most: int) -> int:
     """Equal tokens at the ends of two texts."""
     length = 0
-    while length < min(len(context), len(place), most) and context[-1 - length] == place[-1 - length]:
+    while (
+        length < min(len(context), len(place), most)
+        and context[-1 - length] == place[-1 - length]
+    ):
         length += 1
     return length
 
@@ -311,14 +398,26 @@ def _kind(share: float, strength: int, count: int) -> tuple[int, int, int]:
 
 def _start(kind: Kind) -> float:
     _, share, strength, count = kind
-    return int(PRIOR / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count)) + 0.5) / PRIOR
+    return (
+        int(
+            PRIOR / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count))
+            + 0.5
+        )
+        / PRIOR
+    )
 
 
-def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, int, bool]]]:
-    """For each token that candidates go on with at `step`: (votes, strength, own) of each of them."""
+def _poll(
+    candidates: list[Candidate], step: int
+) -> dict[int, list[tuple[int, int, bool]]]:
+    """For each token that candidates go on with at `step`: (votes, strength, own) of
+    each of them.
+    """
     polls: dict[int, list[tuple[int, int, bool]]] = {}
     for c in candidates:
         if len(c.following) > step:
             strength = min(c.strength + 2 * step, len(VOTES) - 1)
-            polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength, c.own))
+            polls.setdefault(c.following[step], []).append(
+                (VOTES[strength] * c.weight, strength, c.own)
+            )
     return polls

@@ -1,4 +1,6 @@
-"""Be another user of the node: `python stranger.py FUNCTION ARGUMENT...`, as root, who becomes nobody. Prints JSON."""
+"""Be another user of the node: `python stranger.py FUNCTION ARGUMENT...`, as root, who
+becomes nobody. Prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,26 @@ import sys
 from collections.abc import Callable, Iterator
 
 NOBODY = 65534
-NAMES = ("users", "writer", "janitor", "manifest-0000000000000001", "segments-0000000000000001")
-LEFT = ("ask-stranger", "answer-stranger", "batch-stranger-1", "texts-1", "away-stranger-1")
+NAMES = (
+    "users",
+    "writer",
+    "janitor",
+    "manifest-0000000000000001",
+    "segments-0000000000000001",
+)
+LEFT = (
+    "ask-stranger",
+    "answer-stranger",
+    "batch-stranger-1",
+    "texts-1",
+    "away-stranger-1",
+)
 """Names in a history's directory, and in its spool."""
 
 
-def attempts(directory: str, pid: str, inside: list[str]) -> Iterator[tuple[str, Callable[[], object]]]:
+def attempts(
+    directory: str, pid: str, inside: list[str]
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """What a stranger may try on a history with these files, which a process writes."""
     yield "list", lambda: os.listdir(directory)
     yield "enter", lambda: os.chdir(directory)
@@ -24,7 +40,10 @@ def attempts(directory: str, pid: str, inside: list[str]) -> Iterator[tuple[str,
     yield "move away", lambda: os.rename(directory, f"{directory}-theirs")
     yield "remove", lambda: os.rmdir(directory)
     for folder in (directory, f"{directory}/spool"):
-        yield f"make a directory in {folder}", lambda folder=folder: os.mkdir(f"{folder}/theirs")
+        yield (
+            f"make a directory in {folder}",
+            lambda folder=folder: os.mkdir(f"{folder}/theirs"),
+        )
         for name in (*NAMES, *LEFT):
             path = f"{folder}/{name}"
             yield f"put {path}", lambda path=path: open(path, "w")
@@ -33,11 +52,17 @@ def attempts(directory: str, pid: str, inside: list[str]) -> Iterator[tuple[str,
         path = f"{directory}/{name}"
         yield f"read {path}", lambda path=path: open(path, "rb").read()
         yield f"write {path}", lambda path=path: open(path, "r+b")
-        yield f"lock {path}", lambda path=path: fcntl.flock(open(path), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield (
+            f"lock {path}",
+            lambda path=path: fcntl.flock(open(path), fcntl.LOCK_EX | fcntl.LOCK_NB),
+        )
         yield f"remove {path}", lambda path=path: os.unlink(path)
         yield f"keep {path}", lambda path=path: os.link(path, f"{directory}-kept")
     for name in ("mem", "environ", "maps"):
-        yield f"read the process's {name}", lambda name=name: open(f"/proc/{pid}/{name}", "rb").read()
+        yield (
+            f"read the process's {name}",
+            lambda name=name: open(f"/proc/{pid}/{name}", "rb").read(),
+        )
     yield "see what the process has open", lambda: os.listdir(f"/proc/{pid}/fd")
     yield "end the process", lambda: os.kill(int(pid), 15)
 
@@ -55,7 +80,9 @@ def attack(directory: str, pid: str, *inside: str) -> dict[str, str]:
 
 
 def take(*paths: str) -> None:
-    """Take names: with a directory that has every name of a history, a file, a link, or a pipe, in turn."""
+    """Take names: with a directory that has every name of a history, a file, a link, or
+    a pipe, in turn.
+    """
     for number, path in enumerate(paths):
         kind = number % 4
         if kind == 0:
@@ -79,7 +106,11 @@ def give_up(*paths: str) -> None:
     """Remove what was taken, as far as it is the stranger's."""
     for path in paths:
         if os.lstat(path).st_uid == NOBODY:
-            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+            (
+                shutil.rmtree(path)
+                if os.path.isdir(path) and not os.path.islink(path)
+                else os.unlink(path)
+            )
 
 
 def plant(directory: str) -> None:
@@ -87,7 +118,14 @@ def plant(directory: str) -> None:
     os.mkdir(directory)
     os.chmod(directory, 0o777)
     os.makedirs(f"{directory}/das_adapter/service")
-    for name in ("das_adapter/__init__", "das_adapter/service/local", "numpy", "pydantic", "fcntl", "json"):
+    for name in (
+        "das_adapter/__init__",
+        "das_adapter/service/local",
+        "numpy",
+        "pydantic",
+        "fcntl",
+        "json",
+    ):
         with open(f"{directory}/{name}.py", "w") as file:
             file.write(f"open({directory + '/ran'!r}, 'w')\n")
 
@@ -97,5 +135,7 @@ if __name__ == "__main__":
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    functions: dict[str, Callable[..., object]] = {f.__name__: f for f in (attack, take, give_up, plant)}
+    functions: dict[str, Callable[..., object]] = {
+        f.__name__: f for f in (attack, take, give_up, plant)
+    }
     print(json.dumps(functions[sys.argv[1]](*sys.argv[2:])))

@@ -15,9 +15,12 @@ def test_the_curve_is_recovered_from_its_own_counts(alpha: float, k: float) -> N
     assert found == pytest.approx((alpha, k), rel=1e-3)
 
 
-def observed(curve: AcceptanceCurve, alpha: float, k: float, rollouts: int = 8) -> tuple[float, float]:
+def observed(
+    curve: AcceptanceCurve, alpha: float, k: float, rollouts: int = 8
+) -> tuple[float, float]:
     """Count rollouts that accept by a curve, and return what is fitted to them."""
-    tokens, drafted = 2000, 3000
+    tokens = 2000
+    drafted = 3000
     kept = k * tokens * (1 - np.exp(-alpha * drafted / tokens))
     drafts = tokens - kept
     curve.counts += rollouts * np.array([drafted, kept, drafts, alpha * k * drafts])

@@ -1,5 +1,6 @@
-"""The account of a rollout's time and the state of an engine, on a modelled engine; `docs/how_it_works.md` tells it in
-five sentences, which name the parts of this file."""
+"""The account of a rollout's time and the state of an engine, on a modelled engine;
+`docs/how_it_works.md` tells it in five sentences, which name the parts of this file.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,13 @@ def make(speculate: object = "auto", model: StepModel | None = None) -> Account:
     return Account(PlainTime(engine), speculate)  # type: ignore[arg-type]
 
 
-def timed_step(got: Ints, seconds: float, drafted: bool, context: int = 0, asked: bool = True) -> TimedStep:
+def timed_step(
+    got: Ints, seconds: float, drafted: bool, context: int = 0, asked: bool = True
+) -> TimedStep:
     slots = np.arange(len(got))
-    return TimedStep(slots, got, len(got) + drafted, seconds, context=context, asked=asked)
+    return TimedStep(
+        slots, got, len(got) + drafted, seconds, context=context, asked=asked
+    )
 
 
 def rollout(
@@ -45,26 +50,44 @@ def rollout(
     noise: float = 0.0,
     read: float = 0.0,
 ) -> tuple[float, int]:
-    """Decode equally long requests; a step in which the drafter is asked takes `asking` times a plain one's time. If
-    that is more, all that are asked draft, and a drafted step brings `pace` tokens. `read`: seconds of a token of
-    context. Return the seconds and the steps in which nobody was asked."""
+    """Decode equally long requests; a step in which the drafter is asked takes `asking`
+    times a plain one's time. If that is more, all that are asked draft, and a drafted
+    step brings `pace` tokens. `read`: seconds of a token of context. Return the seconds
+    and the steps in which nobody was asked.
+    """
     rng = np.random.default_rng(tokens)
-    written, seconds, unasked, drafted = 0.0, 0.0, 0, False
+    written = 0.0
+    seconds = 0.0
+    unasked = 0
+    drafted = False
     slots = np.arange(requests)
     while written < tokens:
         context = int(requests * written)
-        plain = PLAIN.step(requests, requests, False) * (1.0 + noise * rng.standard_normal()) + read * context
+        plain = (
+            PLAIN.step(requests, requests, False)
+            * (1.0 + noise * rng.standard_normal())
+            + read * context
+        )
         asked = account.ask(requests, drafted)
         took = plain * asking if asked or drafted else plain
         got = int(pace) if drafted else 1
         if asked:
             account.now += 1
             account.decided(requests, asking > 1.0, False)
-            account.timed(timed_step(np.full(requests, got), took, drafted, context), None)
+            account.timed(
+                timed_step(np.full(requests, got), took, drafted, context), None
+            )
         elif not drafted:
-            account.timed(timed_step(np.ones(requests, dtype=int), took, False, context, asked=False), None)
+            account.timed(
+                timed_step(
+                    np.ones(requests, dtype=int), took, False, context, asked=False
+                ),
+                None,
+            )
         unasked += not asked
-        written, seconds, drafted = written + got, seconds + took, asked and asking > 1.0
+        written = written + got
+        seconds = seconds + took
+        drafted = asked and asking > 1.0
     for slot in slots.tolist():
         account.time.close(slot)
     return seconds, unasked
@@ -84,7 +107,8 @@ def judged(account: Account) -> str | None:
     return account.take_news()
 
 
-# 1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain must reach the margin.
+# 1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain
+# must reach the margin.
 
 
 def draws(account: Account, *steps: tuple[int, float | None]) -> list[bool]:
@@ -97,9 +121,16 @@ def test_it_begins_at_the_margin_and_goes_on_at_two_hundredths() -> None:
     assert draws(make(), *((8, gain) for gain in gains)) == drafted
 
 
-def test_fixed_budgets_are_drafted_where_they_do_not_lose_and_always_where_the_user_says_so() -> None:
-    account, always = make(), make("always")
-    assert [account.draws(8, gain, False) for gain in (0.05, 0.0, -0.01)] == [True, True, False]
+def test_fixed_budgets_are_drafted_where_they_do_not_lose_and_always_where_the_user_says_so() -> (
+    None
+):
+    account = make()
+    always = make("always")
+    assert [account.draws(8, gain, False) for gain in (0.05, 0.0, -0.01)] == [
+        True,
+        True,
+        False,
+    ]
     assert [always.draws(8, gain, False) for gain in (0.05, -0.5, None)] == [True] * 3
     assert draws(always, (500, 0.02), (1, 0.01)) == [True, False]  # nobody would gain
 
@@ -125,11 +156,13 @@ def test_the_state_says_what_was_decided() -> None:
         assert account.state is state
 
 
-# 2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 32 steps or when the batch shrinks.
+# 2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 32
+# steps or when the batch shrinks.
 
 
 def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
-    account, looks = make(), list[int]()
+    account = make()
+    looks = list[int]()
     for account.now in range(100):
         if account.look.due(account.now, 10):
             looks.append(account.now)
@@ -153,18 +186,22 @@ def steps_until(account: Account, probe: Probe, drafted: bool) -> int:
     return 10_000
 
 
-def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely_while_it_rests() -> None:
+def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely_while_it_rests() -> (
+    None
+):
     account = make("always")
     assert steps_until(account, "plain", drafted=True) == PROBE_STEPS
     waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
     assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
     account.decided(8, True, False)
-    assert account.probe("drafted", unseen=True)  # at once, where nobody knows what is accepted
+    # at once, where nobody knows what is accepted
+    assert account.probe("drafted", unseen=True)
     assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
 
 
 def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
-    account, asked = make(), list[bool]()
+    account = make()
+    asked = list[bool]()
     for _ in range(300):
         soon = account.asks_in(8) <= 1
         asked.append(account.ask(8, False))
@@ -175,7 +212,8 @@ def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
     assert account.now == 300
     assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
     assert account.ask(7, False)  # the batch has become smaller by a tenth
-    assert all(account.ask(8, True) for _ in range(100))  # a step with drafts is no baseline
+    # a step with drafts is no baseline
+    assert all(account.ask(8, True) for _ in range(100))
 
 
 @pytest.mark.parametrize("speculate", ["always", 32])
@@ -186,7 +224,8 @@ def test_the_user_decides_with_other_settings(speculate: object) -> None:
     assert account.state is State.DRAFTING
 
 
-# 4. A rollout that lost is followed by one at rest, after the next loss by two, then by four, then by eight.
+# 4. A rollout that lost is followed by one at rest, after the next loss by two, then by
+# four, then by eight.
 
 
 def test_a_rollout_that_lost_is_followed_by_one_at_rest() -> None:
@@ -205,7 +244,8 @@ def test_a_rollout_that_lost_is_followed_by_one_at_rest() -> None:
 
 
 def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> None:
-    account, rests = knowing(), ""
+    account = knowing()
+    rests = ""
     for _ in range(40):
         rests += "s" if account.state is State.RESTING else "-"
         rollout(account, asking=1.08)
@@ -225,11 +265,16 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
         account.sync()
     rollout(account, asking=1.08)
     account.sync()
-    assert account.state is State.DRAFTING  # after one: the drafter had been worth its time
+    # after one: the drafter had been worth its time
+    assert account.state is State.DRAFTING
 
 
-def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_that_drafts() -> None:
-    account, balance, rests = knowing(), 0.0, list[bool]()
+def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_that_drafts() -> (
+    None
+):
+    account = knowing()
+    balance = 0.0
+    rests = list[bool]()
     for asking, pace in [(1.3, 2)] * 2 + [(1.08, 1)] * 5:
         rollout(account, asking, pace)
         balance = Rest.FADE * balance + account.time.saved()
@@ -272,7 +317,10 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
         account.ask(8, False)
-        account.time.take(timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False), None)
+        account.time.take(
+            timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False),
+            None,
+        )
     rollout(account, 1.0, tokens=200, read=1e-6)
     account.sync()
     rollout(account, asking, pace=1.0 if asking == 1.0 else 1.1, tokens=4000, read=1e-6)
@@ -283,7 +331,8 @@ def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
     account = make()
     rollout(account, asking=1.0)
     account.timed(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
-    assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)  # it counts as one step more
+    # it counts as one step more
+    assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)
     assert judged(account) is None
 
 
@@ -294,9 +343,12 @@ def test_a_few_steps_are_no_evidence() -> None:
     assert judged(account) is None
 
 
-def model_rests(account: Account, took: float, saved: float, may_rest: bool = True) -> bool:
-    """Whether a model rests after a rollout of 256 plain steps in which its passes took so long, and saved so much, as
-    shares of the rollout's time."""
+def model_rests(
+    account: Account, took: float, saved: float, may_rest: bool = True
+) -> bool:
+    """Whether a model rests after a rollout of 256 plain steps in which its passes took
+    so long, and saved so much, as shares of the rollout's time.
+    """
     seconds = rollout(account, 1.0)[0]
     account.model(took=took * seconds, saved=saved * seconds)
     account.sync(may_rest)
@@ -304,7 +356,8 @@ def model_rests(account: Account, took: float, saved: float, may_rest: bool = Tr
 
 
 def test_a_model_rests_for_more_and_more_rollouts_while_drafting_goes_on() -> None:
-    account, rests = make(), ""
+    account = make()
+    rests = ""
     for _ in range(12):
         rests += "s" if account.model_rest.reason else "-"
         model_rests(account, 0.0 if account.model_rest.reason else 0.05, 0.01)
@@ -317,11 +370,14 @@ def test_passes_that_cannot_be_left_out_are_not_held_against_a_model() -> None:
     assert not model_rests(make(), 0.2, 0.0, may_rest=False)
 
 
-# 5. A loss within a rollout, or collapsed acceptance, stops it; a drafter that raises has failed.
+# 5. A loss within a rollout, or collapsed acceptance, stops it; a drafter that raises
+# has failed.
 
 
 @pytest.mark.parametrize("speculate", ["auto", 32])
-def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: object) -> None:
+def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
+    speculate: object,
+) -> None:
     account = make(speculate, model=PLAIN)
     for step in range(GUARD_STEPS):
         assert account.state is State.DRAFTING, step
@@ -337,10 +393,17 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
     assert account.ask(8, True)
 
 
-def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_drafted_ones() -> None:
+def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_drafted_ones() -> (
+    None
+):
     account = make(model=PLAIN)
     for drafted in [False] * 1000 + [True] * GUARD_STEPS:
-        account.timed(timed_step(ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted), None)
+        account.timed(
+            timed_step(
+                ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted
+            ),
+            None,
+        )
         account.now += 1
     assert account.state is State.DRAFTING
 
@@ -350,7 +413,9 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
     for step in range(GUARD_STEPS):
         if step == GUARD_STEPS - 1:
             account.time.settle()
-        account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None)
+        account.timed(
+            timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None
+        )
     assert account.state is State.DRAFTING
 
 
@@ -382,10 +447,15 @@ def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
 
 def test_plain_seconds_are_those_of_a_round_by_round_replay() -> None:
     lengths = [3, 7, 7, 20]
-    replay = sum(SIMPLE.step(n, n, False) for n in (sum(x >= r for x in lengths) for r in range(1, 21)))
+    replay = sum(
+        SIMPLE.step(n, n, False)
+        for n in (sum(x >= r for x in lengths) for r in range(1, 21))
+    )
     assert seconds_of(lengths, 4, SIMPLE.plain) == pytest.approx(replay)
     assert seconds_of([], 4, SIMPLE.plain) == 0.0
-    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain) == pytest.approx(2 * 10 * SIMPLE.step(2, 2, False))
+    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain) == pytest.approx(
+        2 * 10 * SIMPLE.step(2, 2, False)
+    )
 
 
 def written(*got: int) -> PlainTime:
@@ -404,9 +474,15 @@ def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> N
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_these_had_too(together: bool) -> None:
-    """Drafts end one of two requests after 10 steps; the other decodes its 90 further tokens alone."""
-    account, alone, seconds = make(model=PLAIN), np.zeros(1, dtype=int), PLAIN.step(1, 1, False)
+def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_these_had_too(
+    together: bool,
+) -> None:
+    """Drafts end one of two requests after 10 steps; the other decodes its 90 further
+    tokens alone.
+    """
+    account = make(model=PLAIN)
+    alone = np.zeros(1, dtype=int)
+    seconds = PLAIN.step(1, 1, False)
     for _ in range(10):
         account.time.take(timed_step(np.array([10, 1]), 0.012, True), None)
     account.time.close(0)
@@ -417,8 +493,12 @@ def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_t
         account.count(alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0]))
     plain = 100 * PLAIN.step(2, 2, False)
     assert account.time.total() == pytest.approx(plain, rel=0.01)
-    assert account.time.saved() == pytest.approx(plain - 0.12 - 90 * seconds, abs=0.01 * plain)
-    assert account.time.of_stock() == pytest.approx((0.12 + 90 * seconds) / plain, rel=0.01)
+    assert account.time.saved() == pytest.approx(
+        plain - 0.12 - 90 * seconds, abs=0.01 * plain
+    )
+    assert account.time.of_stock() == pytest.approx(
+        (0.12 + 90 * seconds) / plain, rel=0.01
+    )
 
 
 def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
@@ -430,23 +510,31 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
     for _ in range(100):
         account.time.take(timed_step(got, 0.02, True), None)
     assert account.time.compare() is not None
-    assert account.time.total() == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
+    assert account.time.total() == pytest.approx(
+        100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1
+    )
 
 
 def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
-    """A full batch is bound by what its tokens compute: there steps seem to have no base."""
+    """A full batch is bound by what its tokens compute: there steps seem to have no
+    base.
+    """
     bound = StepModel(base=0.01, token=0.0, bend=0.0001, knee=60.0)
     time = PlainTime(StepTimes(bound))
     for requests in [176, 180, 184, 188, 192, 192, 192, 192] * LEAST_STEPS:
         step = bound.step(requests, requests, False)
-        time.take(timed_step(np.ones(requests, dtype=int), step, False, asked=False), None)
+        time.take(
+            timed_step(np.ones(requests, dtype=int), step, False, asked=False), None
+        )
     time.settle()
     seconds = 50 * bound.step(4, 4, False)
     for _ in range(50):
         time.take(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
     assert time.compare() == ""
     assert time.saved() == pytest.approx(seconds, rel=0.05)
-    assert time.of_stock() == pytest.approx(time.passed / (time.passed + seconds), rel=0.05)
+    assert time.of_stock() == pytest.approx(
+        time.passed / (time.passed + seconds), rel=0.05
+    )
 
 
 def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
@@ -454,23 +542,34 @@ def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
     model = StepModel(base=0.01, token=0.0, context=1e-6)
     time = PlainTime(StepTimes(model))
     for context in [1000, 1100, 1200, 1300] * LEAST_STEPS:
-        time.take(timed_step(ONE, model.step(8, 8, False, context), False, context, asked=False), None)
+        time.take(
+            timed_step(
+                ONE, model.step(8, 8, False, context), False, context, asked=False
+            ),
+            None,
+        )
     time.settle()
     plain = 100 * model.step(8, 8, False, 40_000)
     for _ in range(50):
-        time.take(timed_step(2 * ONE, model.step(8, 8, False, 40_000), True, 40_000), None)
+        time.take(
+            timed_step(2 * ONE, model.step(8, 8, False, 40_000), True, 40_000), None
+        )
     assert time.compare() == ""
     assert time.saved() == pytest.approx(0.5 * plain, rel=0.05)
 
 
-def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> None:
+def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> (
+    None
+):
     """Each is a batch of its own, of which the latest are counted."""
     account = make(model=PLAIN)
     rollout(account, asking=1.0, requests=1)
     account.sync()
     for _ in range(3 * BATCHES):
         for _ in range(10):
-            account.time.take(timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None)
+            account.time.take(
+                timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None
+            )
         account.time.close(0)
         account.time.settle()
     assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)

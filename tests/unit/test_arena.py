@@ -12,7 +12,13 @@ from das_adapter.engine.v2.arena import Arena  # noqa: E402
 
 
 def arena(words: int = 1000) -> Arena:
-    return Arena(torch.zeros(words, dtype=torch.int32), slots=4, closed=8, members=3, beside=False)
+    return Arena(
+        torch.zeros(words, dtype=torch.int32),
+        slots=4,
+        closed=8,
+        members=3,
+        beside=False,
+    )
 
 
 def members(found: Arena, slot: int) -> list[int]:
@@ -75,7 +81,12 @@ def test_a_request_searches_its_own_text_however_many_began_after_it() -> None:
     found = arena()
     for slot in range(4):
         found.open(slot, 7, 0, 0)
-    assert [members(found, slot) for slot in range(4)] == [[3, 2, 0], [3, 2, 1], [3, 2, 1], [3, 2, 1]]
+    assert [members(found, slot) for slot in range(4)] == [
+        [3, 2, 0],
+        [3, 2, 1],
+        [3, 2, 1],
+        [3, 2, 1],
+    ]
     found.close(3)
     assert [members(found, slot) for slot in range(3)] == [[2, 1, 0]] * 3
 
@@ -111,7 +122,8 @@ def test_what_was_not_found_is_looked_for_again() -> None:
 
 
 def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
-    index, rng = OwnHistory(), np.random.default_rng(0)
+    index = OwnHistory()
+    rng = np.random.default_rng(0)
     for _ in range(8):
         index.add(1, rng.integers(0, 5000, 500), 0)
     index.seal()
@@ -120,15 +132,19 @@ def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
 
 
 def test_a_flat_history_is_in_the_order_of_its_contexts() -> None:
-    index, rng = OwnHistory(), np.random.default_rng(0)
+    index = OwnHistory()
+    rng = np.random.default_rng(0)
     texts = {version: rng.integers(0, 3, 40).astype(np.int32) for version in range(3)}
     for version, text in texts.items():
         index.add(1, text, version)
         index.seal()
     tokens, places = index.flat(1, 2**20)
     assert tokens[0] == tokens[-1] == -1 and len(places) == 120
-    positions, ages = places & 0xFFFFFF, places >> 24
-    contexts = [tuple(tokens[max(0, p - 63) : p + 1][::-1].tolist()) for p in positions.tolist()]
+    positions = places & 0xFFFFFF
+    ages = places >> 24
+    contexts = [
+        tuple(tokens[max(0, p - 63) : p + 1][::-1].tolist()) for p in positions.tolist()
+    ]
     ended = [c[: c.index(-1) + 1] if -1 in c else c for c in contexts]
     assert ended == sorted(ended)
     starts = np.flatnonzero(tokens == -1)[:-1]
@@ -154,7 +170,8 @@ def test_of_what_no_segment_holds_the_newest_visits_are_searched() -> None:
 
 @pytest.mark.parametrize("most", [400, 64, 8])
 def test_a_history_that_is_too_large_is_thinned_out(most: int) -> None:
-    index, rng = OwnHistory(), np.random.default_rng(0)
+    index = OwnHistory()
+    rng = np.random.default_rng(0)
     for _ in range(6):
         index.add(1, rng.integers(0, 50, 200), 0)
     index.seal()

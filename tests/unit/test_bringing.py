@@ -15,11 +15,13 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import arena
 from das_adapter.engine.v2.arena import Arena
 
-WORDS, PROBLEMS = 2**13, 6
+WORDS = 2**13
+PROBLEMS = 6
 
 
 def history() -> SuffixIndex:
-    index, rng = OwnHistory(), np.random.default_rng(0)
+    index = OwnHistory()
+    rng = np.random.default_rng(0)
     for problem in range(PROBLEMS):
         for _ in range(1 + problem % 3):
             index.add(problem, rng.integers(0, 900, 200), 0)
@@ -44,8 +46,11 @@ class Device:
 
     def text(self, problem: int) -> tuple[list[int], int]:
         """What is searched of a problem: its words, and how many places."""
-        tables, slot = self.arena.tables, problem
-        begin, places, count = tables.sealed_texts[slot], tables.sealed_places[slot], int(tables.sealed_count[slot])
+        tables = self.arena.tables
+        slot = problem
+        begin = tables.sealed_texts[slot]
+        places = tables.sealed_places[slot]
+        count = int(tables.sealed_count[slot])
         return self.words[begin : places + count].tolist(), count
 
 
@@ -60,12 +65,19 @@ def until_all_is_there(device: Device, index: SuffixIndex) -> list[int]:
     raise AssertionError("it does not arrive")
 
 
-def test_beside_the_steps_the_same_text_arrives_problem_by_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    index, at_once, beside = history(), Device(beside=False), Device(beside=True)
+def test_beside_the_steps_the_same_text_arrives_problem_by_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = history()
+    at_once = Device(beside=False)
+    beside = Device(beside=True)
     assert at_once.step(index) > 2000
     monkeypatch.setattr(arena, "A_STEP", 1)
     steps = until_all_is_there(beside, index)
-    assert 0 < max(steps) <= len(at_once.text(2)[0]) and np.count_nonzero(steps) == PROBLEMS
+    assert (
+        0 < max(steps) <= len(at_once.text(2)[0])
+        and np.count_nonzero(steps) == PROBLEMS
+    )
     for problem in range(PROBLEMS):
         words, places = beside.text(problem)
         assert (words, places) == at_once.text(problem)
@@ -73,14 +85,19 @@ def test_beside_the_steps_the_same_text_arrives_problem_by_problem(monkeypatch: 
         assert words == [*tokens.tolist(), *there.view(np.int32).tolist()]
 
 
-def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(arena, "A_STEP", 1)
-    index, device = history(), Device(beside=True)
+    index = history()
+    device = Device(beside=True)
     while not device.step(index):
         time.sleep(0.001)
     device.arena.forget()
     until_all_is_there(device, index)
-    assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
+    assert device.arena.used == sum(
+        len(device.text(problem)[0]) for problem in range(PROBLEMS)
+    )
 
 
 def test_text_that_comes_from_another_node_while_it_is_looked_for_is_found() -> None:
@@ -92,9 +109,13 @@ def test_text_that_comes_from_another_node_while_it_is_looked_for_is_found() -> 
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(beside: bool) -> None:
-    index, device = history(), Device(beside, words=900)
-    device.arena.open(PROBLEMS, PROBLEMS, 0, 0)  # of which there is no history: it lacks none
+def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(
+    beside: bool,
+) -> None:
+    index = history()
+    device = Device(beside, words=900)
+    # of which there is no history: it lacks none
+    device.arena.open(PROBLEMS, PROBLEMS, 0, 0)
     until_all_is_there(device, index)
     there = [device.text(problem)[1] > 0 for problem in range(PROBLEMS)]
     assert device.arena.short == there.count(False) > 0 and device.arena.used <= 900

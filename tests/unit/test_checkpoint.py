@@ -37,14 +37,23 @@ def saved(tmp_path: Path) -> Path:
         return 2
 
     target = tmp_path / checkpoint.NAME
-    checkpoint.write(target, FACTS, np.array([(1, 12, 3), (2, 12, 3)], RESPONSE), save_parts)
+    checkpoint.write(
+        target, FACTS, np.array([(1, 12, 3), (2, 12, 3)], RESPONSE), save_parts
+    )
     return target
 
 
-def test_a_byte_that_is_damaged_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_byte_that_is_damaged_anywhere_is_refused(
+    saved: Path, tmp_path: Path
+) -> None:
     checkpoint.check(saved, FACTS, "das.history.load")
     files = [path for path in saved.rglob("*") if path.is_file()]
-    assert sorted(path.name for path in files) == ["0", "1", "history.json", "lengths.npy"]
+    assert sorted(path.name for path in files) == [
+        "0",
+        "1",
+        "history.json",
+        "lengths.npy",
+    ]
     with HistoryStore(tmp_path / "store") as store:
         for path in files:
             whole = path.read_bytes()
@@ -69,8 +78,12 @@ def says(path: Path) -> Any:
         return None
 
 
-@pytest.mark.parametrize("change", ["a part is missing", "a part too many", "no lengths"])
-def test_files_that_are_missing_or_too_many_are_refused(saved: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["a part is missing", "a part too many", "no lengths"]
+)
+def test_files_that_are_missing_or_too_many_are_refused(
+    saved: Path, change: str
+) -> None:
     if change == "a part is missing":
         (saved / checkpoint.INDEX / "1").unlink()
     elif change == "a part too many":
@@ -82,7 +95,9 @@ def test_files_that_are_missing_or_too_many_are_refused(saved: Path, change: str
 
 
 def test_what_is_loaded_is_read_and_not_mapped(saved: Path, tmp_path: Path) -> None:
-    """A file of another machine that is mapped ends the process when that machine is gone."""
+    """A file of another machine that is mapped ends the process when that machine is
+    gone.
+    """
     path = saved / checkpoint.INDEX / "0"
     store = HistoryStore(tmp_path / "store")
     store.absorb(path, [0])
@@ -91,7 +106,10 @@ def test_what_is_loaded_is_read_and_not_mapped(saved: Path, tmp_path: Path) -> N
     assert store.tokens == 12
     assert str(path) not in Path("/proc/self/maps").read_text()
     store.save(tmp_path / "again")
-    assert problems_in(tmp_path / "again").tolist() == [0] and newest_in(tmp_path / "again") == 3
+    assert (
+        problems_in(tmp_path / "again").tolist() == [0]
+        and newest_in(tmp_path / "again") == 3
+    )
     store.close()
 
 
@@ -99,7 +117,9 @@ def test_a_vocabulary_of_bytes_has_a_fingerprint() -> None:
     """As of tokenizers of tiktoken's kind, which have special tokens as text."""
 
     def fingerprint(vocabulary: dict[Any, int]) -> str:
-        return checkpoint.facts_of("problem", SimpleNamespace(get_vocab=lambda: vocabulary))["tokenizer"]
+        return checkpoint.facts_of(
+            "problem", SimpleNamespace(get_vocab=lambda: vocabulary)
+        )["tokenizer"]
 
     mixed = {b"a": 0, b"\xc3": 1, "<end>": 2}
     assert fingerprint(mixed) == fingerprint(dict(reversed(mixed.items())))
@@ -112,7 +132,9 @@ class Broken:
         raise AttributeError("this tokenizer has no vocabulary")
 
 
-def test_an_error_after_the_save_does_not_end_the_training(tmp_path: Path, caplog: Any) -> None:
+def test_an_error_after_the_save_does_not_end_the_training(
+    tmp_path: Path, caplog: Any
+) -> None:
     block = {"drafter": "history"}
     trainer = trainer_of(block, tmp_path, Broken())
     assert hooks.save_history.replacement(lambda self: "saved")(trainer) == "saved"
@@ -123,12 +145,20 @@ def test_an_error_after_the_save_does_not_end_the_training(tmp_path: Path, caplo
 def trainer_of(block: dict[str, Any], folder: Path, tokenizer: Any) -> Any:
     from omegaconf import OmegaConf
 
-    keys = {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None}
-    config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": block}}}})
+    keys = {
+        "default_local_dir": str(folder),
+        "resume_mode": "auto",
+        "resume_from_path": None,
+    }
+    config = OmegaConf.create(
+        {"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": block}}}}
+    )
     return SimpleNamespace(config=config, global_steps=1, tokenizer=tokenizer)
 
 
-def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(saved: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(
+    saved: Path, tmp_path: Path, caplog: Any
+) -> None:
     block = {"drafter": "history", "history": {"load": False}}
     das = parse(block)
     assert das is not None and das.shares_history and not das.saves_history

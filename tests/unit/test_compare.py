@@ -1,4 +1,6 @@
-"""`das-adapter compare`, with files in the form of the hosts' loggers, TensorBoard's own, and exported tables."""
+"""`das-adapter compare`, with files in the form of the hosts' loggers, TensorBoard's
+own, and exported tables.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ HASHES = [281474976710655, 123456789012345, 5, 98765432109876]
 Figures = list[dict[str, float]]
 
 
-def verl_steps(seconds: float = 4.0, accepted: float = 1.0, hashes: list[int] = HASHES) -> Figures:
+def verl_steps(
+    seconds: float = 4.0, accepted: float = 1.0, hashes: list[int] = HASHES
+) -> Figures:
     """Four steps as veRL's trainer logs them."""
     return [
         {
@@ -46,8 +50,12 @@ def nemo_rl_steps() -> Figures:
 
 
 def verl_file(path: Path, steps: Figures) -> Path:
-    """As veRL's file logger writes them (tests/contract/test_tracking.py reads what that has written)."""
-    rows: list[dict[str, Any]] = [{"step": 0, "data": {"val-core/gsm8k/reward/mean@1": 0.5}}]
+    """As veRL's file logger writes them (tests/contract/test_tracking.py reads what
+    that has written).
+    """
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "data": {"val-core/gsm8k/reward/mean@1": 0.5}}
+    ]
     rows += [{"step": number, "data": step} for number, step in enumerate(steps, 1)]
     path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path.with_suffix(".jsonl")
@@ -60,14 +68,17 @@ def lines(path: Path, steps: Figures) -> Path:
         for name, value in step.items():
             prefix, _, rest = name.partition("/")
             if prefix == "timing":
-                prefix, rest = "timing/train", rest.removeprefix("train/")
+                prefix = "timing/train"
+                rest = rest.removeprefix("train/")
             rows.append({"step": number, "prefix": prefix, "data": {rest: value}})
     path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path.with_suffix(".jsonl")
 
 
 def events(path: Path, steps: Figures) -> Path:
-    """A directory of TensorBoard's, with the hyperparameters in one below, as NeMo-RL has them."""
+    """A directory of TensorBoard's, with the hyperparameters in one below, as NeMo-RL
+    has them.
+    """
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(log_dir=path)
     writer.add_hparams({"lr": 1e-5}, {})
     for number, step in enumerate(steps, 1):
@@ -78,21 +89,30 @@ def events(path: Path, steps: Figures) -> Path:
 
 
 def wandb_csv(path: Path, steps: Figures) -> Path:
-    """A chart's table: the run before each name, least and greatest value beside it, empty cells."""
+    """A chart's table: the run before each name, least and greatest value beside it,
+    empty cells.
+    """
     names = list(steps[0])
-    columns = [f"my run - {name}{end}" for name in names for end in ("", "__MIN", "__MAX")]
+    columns = [
+        f"my run - {name}{end}" for name in names for end in ("", "__MIN", "__MAX")
+    ]
     with path.with_suffix(".csv").open("w") as file:
         table = csv.writer(file)
         table.writerow(["Step", *columns])
         table.writerow([0, *("" for _ in columns)])
         for number, step in enumerate(steps, 1):
-            table.writerow([number, *(value for name in names for value in (step[name], 0, 1e9))])
+            table.writerow(
+                [number, *(value for name in names for value in (step[name], 0, 1e9))]
+            )
     return path.with_suffix(".csv")
 
 
 def wandb_history(path: Path, steps: Figures) -> Path:
     """What `run.history()` of their API returns, as JSON."""
-    rows = [{"_step": number, "_runtime": 1.5, "note": "text", **step} for number, step in enumerate(steps, 1)]
+    rows = [
+        {"_step": number, "_runtime": 1.5, "note": "text", **step}
+        for number, step in enumerate(steps, 1)
+    ]
     path.with_suffix(".json").write_text(json.dumps(rows))
     return path.with_suffix(".json")
 
@@ -110,41 +130,72 @@ WRITERS = [verl_file, events, wandb_csv, wandb_history]
 def test_any_two_logs_of_equal_runs_are_equal(
     write_a: Callable[..., Path], write_b: Callable[..., Path], tmp_path: Path
 ) -> None:
-    a, b = write_a(tmp_path / "a", verl_steps()), write_b(tmp_path / "b", verl_steps(seconds=2.0, accepted=2.5))
+    a = write_a(tmp_path / "a", verl_steps())
+    b = write_b(tmp_path / "b", verl_steps(seconds=2.0, accepted=2.5))
     code, found = compared(a, b)
     assert code == 0
     assert (found["steps"], found["tokens"], found["rewards"]) == (4, [4, 4], [4, 4])
-    assert found["rollout_s"] == pytest.approx([25 / 3, 25 / 6]) and found["speed_up"] == pytest.approx(2.0)
-    assert found["accepted"] == [1.0, 2.5] and found["names"]["rollout_s"] == ["das/rollout_s"] * 2
-    assert [row["reward"] for row in found["rows"]] == [[0.25 * i] * 2 for i in range(4)]
+    assert found["rollout_s"] == pytest.approx([25 / 3, 25 / 6]) and found[
+        "speed_up"
+    ] == pytest.approx(2.0)
+    assert (
+        found["accepted"] == [1.0, 2.5]
+        and found["names"]["rollout_s"] == ["das/rollout_s"] * 2
+    )
+    assert [row["reward"] for row in found["rows"]] == [
+        [0.25 * i] * 2 for i in range(4)
+    ]
 
 
 @pytest.mark.parametrize("write", [lines, events])
 def test_nemo_rls_names_are_known(write: Callable[..., Path], tmp_path: Path) -> None:
-    code, found = compared(write(tmp_path / "a", nemo_rl_steps()), write(tmp_path / "b", nemo_rl_steps()))
-    assert (code, found["tokens"], found["rewards"], found["speed_up"]) == (0, [4, 4], [4, 4], 1.0)
-    assert found["names"]["rollout_s"][0] == "timing/train/generation" and found["accepted"] == [None, None]
+    code, found = compared(
+        write(tmp_path / "a", nemo_rl_steps()), write(tmp_path / "b", nemo_rl_steps())
+    )
+    assert (code, found["tokens"], found["rewards"], found["speed_up"]) == (
+        0,
+        [4, 4],
+        [4, 4],
+        1.0,
+    )
+    assert found["names"]["rollout_s"][0] == "timing/train/generation" and found[
+        "accepted"
+    ] == [None, None]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_tokens_that_differ_in_one_step_make_the_exit_code_1(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_tokens_that_differ_in_one_step_make_the_exit_code_1(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
     others = [HASHES[0], HASHES[1] + 2**26, *HASHES[2:]]
-    a, b = write(tmp_path / "a", verl_steps()), write(tmp_path / "b", verl_steps(hashes=others))
+    a = write(tmp_path / "a", verl_steps())
+    b = write(tmp_path / "b", verl_steps(hashes=others))
     code, found = compared(a, b)
     assert (code, found["tokens"]) == (1, [3, 4])
-    done = CliRunner().invoke(main, ["compare", str(a), str(b), "--every", "2"], terminal_width=100)
+    done = CliRunner().invoke(
+        main, ["compare", str(a), str(b), "--every", "2"], terminal_width=100
+    )
     assert done.exit_code == 1
-    assert [line.split()[:4] for line in done.output.splitlines() if line[:1].isdigit()] == [
+    assert [
+        line.split()[:4] for line in done.output.splitlines() if line[:1].isdigit()
+    ] == [
         ["1-2", "1", "of", "2"],
         ["3-4", "same", "0.625", "0.625"],
     ]
     assert "Tokens: the same in 3 of 4 steps." in done.output
 
 
-def test_the_example_of_nemo_rl_compares_its_arms(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_nemo_rl_compares_its_arms(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for arm in arms.ARMS:
         lines(tmp_path / arm, nemo_rl_steps())
-    assert [step["reward"] for step in arms.steps(tmp_path / "off.jsonl")] == [0.0, 0.25, 0.5, 0.75]
+    assert [step["reward"] for step in arms.steps(tmp_path / "off.jsonl")] == [
+        0.0,
+        0.25,
+        0.5,
+        0.75,
+    ]
     arms.show(tmp_path, epoch=2)
     printed = capfd.readouterr().out
     assert "Tokens: the same in 4 of 4 steps." in printed
@@ -153,40 +204,74 @@ def test_the_example_of_nemo_rl_compares_its_arms(tmp_path: Path, capfd: pytest.
 
 def test_one_bit_counts_where_logs_are_exact(tmp_path: Path) -> None:
     others = verl_steps(hashes=[HASHES[0] - 1, *HASHES[1:]])
-    assert compared(verl_file(tmp_path / "a", verl_steps()), verl_file(tmp_path / "b", others))[0] == 1
+    assert (
+        compared(
+            verl_file(tmp_path / "a", verl_steps()), verl_file(tmp_path / "b", others)
+        )[0]
+        == 1
+    )
 
 
-def test_without_a_hash_of_both_tokens_are_not_compared_but_times_are(tmp_path: Path) -> None:
-    stock = [{name: v for name, v in step.items() if not name.startswith("das/")} for step in verl_steps(seconds=6.0)]
-    a, b = verl_file(tmp_path / "a", stock), verl_file(tmp_path / "b", verl_steps(seconds=3.0))
+def test_without_a_hash_of_both_tokens_are_not_compared_but_times_are(
+    tmp_path: Path,
+) -> None:
+    stock = [
+        {name: v for name, v in step.items() if not name.startswith("das/")}
+        for step in verl_steps(seconds=6.0)
+    ]
+    a = verl_file(tmp_path / "a", stock)
+    b = verl_file(tmp_path / "b", verl_steps(seconds=3.0))
     code, found = compared(a, b)
-    assert (code, found["tokens"], found["names"]["rollout_s"][0]) == (3, [0, 0], "timing_s/gen")
+    assert (code, found["tokens"], found["names"]["rollout_s"][0]) == (
+        3,
+        [0, 0],
+        "timing_s/gen",
+    )
     assert found["speed_up"] == 2.0
     done = CliRunner().invoke(main, ["compare", str(a), str(b)])
     assert "Tokens: not compared; both runs must log das/token_hash" in done.output
     assert "B is 2.00x as fast as A, 50% less time" in done.output
 
 
-def test_the_last_of_a_step_counts_and_steps_of_one_run_are_left_out(tmp_path: Path) -> None:
+def test_the_last_of_a_step_counts_and_steps_of_one_run_are_left_out(
+    tmp_path: Path,
+) -> None:
     first = verl_file(tmp_path / "a", verl_steps())
     resumed = verl_steps(hashes=[7, 7])
-    again = [{"step": number, "data": step} for number, step in enumerate(verl_steps()[1:3], 2)]
+    again = [
+        {"step": number, "data": step}
+        for number, step in enumerate(verl_steps()[1:3], 2)
+    ]
     b = verl_file(tmp_path / "b", resumed)
-    b.write_text(b.read_text() + "\n".join(map(json.dumps, again)) + '\n{"step": 4, "da')  # killed
+    # killed
+    b.write_text(
+        b.read_text() + "\n".join(map(json.dumps, again)) + '\n{"step": 4, "da'
+    )
     code, found = compared(first, b)
-    assert (code, found["steps"], found["tokens"], found["only_one"]) == (1, 3, [2, 3], 1)
+    assert (code, found["steps"], found["tokens"], found["only_one"]) == (
+        1,
+        3,
+        [2, 3],
+        1,
+    )
 
 
 def test_only_a_newline_ends_a_line_of_a_log(tmp_path: Path) -> None:
-    a, b = verl_file(tmp_path / "a", verl_steps()), tmp_path / "b.jsonl"
+    a = verl_file(tmp_path / "a", verl_steps())
+    b = tmp_path / "b.jsonl"
     rows = map(json.loads, a.read_text().splitlines())
-    told = "\n".join(json.dumps(row | {"run": "1\u20282\u20293\u00854"}, ensure_ascii=False) for row in rows)
+    told = "\n".join(
+        json.dumps(row | {"run": "1\u20282\u20293\u00854"}, ensure_ascii=False)
+        for row in rows
+    )
     b.write_text(told + "\n", encoding="utf-8")
     assert compared(a, b)[1]["tokens"] == [4, 4]
 
 
 def test_a_long_run_has_thirty_rows(tmp_path: Path) -> None:
-    a = verl_file(tmp_path / "a", [{**verl_steps()[0], "das/rollout_s": 1.0} for _ in range(95)])
+    a = verl_file(
+        tmp_path / "a", [{**verl_steps()[0], "das/rollout_s": 1.0} for _ in range(95)]
+    )
     code, found = compared(a, a)
     assert code == 0 and len(found["rows"]) == 24 and found["rows"][-1]["last"] == 95
 
@@ -209,7 +294,9 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
         done = CliRunner().invoke(main, ["compare", str(good), str(path)])
-        assert done.exit_code == 2 and words in " ".join(done.output.split()), done.output
+        assert done.exit_code == 2 and words in " ".join(done.output.split()), (
+            done.output
+        )
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
@@ -217,7 +304,10 @@ def test_a_table_of_two_runs_is_refused(suffix: str, tmp_path: Path) -> None:
     path = (tmp_path / "chart").with_suffix(suffix)
     hashes = zip(HASHES, reversed(HASHES), strict=True)
     names = ("off - das/token_hash", "das - 2nd - das/token_hash")
-    rows = [{"Step": step, **dict(zip(names, pair, strict=True))} for step, pair in enumerate(hashes)]
+    rows = [
+        {"Step": step, **dict(zip(names, pair, strict=True))}
+        for step, pair in enumerate(hashes)
+    ]
     path.write_text(json.dumps(rows))
     if suffix == ".csv":
         with path.open("w") as file:
@@ -226,14 +316,22 @@ def test_a_table_of_two_runs_is_refused(suffix: str, tmp_path: Path) -> None:
             table.writerows(rows)
     done = CliRunner().invoke(main, ["compare", str(path), str(path)])
     said = " ".join(done.output.split())
-    assert done.exit_code == 2 and "found 'das/token_hash' of the runs 'off' and 'das - 2nd'" in said, done.output
+    assert (
+        done.exit_code == 2
+        and "found 'das/token_hash' of the runs 'off' and 'das - 2nd'" in said
+    ), done.output
     assert "export each into a file of its own" in said
 
 
 def test_a_directory_of_two_runs_is_refused(tmp_path: Path) -> None:
     """Their events would be those of one run, of which the last counts."""
-    off, das = (events(tmp_path / "project" / name, verl_steps(seconds)) for name, seconds in (("off", 4), ("das", 2)))
+    off, das = (
+        events(tmp_path / "project" / name, verl_steps(seconds))
+        for name, seconds in (("off", 4), ("das", 2))
+    )
     assert compared(off, das)[1]["speed_up"] == pytest.approx(2.0)
     done = CliRunner().invoke(main, ["compare", str(tmp_path / "project"), str(off)])
     said = "".join(done.output.split())
-    assert done.exit_code == 2 and f"ofstep1inboth{das}and{off},expectedonerun" in said, done.output
+    assert (
+        done.exit_code == 2 and f"ofstep1inboth{das}and{off},expectedonerun" in said
+    ), done.output

@@ -1,5 +1,6 @@
-"""How sure a model is of its draft tokens: the chances that are learned, what drafts are going to bring, and the plans
-that follow."""
+"""How sure a model is of its draft tokens: the chances that are learned, what drafts
+are going to bring, and the plans that follow.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.planners import Offer, with_model
 from das_adapter.core.steps import StepPlan
 
-SURE, UNSURE = KINDS - 2, EVEN - 2
+SURE = KINDS - 2
+UNSURE = EVEN - 2
 
 
-def test_a_token_of_greater_odds_is_taken_to_be_likelier_and_then_what_was_seen_counts() -> None:
+def test_a_token_of_greater_odds_is_taken_to_be_likelier_and_then_what_was_seen_counts() -> (
+    None
+):
     confidence = Confidence()
     assert (np.diff(confidence.chances) > 0).all()
     assert confidence.chances[EVEN - 1] < 0.5 < confidence.chances[EVEN]
@@ -32,12 +36,23 @@ def test_a_token_of_greater_odds_is_taken_to_be_likelier_and_then_what_was_seen_
     before = confidence.chances
     confidence.forget()
     assert confidence.chances == pytest.approx(before)
-    confidence.verified(np.full((40, 1), SURE, np.uint8), np.ones(40, int), np.ones(40, int))
+    confidence.verified(
+        np.full((40, 1), SURE, np.uint8), np.ones(40, int), np.ones(40, int)
+    )
     assert confidence.chances[SURE] > 0.8  # a weight sync lets it change soon
 
 
-@given(hnp.arrays(float, st.tuples(st.integers(1, 9), st.integers(1, 5)), elements=st.floats(0.01, 1.0)), st.data())
-def test_the_outlook_counts_the_tokens_of_the_drafts_that_were_seen(chances: np.ndarray, data: st.DataObject) -> None:
+@given(
+    hnp.arrays(
+        float,
+        st.tuples(st.integers(1, 9), st.integers(1, 5)),
+        elements=st.floats(0.01, 1.0),
+    ),
+    st.data(),
+)
+def test_the_outlook_counts_the_tokens_of_the_drafts_that_were_seen(
+    chances: np.ndarray, data: st.DataObject
+) -> None:
     survival = chances.cumprod(axis=1)
     levels = st.one_of(st.floats(0.0, 1.2), st.sampled_from(survival.ravel().tolist()))
     least = np.array(data.draw(st.lists(levels, min_size=1, max_size=4)))
@@ -46,15 +61,25 @@ def test_the_outlook_counts_the_tokens_of_the_drafts_that_were_seen(chances: np.
         kept = survival >= some
         assert longest[row] == kept.sum(axis=1).max()
         for length in range(survival.shape[1] + 1):
-            assert verified[row, length] == pytest.approx(kept[:, :length].sum() / len(survival))
-            assert accepted[row, length] == pytest.approx((kept * survival)[:, :length].sum() / len(survival))
+            assert verified[row, length] == pytest.approx(
+                kept[:, :length].sum() / len(survival)
+            )
+            assert accepted[row, length] == pytest.approx(
+                (kept * survival)[:, :length].sum() / len(survival)
+            )
 
 
-def test_beyond_what_was_drafted_tokens_survive_as_in_longer_drafts_or_as_the_first() -> None:
+def test_beyond_what_was_drafted_tokens_survive_as_in_longer_drafts_or_as_the_first() -> (
+    None
+):
     confidence = Confidence()
     assert confidence.outlook is None
     sure, even = confidence.chances[[SURE, EVEN]].tolist()
-    for kinds, beyond in (([SURE, EVEN], sure), ([SURE, EVEN, EVEN, EVEN], even), ([SURE, EVEN], even)):
+    for kinds, beyond in (
+        ([SURE, EVEN], sure),
+        ([SURE, EVEN, EVEN, EVEN], even),
+        ([SURE, EVEN], even),
+    ):
         for _ in range(100):  # long enough to forget what was before
             confidence.drafted(np.array([kinds] * 3, dtype=np.uint8), 4)
         expected = np.cumprod([sure, even, beyond, beyond])
@@ -63,7 +88,8 @@ def test_beyond_what_was_drafted_tokens_survive_as_in_longer_drafts_or_as_the_fi
 
 @pytest.mark.parametrize("sure", [0, 3])
 def test_the_outlook_is_that_of_all_requests_of_a_batch(sure: int) -> None:
-    confidence, kinds = Confidence(), np.full((64, 2), UNSURE, dtype=np.uint8)
+    confidence = Confidence()
+    kinds = np.full((64, 2), UNSURE, dtype=np.uint8)
     kinds[sure::8] = SURE
     for _ in range(64):
         confidence.drafted(kinds, 2)
@@ -72,27 +98,45 @@ def test_the_outlook_is_that_of_all_requests_of_a_batch(sure: int) -> None:
     )
 
 
-def planned(kinds: list[list[int]], worth: list[float], model: StepModel, passes: float = 0.0) -> StepPlan:
-    """Plan for requests of such a worth, with a model whose last drafts were of these kinds."""
-    drafts, batch = ModelDrafts(len(kinds[0]), narrows=False), len(worth)
+def planned(
+    kinds: list[list[int]], worth: list[float], model: StepModel, passes: float = 0.0
+) -> StepPlan:
+    """Plan for requests of such a worth, with a model whose last drafts were of these
+    kinds.
+    """
+    drafts = ModelDrafts(len(kinds[0]), narrows=False)
+    batch = len(worth)
     drafts.expect(StepModel(base=passes, token=0.0))
     if kinds[0]:
         drafts.drafted_with(np.array(kinds, dtype=np.uint8))
-    limits, nobody = np.full(batch, len(kinds[0])), np.zeros(batch + 1, dtype=np.int64)
+    limits = np.full(batch, len(kinds[0]))
+    nobody = np.zeros(batch + 1, dtype=np.int64)
     offer = Offer(limits, np.zeros(0, np.float32), nobody, drafts, 0.0, True)
     return with_model(offer, StepPlan.nothing(batch), np.array(worth), model)
 
 
 def test_as_many_tokens_are_verified_as_are_worth_it_of_longer_drafts() -> None:
-    """Half of the drafts end behind one token: those tokens alone are worth more than they cost."""
-    plan = planned([[SURE] * 4, [SURE, UNSURE, SURE, SURE]], [1.0] * 8, StepModel(base=10.0, token=0.5))
+    """Half of the drafts end behind one token: those tokens alone are worth more than
+    they cost.
+    """
+    plan = planned(
+        [[SURE] * 4, [SURE, UNSURE, SURE, SURE]],
+        [1.0] * 8,
+        StepModel(base=10.0, token=0.5),
+    )
     assert (plan.total, plan.longest) == (8 * (4 + 1) // 2, 4)
-    assert planned([[UNSURE] * 4], [1.0] * 8, StepModel(base=10.0, token=0.5)).total == 0
+    assert (
+        planned([[UNSURE] * 4], [1.0] * 8, StepModel(base=10.0, token=0.5)).total == 0
+    )
 
 
 def test_what_is_free_in_a_step_is_given_to_the_surest_tokens() -> None:
-    """Tokens of a step cost nothing up to 14, and then nearly what the surest are worth."""
+    """Tokens of a step cost nothing up to 14, and then nearly what the surest are
+    worth.
+    """
     free = StepModel(base=10.0, token=0.0, bend=0.9, knee=14.0)
     plan = planned([[SURE, UNSURE], [UNSURE, UNSURE]], [1.0] * 8, free)
     assert (plan.total, plan.longest) == (6, 1)
-    assert planned([[SURE, SURE]], [1.0] * 8, StepModel(base=10.0, token=0.0)).total == 16
+    assert (
+        planned([[SURE, SURE]], [1.0] * 8, StepModel(base=10.0, token=0.0)).total == 16
+    )

@@ -1,4 +1,6 @@
-"""`das-adapter config`: the shipped configs, and what the hosts themselves would refuse."""
+"""`das-adapter config`: the shipped configs, and what the hosts themselves would
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ BLOCKS: list[dict[str, Any]] = [
     {"drafter": "self", "self": {"weights": "int8"}},
     {"drafter": "history+self", "history": {"scope": "request"}},
     {"drafter": "ngram", "max_draft_tokens": 4},
-    {"drafter": "eagle3", "draft": {"model": "drafter"}, "budget": "unlimited", "speculate": "always"},
+    {
+        "drafter": "eagle3",
+        "draft": {"model": "drafter"},
+        "budget": "unlimited",
+        "speculate": "always",
+    },
     {"drafter": "history+mtp", "verify": {"noise": "stock"}},
 ]
 
@@ -40,31 +47,53 @@ def shown(*words: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_the_effective_block_is_the_same_block_with_every_key_that_has_an_effect(block: dict[str, Any]) -> None:
+def test_the_effective_block_is_the_same_block_with_every_key_that_has_an_effect(
+    block: dict[str, Any],
+) -> None:
     das = parse(block)
     whole = configs.effective(das)
     again = parse(whole)
     assert again is not None and configs.effective(again) == whole
-    for key in ("drafter", "keyed", "num_draft_tokens", "model_tokens", "controlled", "looked_up", "saves_history"):
+    for key in (
+        "drafter",
+        "keyed",
+        "num_draft_tokens",
+        "model_tokens",
+        "controlled",
+        "looked_up",
+        "saves_history",
+    ):
         assert getattr(again, key) == getattr(das, key), key
     blocks = {key.partition(".")[0] for key in NEEDS}
-    assert whole.keys() >= DasConfig.model_fields.keys() - blocks, "every other key is filled in"
+    assert whole.keys() >= DasConfig.model_fields.keys() - blocks, (
+        "every other key is filled in"
+    )
     assert ("self" in whole) == das.copies_policy and ("draft" in whole) == das.neural
     assert ("history" in whole) == das.uses_history
 
 
-def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
+def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "das.yaml"
     path.write_text("das: {drafter: history, history: {max_bytes: 512MiB}}\n")
     found = shown(path)
     assert found["host"] is None and found["das"]["history"]["max_bytes"] == 512 * 2**20
-    assert found["das"]["max_draft_tokens"] == 16 and found["das"]["verify"]["noise"] == "keyed"
+    assert (
+        found["das"]["max_draft_tokens"] == 16
+        and found["das"]["verify"]["noise"] == "keyed"
+    )
     assert found["runs"]["history"].startswith("written by one process on each node")
     done = CliRunner().invoke(main, ["config", str(path)], terminal_width=200)
-    assert yaml.safe_load(done.output.partition("what ")[0])["das"]["drafter"] == "history"
+    assert (
+        yaml.safe_load(done.output.partition("what ")[0])["das"]["drafter"] == "history"
+    )
     for text, words in (
         ("drafter: histroy", "das.drafter: found 'histroy'"),
-        ("self: {weights: int8}", "das.self.weights='int8' has an effect only with das.drafter"),
+        (
+            "self: {weights: int8}",
+            "das.self.weights='int8' has an effect only with das.drafter",
+        ),
         ("history: {load: nowhere}", "das.history.load: found 'nowhere'"),
         (f"log_dir: {path}/logs", "das.log_dir: found"),
         ("[1, 2]", "expected a das: block"),
@@ -72,20 +101,28 @@ def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(tmp_path: Pat
     ):
         path.write_text(text)
         done = CliRunner().invoke(main, ["config", str(path)])
-        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), (
+            done.output
+        )
 
 
 @pytest.mark.parametrize("key", ["run_ahead", "load"])
-def test_what_only_a_host_can_do_is_shown_for_a_block_alone(key: str, tmp_path: Path) -> None:
+def test_what_only_a_host_can_do_is_shown_for_a_block_alone(
+    key: str, tmp_path: Path
+) -> None:
     path = tmp_path / "das.yaml"
     value = {"run_ahead": "auto", "load": str(tmp_path)}[key]
     path.write_text(yaml.safe_dump({"history": {key: value}}))
     said = shown(path)["runs"]["without a host"]
     assert said.startswith(f"refused: das.history.{key}: found {value!r}, allowed: ")
     das = parse({"history": {key: value}})
-    assert das is not None and "without a host" not in configs.placement(das, "veRL", {})
+    assert das is not None and "without a host" not in configs.placement(
+        das, "veRL", {}
+    )
     with pytest.raises(ConfigError) as refused:
-        prepare_standalone(SimpleNamespace(additional_config={}, speculative_config=None), das)
+        prepare_standalone(
+            SimpleNamespace(additional_config={}, speculative_config=None), das
+        )
     assert said == f"refused: {refused.value}"
     path.write_text("history: {load: false}\n")
     assert "without a host" not in shown(path)["runs"]
@@ -122,23 +159,42 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does(tmp_path: Path) -> N
     for override, words in (
         ("actor_rollout_ref.rollout.name=sglang", "allowed: 'vllm'"),
         ("no.such.key=1", "no.such.key"),
-        ("actor_rollout_ref.rollout=3", "actor_rollout_ref.rollout: found 3, expected the config of veRL's rollouts"),
-        ("++actor_rollout_ref.rollout.engine_kwargs.vllm=3", "engine_kwargs.vllm: found 3, expected a mapping"),
+        (
+            "actor_rollout_ref.rollout=3",
+            (
+                "actor_rollout_ref.rollout: found 3, expected the config of veRL's"
+                " rollouts"
+            ),
+        ),
+        (
+            "++actor_rollout_ref.rollout.engine_kwargs.vllm=3",
+            "engine_kwargs.vllm: found 3, expected a mapping",
+        ),
     ):
         done = CliRunner().invoke(main, ["config", str(VERL), override])
-        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), (
+            done.output
+        )
     path = tmp_path / "run.yaml"
-    path.write_text("hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer, _self_]\ndas: {}\n")
+    path.write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config]}\ndefaults: [ppo_trainer,"
+        " _self_]\ndas: {}\n"
+    )
     done = CliRunner().invoke(main, ["config", str(path)])
     words = f"das: found a block in a place where it has no effect; write it to {DAS}"
     assert done.exit_code == 1 and words in " ".join(done.output.split())
 
 
-def test_a_verl_run_without_plug_ins_is_refused_where_it_has_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verl_run_without_plug_ins_is_refused_where_it_has_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("verl")
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     done = CliRunner().invoke(main, ["config", str(VERL)])
-    assert done.exit_code == 1 and "VERL_USE_EXTERNAL_PLUGINS: found 'none'" in " ".join(done.output.split())
+    assert (
+        done.exit_code == 1
+        and "VERL_USE_EXTERNAL_PLUGINS: found 'none'" in " ".join(done.output.split())
+    )
     assert shown(VERL, f"{DAS}.drafter=none")["das"] is None
 
 
@@ -149,44 +205,81 @@ def test_a_value_that_the_hosts_command_line_sets_may_follow_the_file(
     monkeypatch.delenv("RUN_DIR", raising=False)
     path = tmp_path / "run.yaml"
     rollout = {"name": "???", "custom": {"das": {"log_dir": "${oc.env:RUN_DIR}"}}}
-    composed = {"hydra": {"searchpath": ["pkg://verl.trainer.config"]}, "defaults": ["ppo_trainer", "_self_"]}
-    path.write_text(yaml.safe_dump({**composed, "actor_rollout_ref": {"rollout": rollout}}))
+    composed = {
+        "hydra": {"searchpath": ["pkg://verl.trainer.config"]},
+        "defaults": ["ppo_trainer", "_self_"],
+    }
+    path.write_text(
+        yaml.safe_dump({**composed, "actor_rollout_ref": {"rollout": rollout}})
+    )
     given = [f"{DAS}.log_dir={tmp_path}", "actor_rollout_ref.rollout.name=vllm"]
-    for overrides, words in ((given[1:], "RUN_DIR"), (given[:1], "Missing mandatory value: actor_rollout_ref.rollout")):
+    for overrides, words in (
+        (given[1:], "RUN_DIR"),
+        (given[:1], "Missing mandatory value: actor_rollout_ref.rollout"),
+    ):
         done = CliRunner().invoke(main, ["config", str(path), *overrides])
         said = " ".join(done.output.split())
-        assert done.exit_code == 1 and words in said and "overrides of the host's command line may follow" in said
+        assert (
+            done.exit_code == 1
+            and words in said
+            and "overrides of the host's command line may follow" in said
+        )
     assert shown(path, *given)["das"]["log_dir"] == str(tmp_path)
 
 
-def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "nemo_rl.utils.config", None)
     with pytest.raises(ConfigError, match="which NeMo-RL's own code reads"):
         configs.load(ROOT / "configs/nemo_rl/das.yaml")
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml")),
+    ids=lambda p: p.stem,
+)
 def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "put a checkout of NVIDIA-NeMo/RL on PYTHONPATH"
-    monkeypatch.setenv("NEMO_RL_DIR", str(Path(pytest.importorskip("nemo_rl", reason=reason).__file__).parents[1]))
+    monkeypatch.setenv(
+        "NEMO_RL_DIR",
+        str(Path(pytest.importorskip("nemo_rl", reason=reason).__file__).parents[1]),
+    )
     found = shown(recipe, "+policy.generation.das.max_draft_tokens=8")
     assert found["host"] == "NeMo-RL"
     assert (found["das"]["drafter"], found["das"]["max_draft_tokens"]) == ("history", 8)
     assert found["runs"]["routing"].endswith("das-adapter's generation class")
-    shared = shown(recipe, "++policy.generation.vllm_cfg.expert_parallel_size=8")["runs"]["routing"]
+    shared = shown(recipe, "++policy.generation.vllm_cfg.expert_parallel_size=8")[
+        "runs"
+    ]["routing"]
     assert shared == "NeMo-RL's own: workers that share experts step together"
     assert shown(recipe, "policy.generation.das.drafter=none")["das"] is None
     for override, words in (
-        ("policy.generation.backend=sglang", "policy.generation.backend='sglang' beside it, allowed: 'vllm'"),
-        ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
-        ("+das.drafter=self", "where it has no effect; write it to policy.generation.das"),
+        (
+            "policy.generation.backend=sglang",
+            "policy.generation.backend='sglang' beside it, allowed: 'vllm'",
+        ),
+        (
+            "++policy.generation.vllm_kwargs.speculative_config.method=ngram",
+            "both choose a drafter",
+        ),
+        (
+            "+das.drafter=self",
+            "where it has no effect; write it to policy.generation.das",
+        ),
         ("no.such.key=1", "no.such.key"),
-        ("policy.generation.vllm_kwargs=3", "policy.generation.vllm_kwargs: found 3, expected a mapping"),
+        (
+            "policy.generation.vllm_kwargs=3",
+            "policy.generation.vllm_kwargs: found 3, expected a mapping",
+        ),
     ):
         done = CliRunner().invoke(main, ["config", str(recipe), override])
-        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), (
+            done.output
+        )
     monkeypatch.setenv("NEMO_RL_DIR", "/none")
     done = CliRunner().invoke(main, ["config", str(recipe)])
     assert done.exit_code == 1 and "/none/examples" in "".join(done.output.split())
@@ -194,10 +287,14 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
     path = tmp_path / "run.yaml"
     path.write_text("defaults: ${oc.env:NO_SUCH_DIR}/base.yaml\n")
     done = CliRunner().invoke(main, ["config", str(path)])
-    assert done.exit_code == 1 and "'NO_SUCH_DIR' not found" in " ".join(done.output.split()), done.output
+    assert done.exit_code == 1 and "'NO_SUCH_DIR' not found" in " ".join(
+        done.output.split()
+    ), done.output
 
 
-def test_the_runner_is_the_engines_own_choice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_is_the_engines_own_choice_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     das = parse({})
     if compat.version("vllm") is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -211,6 +308,10 @@ def test_the_runner_is_the_engines_own_choice_and_says_why(monkeypatch: pytest.M
     )
     runs = configs.placement(das, "veRL", {}, triton=False)
     assert runs["model runner"].startswith("V1: ")
-    assert runs["drafts"] == "up to 16 tokens, each request its own number; texts are searched on the host"
+    assert (
+        runs["drafts"]
+        == "up to 16 tokens, each request its own number; texts are searched on the"
+        " host"
+    )
     monkeypatch.setattr(compat, "version", lambda host: None)
     assert "for lack of vLLM" in configs.placement(das, None, {})["model runner"]

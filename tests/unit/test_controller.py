@@ -1,4 +1,6 @@
-"""The controller on a modelled engine: what it decides for a batch, and that it never makes a rollout slower."""
+"""The controller on a modelled engine: what it decides for a batch, and that it never
+makes a rollout slower.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,18 @@ def rollout(
     most: int = 16,
     at_once: int | None = None,
 ) -> Rollout:
-    """Decode requests of these lengths; request i is problem i. A draft token survives with `chance` to the power of
-    its place, by a draw fixed for (request, position)."""
+    """Decode requests of these lengths; request i is problem i. A draft token survives
+    with `chance` to the power of its place, by a draw fixed for (request, position).
+    """
     rng = np.random.default_rng(7)
     right = [rng.random(length + most + 2) < chance for length in lengths]
     done = np.zeros(len(lengths), dtype=int)
     slots: dict[int, int] = {}
-    seconds, steps, looks, total_drafted, total_accepted = 0.0, 0, 0, 0, 0
+    seconds = 0.0
+    steps = 0
+    looks = 0
+    total_drafted = 0
+    total_accepted = 0
     keep: dict[int, int] = {}
     while (done < lengths).any():
         live = [i for i in range(len(lengths)) if done[i] < lengths[i]][:at_once]
@@ -75,7 +82,8 @@ def rollout(
         done[live] += got
         if controller is None:
             continue
-        at, grown = np.array([slots[i] for i in live]), np.array(got)
+        at = np.array([slots[i] for i in live])
+        grown = np.array(got)
         room = np.maximum(lengths[live] - done[live] - 1, 0)
         decoded = Decoded(at, grown, carried if carried.any() else None, None, room)
 
@@ -92,18 +100,29 @@ def rollout(
     return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist(), looks)
 
 
-def make(budget: Any = "optimal", most: int = 16, speculate: Any = "auto") -> Controller:
-    return Controller(DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate), limit=2048)
+def make(
+    budget: Any = "optimal", most: int = 16, speculate: Any = "auto"
+) -> Controller:
+    return Controller(
+        DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate), limit=2048
+    )
 
 
-def warm(controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float) -> Controller:
+def warm(
+    controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float
+) -> Controller:
     rollout(lengths, truth, controller, **how)
     controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
     return controller
 
 
 def long_tail(count: int = 48, seed: int = 0) -> np.ndarray:
-    return np.minimum(np.random.default_rng(seed).lognormal(4.3, 0.9, count), 1500).astype(int) + 4
+    return (
+        np.minimum(np.random.default_rng(seed).lognormal(4.3, 0.9, count), 1500).astype(
+            int
+        )
+        + 4
+    )
 
 
 def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
@@ -112,25 +131,39 @@ def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
     for k in (1, 3, 7, 15):
         fixed = warm(make("unlimited", k, speculate="always"), lengths, MEMORY_BOUND)
         times[k] = rollout(lengths, MEMORY_BOUND, fixed).seconds
-    optimal = rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)).seconds
+    optimal = rollout(
+        lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)
+    ).seconds
     assert optimal < 0.9 * min(times.values())
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
-def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: int) -> None:
-    lengths = np.clip(np.random.default_rng(batch).lognormal(3.5, 0.7, batch), 8, 200).astype(int)
+def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(
+    batch: int,
+) -> None:
+    lengths = np.clip(
+        np.random.default_rng(batch).lognormal(3.5, 0.7, batch), 8, 200
+    ).astype(int)
     lengths[0] = 200
-    fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).seconds for k in (1, 3, 7, 15)]
+    fixed = [
+        rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).seconds
+        for k in (1, 3, 7, 15)
+    ]
     controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
     groups = [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)]
     controller.sync(np.array(groups, RESPONSE))
     assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
 
 
-@pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND, StepModel(base=0.03, token=0.001, draft=0.004)])
+@pytest.mark.parametrize(
+    "truth",
+    [MEMORY_BOUND, COMPUTE_BOUND, StepModel(base=0.03, token=0.001, draft=0.004)],
+)
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.9])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_never_much_slower_than_off(truth: StepModel, chance: float, batch: int) -> None:
+def test_never_much_slower_than_off(
+    truth: StepModel, chance: float, batch: int
+) -> None:
     lengths = np.random.default_rng(1).integers(150, 400, batch)
     off = rollout(lengths, truth, None).seconds
     controller = warm(make(), lengths, truth, chance=chance)
@@ -150,7 +183,9 @@ def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() ->
     off = rollout(lengths, MEMORY_BOUND, None).seconds
     controller = warm(make(), lengths, MEMORY_BOUND)
     on = sum(rollout(lengths, MEMORY_BOUND, controller).seconds for _ in range(3))
-    assert controller.account.time.saved() == pytest.approx(3 * off - on, abs=0.05 * 3 * off)
+    assert controller.account.time.saved() == pytest.approx(
+        3 * off - on, abs=0.05 * 3 * off
+    )
 
 
 def test_drafting_goes_to_those_who_decide_the_end() -> None:
@@ -158,12 +193,15 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
     controller = make()
     for version in range(1, 4):
         rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(
+            np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
+        )
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
     table = controller.requests  # of the requests that had the slots last
     kinds = np.where(table.written[: len(lengths)] > 60, "long", "short")
     long, short = (
-        table.drafted[: len(lengths)][kinds == kind].sum() / table.steps[: len(lengths)][kinds == kind].sum()
+        table.drafted[: len(lengths)][kinds == kind].sum()
+        / table.steps[: len(lengths)][kinds == kind].sum()
         for kind in ("long", "short")
     )
     assert long > 1.0
@@ -196,10 +234,12 @@ def test_always_means_always_and_asks_no_clock(policy: str) -> None:
 def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_where_steps_are_long(
     scale: float,
 ) -> None:
-    lengths, truth = np.full(64, 300), COMPUTE_BOUND.scaled(scale)
+    lengths = np.full(64, 300)
+    truth = COMPUTE_BOUND.scaled(scale)
     controller = warm(make(), lengths, truth, chance=0.05)
     result = rollout(lengths, truth, controller, chance=0.05)
-    looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)  # in a step
+    # in a step
+    looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)
     usual = result.steps * min(0.5, max(1 / LOOK_STEPS, looks))
     assert usual - 2 <= result.looks <= usual + 16
 
@@ -209,14 +249,23 @@ def test_steps_that_only_measure_ask_the_same_requests() -> None:
     drafts = ModelDrafts(4, narrows=False)
     controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     slots = np.array([controller.open(i, 0, 2048) for i in range(32)])
-    one, one_draft, asked = np.ones(32, dtype=int), np.zeros(32, dtype=int), list[tuple[int, ...]]()
+    one = np.ones(32, dtype=int)
+    one_draft = np.zeros(32, dtype=int)
+    asked = list[tuple[int, ...]]()
     for step in range(3000):
-        order = np.random.default_rng(step).permutation(32)  # rows move as requests come and go
+        # rows move as requests come and go
+        order = np.random.default_rng(step).permutation(32)
         drafted = one_draft[order]
-        decoded = Decoded(slots[order], one, drafted if drafted.any() else None, drafted, 1000 * one)
+        decoded = Decoded(
+            slots[order], one, drafted if drafted.any() else None, drafted, 1000 * one
+        )
         plan = controller.plan(decoded)
         tokens = 32 + int(drafted.sum())
-        controller.timed(TimedStep(slots[order], one, tokens, COMPUTE_BOUND.step(tokens, 32, drafted.any())))
+        controller.timed(
+            TimedStep(
+                slots[order], one, tokens, COMPUTE_BOUND.step(tokens, 32, drafted.any())
+            )
+        )
         one_draft = np.zeros(32, dtype=int)
         one_draft[slots[order]] = plan.model
         if step > 100 and plan.model.any():
@@ -226,19 +275,23 @@ def test_steps_that_only_measure_ask_the_same_requests() -> None:
 
 
 def test_a_refilling_batch_is_judged_by_its_rate() -> None:
-    # Eight at a time: whoever ends makes room for the next, so that nobody decides the end.
+    # Eight at a time: whoever ends makes room for the next, so that nobody decides the
+    # end.
     lengths = np.full(60, 120)
     truth = StepModel(base=0.03, token=0.0005)
     off = rollout(lengths, truth, None, at_once=8)
     controller = make()
     on = rollout(lengths, truth, controller, at_once=8)
     assert on.seconds < 0.55 * off.seconds
-    assert controller.account.time.saved() == pytest.approx(off.seconds - on.seconds, rel=0.1)
+    assert controller.account.time.saved() == pytest.approx(
+        off.seconds - on.seconds, rel=0.1
+    )
 
 
 def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
     """Its longest request was not the last to begin."""
-    controller, lengths = Controller(DasConfig(), limit=2048, prior=MEMORY_BOUND), np.array([500] + [40] * 36)
+    controller = Controller(DasConfig(), limit=2048, prior=MEMORY_BOUND)
+    lengths = np.array([500] + [40] * 36)
     seconds = rollout(lengths, MEMORY_BOUND, controller, chance=0.01, at_once=4).seconds
     assert controller.account.time.saved() == pytest.approx(0.0, abs=0.02 * seconds)
 
@@ -254,17 +307,26 @@ def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
         seen.append(limits)
         return stated(limits, 0.9)
 
-    plan = controller.plan(Decoded(slots, np.ones(5, dtype=int), None, None, room), history)
+    plan = controller.plan(
+        Decoded(slots, np.ones(5, dtype=int), None, None, room), history
+    )
     assert np.all(seen[0] <= np.minimum(room, 8))
     assert np.all(seen[0] >= 0)
     assert np.all(plan.history <= seen[0])
 
 
 @pytest.mark.parametrize("requests", [1, 32])
-def test_das_drafts_for_who_ends_last_however_much_is_written_without_drafts(requests: int) -> None:
-    """Requests that have none say nothing of how far a draft is accepted; one that runs alone is not short."""
-    truth, lengths = StepModel(base=0.042, token=0.0, bend=0.0022, knee=4), long_tail(requests)
-    controller = Controller(DasConfig(budget="das", speculate="always"), 2048, prior=truth)
+def test_das_drafts_for_who_ends_last_however_much_is_written_without_drafts(
+    requests: int,
+) -> None:
+    """Requests that have none say nothing of how far a draft is accepted; one that runs
+    alone is not short.
+    """
+    truth = StepModel(base=0.042, token=0.0, bend=0.0022, knee=4)
+    lengths = long_tail(requests)
+    controller = Controller(
+        DasConfig(budget="das", speculate="always"), 2048, prior=truth
+    )
     controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
     assert rollout(lengths, truth, controller).steps < 0.6 * lengths.max()
 
@@ -272,14 +334,18 @@ def test_das_drafts_for_who_ends_last_however_much_is_written_without_drafts(req
 @pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND])
 @pytest.mark.parametrize("chance", [0.02, 0.9])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chance: float, batch: int) -> None:
+def test_one_length_for_all_is_never_much_slower_than_off(
+    truth: StepModel, chance: float, batch: int
+) -> None:
     lengths = np.random.default_rng(1).integers(150, 400, batch)
     off = rollout(lengths, truth, None).seconds
 
     def controller() -> Controller:
         return Controller(DasConfig(), limit=2048, common=(1, 2, 4, 8, 16))
 
-    on = rollout(lengths, truth, warm(controller(), lengths, truth, chance=chance), chance=chance).seconds
+    on = rollout(
+        lengths, truth, warm(controller(), lengths, truth, chance=chance), chance=chance
+    ).seconds
     assert on <= 1.02 * off
     if truth is MEMORY_BOUND and chance == 0.9 and batch < 64:
         assert on < 0.7 * off
@@ -287,7 +353,9 @@ def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chan
 
 @pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
 @pytest.mark.parametrize("speculate", ["always", "auto"])
-def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, speculate: Any) -> None:
+def test_one_length_for_all_is_one_that_there_are_graphs_of(
+    policy: Any, speculate: Any
+) -> None:
     common = (1, 2, 4, 8)
     das = DasConfig(budget=policy, max_draft_tokens=8, speculate=speculate)
     controller = Controller(das, 2048, common=common)
@@ -295,18 +363,31 @@ def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, specula
     lengths = set()
     for _ in range(100):
         decoded = Decoded(slots, np.ones(5, dtype=int), None, None, np.full(5, 50))
-        keep = controller.plan(decoded, lambda limits, floor: stated(np.minimum(limits, [0, 1, 3, 5, 5]), 0.9)).history
+        keep = controller.plan(
+            decoded,
+            lambda limits, floor: stated(np.minimum(limits, [0, 1, 3, 5, 5]), 0.9),
+        ).history
         assert len(set(keep.tolist())) == 1
         lengths.add(int(keep[0]))
         tokens = int(keep.sum()) + 5
-        controller.timed(TimedStep(slots, np.ones(5, dtype=int), tokens, MEMORY_BOUND.step(tokens, 5, keep.any())))
+        controller.timed(
+            TimedStep(
+                slots,
+                np.ones(5, dtype=int),
+                tokens,
+                MEMORY_BOUND.step(tokens, 5, keep.any()),
+            )
+        )
     assert lengths <= {0, *common}
     assert max(lengths) > 0
 
 
 def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
-    table, curve = RequestTable(), np.zeros(4)
-    asked, unasked = (np.array([table.open(0, np.ones(LengthModel.GRID))]) for _ in range(2))
+    table = RequestTable()
+    curve = np.zeros(4)
+    asked, unasked = (
+        np.array([table.open(0, np.ones(LengthModel.GRID))]) for _ in range(2)
+    )
     for _ in range(20):
         for slot in (asked, unasked):
             table.advance(slot, np.array([4]), np.array([5]), curve)

@@ -14,7 +14,11 @@ from das_adapter.protocol.metrics import figures as reported
 
 def figures(rollout_s: list[float], token_hash: str = "abcabcabc") -> dict[str, list]:
     steps = len(rollout_s)
-    return {"rollout_s": rollout_s, "token_hash": list(token_hash), "reward": [0.5] * steps}
+    return {
+        "rollout_s": rollout_s,
+        "token_hash": list(token_hash),
+        "reward": [0.5] * steps,
+    }
 
 
 def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
@@ -40,12 +44,18 @@ def test_an_arm_names_the_model_runner_that_its_engines_report(tmp_path: Path):
 
 
 def test_tokens_per_forward_of_an_epoch_weigh_a_step_by_its_passes():
-    arm = {"response_length_mean": [100.0, 10.0, 10.0], "tokens_per_forward": [1.0, 10.0, 10.0]}
+    arm = {
+        "response_length_mean": [100.0, 10.0, 10.0],
+        "tokens_per_forward": [1.0, 10.0, 10.0],
+    }
     assert demo.tokens_per_forward(arm, epochs=1) == [pytest.approx(120 / 102)]
 
 
-def test_without_strict_products_nothing_else_of_the_environment_changes(monkeypatch: pytest.MonkeyPatch):
+def test_without_strict_products_nothing_else_of_the_environment_changes(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
-    strict, loose = demo.environment_of(False), demo.environment_of(True)
+    strict = demo.environment_of(False)
+    loose = demo.environment_of(True)
     assert strict.pop("MKL_CBWR") == "AUTO,STRICT"
     assert strict == loose

@@ -1,5 +1,6 @@
-"""The docs say what is: the site builds without a warning, blocks parse, metrics and alarms are those of the source,
-and the table of what works names tests."""
+"""The docs say what is: the site builds without a warning, blocks parse, metrics and
+alarms are those of the source, and the table of what works names tests.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +22,44 @@ from das_adapter.protocol.metrics import Counters, RolloutClock, figures
 
 def test_the_site_builds_without_a_warning_or_a_broken_link(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("index.html", "SECURITY.html", "pictures/chart_epochs.svg"):
         assert (tmp_path / name).stat().st_size > 1000
     for page in tmp_path.glob("*.html"):
-        assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page.read_text()), page.name
+        assert not re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page.read_text()
+        ), page.name
 
 
 def test_every_page_can_be_found() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("*.md")}
+    pages = {
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in (ROOT / "docs").glob("*.md")
+    }
     listed = set(re.findall(r"^ +- .*: (\S+\.md)$", config, re.MULTILINE))
     assert pages <= listed, "name it under nav in mkdocs.yml"
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "benchmarks/README.md"):
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        ROOT / "benchmarks/README.md",
+    ):
         for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
@@ -52,7 +73,10 @@ def das_blocks() -> list[tuple[str, Any]]:
                 yield from inside(part)
 
     return [
-        (page.name, das) for page in PAGES for _, text in blocks(page, "yaml") for das in inside(yaml.safe_load(text))
+        (page.name, das)
+        for page in PAGES
+        for _, text in blocks(page, "yaml")
+        for das in inside(yaml.safe_load(text))
     ]
 
 
@@ -63,7 +87,13 @@ def test_every_block_in_the_docs_is_right(page: str, das: Any) -> None:
 
 def test_every_metric_is_documented_and_no_other() -> None:
     report = {
-        **Counters(request_forwards=1, drafted_forwards=1, draft_tokens=1, tokens=2, propose_seconds=[0.1]).take(),
+        **Counters(
+            request_forwards=1,
+            drafted_forwards=1,
+            draft_tokens=1,
+            tokens=2,
+            propose_seconds=[0.1],
+        ).take(),
         **RolloutClock().take(),
         "time_saved_s": 0.0,
         "latency_model_error": 0.1,
@@ -83,15 +113,26 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "ahead": [1, 2, 1],
     }
     logged = set(figures([report])) | {"das/weight_version"}
-    rows = re.findall(r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
     documented = [name for row in rows for name in re.findall(r"`(das/[\w/]+)`", row)]
     assert sorted(documented) == sorted(logged)
 
 
 def template(node: ast.AST) -> str | None:
-    """A string of the source, with … for what is filled in; None: the node is no string."""
+    """A string of the source, with … for what is filled in; None: the node is no
+    string.
+    """
     if isinstance(node, ast.JoinedStr):
-        return re.sub("…+", "…", "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+        return re.sub(
+            "…+",
+            "…",
+            "".join(
+                str(v.value) if isinstance(v, ast.Constant) else "…"
+                for v in node.values
+            ),
+        )
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%(?:\.\d+)?[srdf]", "…", node.value)
     return None
@@ -102,26 +143,43 @@ REASONS = ("faults", "collapsed", "compare", "_loss")
 
 
 def alarms(tree: ast.AST) -> Iterator[str]:
-    """What a source file has to say about das/health 0: in `faults`, and where it looks for reasons."""
+    """What a source file has to say about das/health 0: in `faults`, and where it looks
+    for reasons.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in REASONS:
-            said = [part for part in ast.walk(node) if isinstance(part, (ast.Assign, ast.Return))]
+            said = [
+                part
+                for part in ast.walk(node)
+                if isinstance(part, (ast.Assign, ast.Return))
+            ]
         elif isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "_refused") for t in node.targets
+            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "_refused")
+            for t in node.targets
         ):
             said = [node]
         else:
             continue
-        yield from (text for part in said if part.value and (text := template(part.value)) and " " in text)
+        yield from (
+            text
+            for part in said
+            if part.value and (text := template(part.value)) and " " in text
+        )
 
 
 def test_every_alarm_is_explained_word_for_word() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     explained = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "das_adapter").rglob("*.py")]
-    source = {text for tree in trees for node in ast.walk(tree) if (text := template(node))}
+    trees = [
+        ast.parse(path.read_text()) for path in (ROOT / "das_adapter").rglob("*.py")
+    ]
+    source = {
+        text for tree in trees for node in ast.walk(tree) if (text := template(node))
+    }
     for line in explained:
-        assert any(line in text for text in source), f"no such line in the source: {line}"
+        assert any(line in text for text in source), (
+            f"no such line in the source: {line}"
+        )
     spoken = {alarm for tree in trees for alarm in alarms(tree)}
     assert len(spoken) >= 6
     assert spoken <= set(explained), f"not explained: {spoken - set(explained)}"
@@ -132,12 +190,16 @@ COLUMNS = {
     "`self`": ("`self`, `history+self` on V1", "`self`, `history+self` on V2"),
     "neural": ("neural on V1", "neural on V2"),
 }
-"""Columns of the first tables of support.md, and those of its last one that show what they claim on V1 and on V2."""
+"""Columns of the first tables of support.md, and those of its last one that show what
+they claim on V1 and on V2.
+"""
 NOT_TESTED = "\N{EN DASH}"
 
 
 def tables(page: str) -> list[dict[str, dict[str, str]]]:
-    """Return the tables of a page: the cells of each row by its name and by column, without footnotes."""
+    """Return the tables of a page: the cells of each row by its name and by column,
+    without footnotes.
+    """
     found: list[dict[str, dict[str, str]]] = []
     for line in re.sub(r"\[\^\d+\]", "", (ROOT / page).read_text()).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -150,14 +212,17 @@ def tables(page: str) -> list[dict[str, dict[str, str]]]:
 
 
 def shown(row: dict[str, str], column: str) -> bool:
-    """Say whether a cell names a test that exists and says rightly when it runs; a cell may point at another one."""
+    """Say whether a cell names a test that exists and says rightly when it runs; a cell
+    may point at another one.
+    """
     cell = row[column]
     if same := re.search(r"\bas (`history` on V[12])", cell):
         assert same[1] != column
         return shown(row, same[1])
     if cell.startswith("refused"):
         return False
-    file, found = None, False
+    file = None
+    found = False
     for name, at_night in re.findall(r"`(test_[\w.]+)`( \(nightly\))?", cell):
         if name.endswith(".py"):
             (file,) = (ROOT / "tests").glob(f"*/{name}")
@@ -176,7 +241,11 @@ def named(cell: str) -> list[str]:
 
 
 def test_every_claim_names_what_shows_it_and_when() -> None:
-    rows = re.findall(r"^\| (?!claim)(.+) \| (.+) \| (.+) \|$", (ROOT / "docs/claims.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (?!claim)(.+) \| (.+) \| (.+) \|$",
+        (ROOT / "docs/claims.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(rows) > 20
     nights = (ROOT / ".github/workflows/nightly.yml").read_text()
     for claim, cell, when in rows:
@@ -190,12 +259,18 @@ def test_every_claim_names_what_shows_it_and_when() -> None:
             else:
                 tests = [test] if test else list(marks(ROOT / file))
                 assert set(tests) <= set(marks(ROOT / file)), name
-                assert {nightly(ROOT / file, one) for one in tests} == {when == "nightly"}, name
+                assert {nightly(ROOT / file, one) for one in tests} == {
+                    when == "nightly"
+                }, name
 
 
 def test_tests_that_pages_name_are_there() -> None:
     there = {path.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    found = {name for page in PAGES for name in re.findall(r"\btest_\w+\.py\b", page.read_text())}
+    found = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\btest_\w+\.py\b", page.read_text())
+    }
     assert len(found) > 30 and found <= there
 
 
@@ -204,18 +279,30 @@ def test_every_mark_of_what_works_has_tests_and_they_say_which_run_at_night() ->
     names = [name for table in claims for name in table]
     assert names == list(tests) and len(names) > 15
     marked = 0
-    for name, claim in ((name, claim) for table in claims for name, claim in table.items()):
+    for name, claim in (
+        (name, claim) for table in claims for name, claim in table.items()
+    ):
         for column, mark in claim.items():
             runners = COLUMNS[column]
             assert mark in ("✓", "V1", "V2", "✗", NOT_TESTED), (name, column, mark)
             wanted = {"✓": runners, "V1": runners[:1], "V2": runners[1:]}.get(mark, ())
             for runner in runners:
                 if runner in wanted:
-                    assert shown(tests[name], runner), f"{name}, {column} is {mark}: no test in the column {runner}"
+                    assert shown(tests[name], runner), (
+                        f"{name}, {column} is {mark}: no test in the column {runner}"
+                    )
                     marked += 1
                 elif mark == "✗":
-                    assert re.search("refused|V1 runs", tests[name][runner]), (name, runner)
+                    assert re.search("refused|V1 runs", tests[name][runner]), (
+                        name,
+                        runner,
+                    )
                 else:
-                    assert not shown(tests[name], runner), f"{name}, {column} is {mark}: there is a test on {runner}"
-                    assert mark != NOT_TESTED or "not tested" in tests[name][runner], (name, runner)
+                    assert not shown(tests[name], runner), (
+                        f"{name}, {column} is {mark}: there is a test on {runner}"
+                    )
+                    assert mark != NOT_TESTED or "not tested" in tests[name][runner], (
+                        name,
+                        runner,
+                    )
     assert marked > 50

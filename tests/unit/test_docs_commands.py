@@ -1,4 +1,6 @@
-"""Every command of the docs is run: by a test at every push, or at night where the page says so, or it needs a GPU."""
+"""Every command of the docs is run: by a test at every push, or at night where the page
+says so, or it needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ COMMANDS = {
     r"das-adapter install nemo-rl .*": (
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it"
     ),
-    r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
-    r"pip install dist/das_adapter-\*\.whl": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
+    r"das-adapter doctor( --json)?": (
+        "tests/contract/test_commands.py::test_doctor_finds_nothing_broken"
+    ),
+    r"pip install dist/das_adapter-\*\.whl": (
+        "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler"
+    ),
     r"(uv )?pip install \.|pip uninstall das-adapter": (
         "tests/wheel/test_wheel.py::test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled"
     ),
@@ -55,21 +61,34 @@ COMMANDS = {
     r"PYTHONPATH=\S+ python examples/skyrl/rollouts.py .*": (
         "tests/e2e/test_skyrl.py::test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights"
     ),
-    r"pip install (trl|--no-deps openrlhf|--no-deps --ignore-requires-python skyrl .*)": "make hosts",
+    r"pip install (trl|--no-deps openrlhf|--no-deps --ignore-requires-python skyrl .*)": (
+        "make hosts"
+    ),
     r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
-    r"make env|pip install -c constraints/cpu\.txt -e \S+|das-adapter cpu-setup": "make test",
+    r"make env|pip install -c constraints/cpu\.txt -e \S+|das-adapter cpu-setup": (
+        "make test"
+    ),
     r"make (test|check|wheel|docs)": "itself",
 }
 SIMULATION: dict[str, Any] = {
     "steps": {"kind": "line", "line": {"base": 0.01, "token": 1e-4, "draft": 0.0}},
-    "rollout": {"problems": 8, "samples": 2, "dataset": 16, "cap": 300, "prompt": 20, "lengths": {"mean": 80}},
+    "rollout": {
+        "problems": 8,
+        "samples": 2,
+        "dataset": 16,
+        "cap": 300,
+        "prompt": 20,
+        "lengths": {"mean": 80},
+    },
     "arms": {"off": {"das": {"drafter": "none"}}, "history": {}},
 }
 
 
 def targets(workflow: str) -> set[str]:
     """Return what a workflow makes."""
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"].values()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())[
+        "jobs"
+    ].values()
     run = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
     found = set(re.findall(r"\bmake (\w+)", run))
     if "make ${{ matrix.make }}" in run:
@@ -83,8 +102,12 @@ def at_night(command: str) -> bool:
     Raises:
         AssertionError: no run types it.
     """
-    matching = [test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)]
-    assert matching, "name in COMMANDS what runs it, or write <!-- GPU only --> above its block"
+    matching = [
+        test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)
+    ]
+    assert matching, (
+        "name in COMMANDS what runs it, or write <!-- GPU only --> above its block"
+    )
     test = command if matching[0] == "itself" else matching[0]
     if test.startswith("make "):
         assert test[5:] in targets("ci.yml") | targets("nightly.yml")
@@ -97,29 +120,50 @@ def at_night(command: str) -> bool:
 
 
 def program(command: str) -> str:
-    """Return what a command runs: a command of das-adapter's, the stem of a file, a package, or a target of make."""
+    """Return what a command runs: a command of das-adapter's, the stem of a file, a
+    package, or a target of make.
+    """
     words = shlex.split(command)
     files = [Path(word).stem for word in words if word.endswith((".py", ".sh"))]
     if words[:1] + words[-1:] in (["pip", "."], ["uv", "."]):
         return f'"{words[0]}"'
-    return files[0] if files else words[1] if words[0] in ("das-adapter", "make") else words[-1].rpartition("/")[2]
+    return (
+        files[0]
+        if files
+        else (
+            words[1]
+            if words[0] in ("das-adapter", "make")
+            else words[-1].rpartition("/")[2]
+        )
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_is_run_by_a_test_and_the_page_says_which_only_at_night(page: Path) -> None:
+def test_every_command_is_run_by_a_test_and_the_page_says_which_only_at_night(
+    page: Path,
+) -> None:
     for mark, block in commands(page):
         assert (mark == NIGHTLY) == any([at_night(command) for command in block]), block
 
 
-@pytest.mark.parametrize("command", sorted({c for page in PAGES for _, block in commands(page) for c in block}))
+@pytest.mark.parametrize(
+    "command",
+    sorted({c for page in PAGES for _, block in commands(page) for c in block}),
+)
 def test_options_are_those_of_the_program(command: str) -> None:
     words = shlex.split(command)
     options = {word for word in words if word.startswith("--")} - {"--no-deps"}
     if words[0] == "das-adapter":
         command_of: click.Command = main
         for word in words[1:]:
-            command_of = command_of.commands[word] if isinstance(command_of, click.Group) else command_of
-        assert options <= {o for p in command_of.params if isinstance(p, click.Option) for o in p.opts}
+            command_of = (
+                command_of.commands[word]
+                if isinstance(command_of, click.Group)
+                else command_of
+            )
+        assert options <= {
+            o for p in command_of.params if isinstance(p, click.Option) for o in p.opts
+        }
     for file in (ROOT / word for word in words if word.startswith("examples/")):
         assert all(f'"{option}"' in file.read_text() for option in options)
 
@@ -131,25 +175,45 @@ def test_nightly_runs_make_what_no_push_does() -> None:
 
 def here(command: str) -> bool:
     """Return whether it is run below."""
-    return next((test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)), "") == HERE
+    return (
+        next(
+            (
+                test
+                for pattern, test in COMMANDS.items()
+                if re.fullmatch(pattern, command)
+            ),
+            "",
+        )
+        == HERE
+    )
 
 
-TYPED = sorted({c for page in PAGES for _, block in commands(page) for c in block if here(c)})
+TYPED = sorted(
+    {c for page in PAGES for _, block in commands(page) for c in block if here(c)}
+)
 
 
 @pytest.mark.parametrize("command", TYPED)
-def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a dump, a simulation, logs, configs and a checkpoint under the names of the docs, and the tiny policy's
-    tokenizer."""
+def test_what_is_typed_into_das_adapter_runs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a dump, a simulation, logs, configs and a checkpoint under the names of the
+    docs, and the tiny policy's tokenizer.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("rollouts", "DUMP"):
         Path(name).mkdir()
     steps = range(1, 4)
-    text = [{"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": step} for step in steps]
+    text = [
+        {"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": step} for step in steps
+    ]
     Path("rollouts/1.jsonl").write_text("\n".join(map(json.dumps, text)))
-    tokens = [{"problem": 0, "prompt": [1], "response": list(range(60)), "step": step} for step in steps]
+    tokens = [
+        {"problem": 0, "prompt": [1], "response": list(range(60)), "step": step}
+        for step in steps
+    ]
     Path("DUMP/1.jsonl").write_text("\n".join(map(json.dumps, tokens)))
     Path("simulation.yaml").write_text(json.dumps(SIMULATION))
     log = DecisionLog("runs/das")
@@ -160,10 +224,17 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
     log.flush()
     for run in ("off", "das"):
         logged = {"das/token_hash": 7.0, "critic/score/mean": 0.5, "das/rollout_s": 1.0}
-        Path(f"runs/{run}.jsonl").write_text(json.dumps({"step": 1, "data": logged}) + "\n")
+        Path(f"runs/{run}.jsonl").write_text(
+            json.dumps({"step": 1, "data": logged}) + "\n"
+        )
     Path("das.yaml").write_text("drafter: history\n")
-    rollout = {"name": "vllm", "custom": {"das": {"drafter": "history", "max_draft_tokens": 16}}}
-    Path("grpo.yaml").write_text(json.dumps({"actor_rollout_ref": {"rollout": rollout}}))
+    rollout = {
+        "name": "vllm",
+        "custom": {"das": {"drafter": "history", "max_draft_tokens": 16}},
+    }
+    Path("grpo.yaml").write_text(
+        json.dumps({"actor_rollout_ref": {"rollout": rollout}})
+    )
     words = shlex.split(command)[1:]
     if "--tokenizer" in words:
         words[words.index("--tokenizer") + 1] = str(ROOT / "examples/tiny_math/policy")
@@ -187,7 +258,9 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
 )
 def test_make_runs_files_that_exist(target: str, runs: str) -> None:
     command = ["make", "-n", "-B", target, f"PYTHON={sys.executable}"]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     assert runs in said
     named = set(re.findall(r"(?<![\w/.-])(?:tests|tools|examples|csrc)/[\w./]+", said))
     assert named and all((ROOT / path).exists() for path in named), named

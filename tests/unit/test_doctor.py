@@ -26,17 +26,25 @@ def test_the_installed_package_is_sound() -> None:
     ("gpu", "environment", "words"),
     [
         ("", {}, "once MKL_CBWR=AUTO,STRICT is set"),
-        ("", {"MKL_CBWR": "AUTO,STRICT"}, "writes the same tokens with and without drafts"),
+        (
+            "",
+            {"MKL_CBWR": "AUTO,STRICT"},
+            "writes the same tokens with and without drafts",
+        ),
         ("NVIDIA L40S", {"VLLM_BATCH_INVARIANT": "0"}, "the same distribution"),
         ("NVIDIA L40S", {}, "set VLLM_BATCH_INVARIANT=1"),
         ("NVIDIA L40S", {"VLLM_BATCH_INVARIANT": "1"}, "the same tokens"),
     ],
 )
-def test_it_says_which_equality_the_machine_gives(gpu: str, environment: dict[str, str], words: str) -> None:
+def test_it_says_which_equality_the_machine_gives(
+    gpu: str, environment: dict[str, str], words: str
+) -> None:
     assert words in equality(gpu, environment)
 
 
-@pytest.mark.parametrize(("others", "state"), [({}, "broken"), ({"nemo_rl": "0.8.0"}, "absent")])
+@pytest.mark.parametrize(
+    ("others", "state"), [({}, "broken"), ({"nemo_rl": "0.8.0"}, "absent")]
+)
 def test_only_nemo_rls_driver_needs_no_vllm(
     others: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,10 +63,16 @@ def test_only_nemo_rls_driver_needs_no_vllm(
         ("", "broken"),
     ],
 )
-def test_it_says_where_verl_loads_no_plug_in(plugins: str | None, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_where_verl_loads_no_plug_in(
+    plugins: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compat, "version", {"verl": "0.9.1"}.get)
     name = "VERL_USE_EXTERNAL_PLUGINS"
-    monkeypatch.delenv(name, raising=False) if plugins is None else monkeypatch.setenv(name, plugins)
+    (
+        monkeypatch.delenv(name, raising=False)
+        if plugins is None
+        else monkeypatch.setenv(name, plugins)
+    )
     (found,) = (finding for finding in examine() if finding.name == "plug-in in veRL")
     assert found.state == state
     assert state == "ok" or f"{name}: found {plugins!r}" in found.detail
@@ -73,14 +87,27 @@ def test_it_says_which_model_runner_engines_get_and_where_requests_share_a_draft
     found = {finding.name: finding.detail for finding in doctor.runners(triton=True)}
     assert found["model runner of history"] == found["model runner of mtp"] == "V2"
     assert found["model runner of self"] == "V2"
-    assert {*ONE_LENGTH, f"attention that {HOST_PLANS}"} < {*found["one draft length for all requests"].split("; ")}
+    assert {*ONE_LENGTH, f"attention that {HOST_PLANS}"} < {
+        *found["one draft length for all requests"].split("; ")
+    }
     without = {finding.name: finding.detail for finding in doctor.runners(triton=False)}
-    assert without["model runner of history"] == "V1: vLLM finds no device that Triton compiles for"
+    assert (
+        without["model runner of history"]
+        == "V1: vLLM finds no device that Triton compiles for"
+    )
     assert "each request its own number;" in without["drafts of history"]
     assert "one draft length for all requests" not in without
 
 
 def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:
     listed = doctor.changes()
-    assert {change["target"].split(".")[0] for change in listed} <= {"vllm", "verl", "nemo_rl", "torch"}
-    assert all(importlib.util.find_spec(change["target"].split(".")[0]) and change["until"] for change in listed)
+    assert {change["target"].split(".")[0] for change in listed} <= {
+        "vllm",
+        "verl",
+        "nemo_rl",
+        "torch",
+    }
+    assert all(
+        importlib.util.find_spec(change["target"].split(".")[0]) and change["until"]
+        for change in listed
+    )

@@ -1,4 +1,6 @@
-"""The draft length of the next steps on vLLM's V2 runner: a rollout that lost is followed by silence."""
+"""The draft length of the next steps on vLLM's V2 runner: a rollout that lost is
+followed by silence.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.metrics import figures
 from das_adapter.tools import run_series
 
-DRAFTED, PLAIN_S = 3, 0.01
+DRAFTED = 3
+PLAIN_S = 0.01
 IDS = [f"request {i}" for i in range(4)]
 THREE_TOKENS: Any = SimpleNamespace(
     lengths=torch.full((len(IDS),), DRAFTED),
@@ -43,41 +46,68 @@ THREE_TOKENS: Any = SimpleNamespace(
 
 
 class Engine:
-    """Takes ten milliseconds for a step, and what the test says for one with drafts, of which one is accepted."""
+    """Takes ten milliseconds for a step, and what the test says for one with drafts, of
+    which one is accepted.
+    """
 
     def __init__(self, **das: Any) -> None:
-        model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
+        model = SimpleNamespace(
+            max_model_len=4096,
+            get_vocab_size=lambda: 100,
+            enforce_eager=True,
+            quantization=None,
+        )
         config = parse({"drafter": "history", **das})
-        vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
+        vllm_config = SimpleNamespace(
+            model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None)
+        )
         self.lengths = DraftLengths(config, vllm_config)
-        known = StepTimes(StepModel(base=PLAIN_S, token=0.0))  # as the data sheet of a GPU says
+        # as the data sheet of a GPU says
+        known = StepTimes(StepModel(base=PLAIN_S, token=0.0))
         self.lengths.engine.controller.account.time.engine = known
-        self.wanting, self.now, self._rollouts = False, 0.0, 0
+        self.wanting = False
+        self.now = 0.0
+        self._rollouts = 0
         self.chosen = DraftTokens(0)
         controller = self.lengths.engine.controller
         stock = controller.decide
 
         def decide(*args: Any) -> Any:
             found = stock(*args)
-            return StepPlan(np.full(len(found.history), DRAFTED * self.wanting), found.model)
+            return StepPlan(
+                np.full(len(found.history), DRAFTED * self.wanting), found.model
+            )
 
         controller.decide = decide  # type: ignore[method-assign]
 
-    def rollout(self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000) -> list[bool]:
-        """Return which steps carried drafts; none is wanted in the first few. `end`: length at which requests stop."""
+    def rollout(
+        self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000
+    ) -> list[bool]:
+        """Return which steps carried drafts; none is wanted in the first few. `end`:
+        length at which requests stop.
+        """
         self._rollouts += 1
         ids = [f"{req_id} of {self._rollouts}" for req_id in IDS]
-        carried, wanted = [], 0
+        carried = []
+        wanted = 0
         for number in range(steps):
             self.wanting = number >= silent_steps
-            begun = [LiveRequest(req_id, i, 8, end, True, length=8) for i, req_id in enumerate(ids) if number == 0]
+            begun = [
+                LiveRequest(req_id, i, 8, end, True, length=8)
+                for i, req_id in enumerate(ids)
+                if number == 0
+            ]
             drafts = DRAFTED if wanted else 0
             offer = THREE_TOKENS if wanted or self.wanting else None
             drafted = dict.fromkeys(ids, drafts)
-            step = Step(begun, frozenset(), drafted, number > 0, self.now, offer, req_ids=ids)
+            step = Step(
+                begun, frozenset(), drafted, number > 0, self.now, offer, req_ids=ids
+            )
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
-            wanted = self.chosen = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
+            wanted = self.chosen = self.lengths.output(
+                step, [[1] * (2 if drafts else 1)] * len(ids), self.now
+            )
         return carried
 
     def sync(self) -> str | None:
@@ -97,26 +127,41 @@ def test_a_rollout_that_lost_is_followed_by_one_of_silence() -> None:
     assert engine.sync() is None
 
 
-def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_total(tmp_path: Path) -> None:
+def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_total(
+    tmp_path: Path,
+) -> None:
     """And each has room for as much of it as it may get."""
     engine = Engine()
     engine.lengths.engine.controller.common = None
     engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
-    chosen = pickle.loads(pickle.dumps(engine.chosen))  # it crosses from process to process
+    # it crosses from process to process
+    chosen = pickle.loads(pickle.dumps(engine.chosen))
     assert (chosen, chosen.total) == (DRAFTED * len(IDS), DRAFTED * len(IDS))
     assert chosen.req_ids == [f"{req_id} of 1" for req_id in IDS]
     assert chosen.most.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
-    for req_ids, places in ((chosen.req_ids, [0, 1, 2, 3]), ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1])):
+    for req_ids, places in (
+        (chosen.req_ids, [0, 1, 2, 3]),
+        ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1]),
+    ):
         most, worth, joined = chosen.parts(req_ids)
-        assert (most.tolist(), worth.tolist(), joined) == ([16] * len(places), chosen.worth[places].tolist(), 0)
+        assert (most.tolist(), worth.tolist(), joined) == (
+            [16] * len(places),
+            chosen.worth[places].tolist(),
+            0,
+        )
     most, worth, joined = chosen.parts(["one that joined"])
     assert (most.tolist(), worth.tolist(), joined) == ([chosen], [1.0], 1)
     assert DraftTokens(chosen) is chosen
 
 
-def scheduled(chosen: DraftTokens, running: int, waiting: int = 0, chunks: bool = False) -> DraftTokens:
+def scheduled(
+    chosen: DraftTokens, running: int, waiting: int = 0, chunks: bool = False
+) -> DraftTokens:
     """Return the draft tokens of each request in a step of 8192 tokens."""
-    requests = [SimpleNamespace(is_prefill_chunk=chunks and i == running - 1) for i in range(running)]
+    requests = [
+        SimpleNamespace(is_prefill_chunk=chunks and i == running - 1)
+        for i in range(running)
+    ]
     scheduler = SimpleNamespace(max_num_scheduled_tokens=8192, running=requests)
     scheduler.get_request_counts = lambda: (running, waiting)
     length = DraftLength(scheduler, (1, 2, 4, 8, 16))
@@ -140,13 +185,20 @@ def test_draft_tokens_leave_half_of_a_step_to_prompts_that_wait(
     total: int, by_model: int, running: int, fit: int, beside_prompts: int
 ) -> None:
     chosen = DraftTokens(16, by_model)
-    chosen.total, chosen.req_ids = total, IDS
+    chosen.total = total
+    chosen.req_ids = IDS
     assert scheduled(chosen, running) == fit
-    assert scheduled(chosen, running, waiting=3) == scheduled(chosen, running, chunks=True) == beside_prompts
+    assert (
+        scheduled(chosen, running, waiting=3)
+        == scheduled(chosen, running, chunks=True)
+        == beside_prompts
+    )
     assert vars(scheduled(chosen, running)) == vars(chosen)
 
 
-def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> None:
+def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> (
+    None
+):
     engine = Engine(drafter="self")
     controller: Any = engine.lengths.engine.controller
     controller.common, stock = None, controller.decide
@@ -155,21 +207,32 @@ def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_nu
     engine.rollout(40, drafted_s=PLAIN_S)
     chosen = pickle.loads(pickle.dumps(engine.chosen))
     assert (chosen, chosen.by_model, chosen.total, len(chosen.most)) == (4, 4, 6, 4)
-    assert chosen.chances.tolist() == controller.drafts.confidence.chances.tolist() == sorted(chosen.chances)
+    assert (
+        chosen.chances.tolist()
+        == controller.drafts.confidence.chances.tolist()
+        == sorted(chosen.chances)
+    )
     assert 0.0 < chosen.chances[0] < 0.2 < 0.8 < chosen.chances[-1] < 1.0
 
 
-def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:
+def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> (
+    None
+):
     step = Step([], frozenset(), {"a": 4, "b": 3}, True, 0.0, req_ids=["b", "a", "c"])
     assert step.given is not None and step.given.tolist() == [3, 4, 0]
     step.admitted = np.array([1, 3, 0])
     assert step.given.tolist() == [1, 3, 0]
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["before the weight sync", "behind it"])
-def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(behind: bool) -> None:
+@pytest.mark.parametrize(
+    "behind", [False, True], ids=["before the weight sync", "behind it"]
+)
+def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(
+    behind: bool,
+) -> None:
     """veRL asks before each weight sync, NeMo-RL's asynchronous trainer behind it."""
-    engine, found = Engine(), []
+    engine = Engine()
+    found = []
     engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
     engine.lengths.engine.fail(RuntimeError("boom"))
     if behind:
@@ -184,7 +247,8 @@ def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(beh
 
 
 def test_each_of_several_rollouts_that_fail_alike_is_told() -> None:
-    engine, found = Engine(), []
+    engine = Engine()
+    found = []
     for version in (1, 2, 3):
         engine.rollout(20, drafted_s=PLAIN_S)
         engine.lengths.engine.fail(RuntimeError("boom"))
@@ -193,7 +257,9 @@ def test_each_of_several_rollouts_that_fail_alike_is_told() -> None:
     assert found == [0.0, 0.0, 0.0]
 
 
-def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_behind_it() -> None:
+def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_behind_it() -> (
+    None
+):
     engine = Engine()
     engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
     engine.lengths.engine.fail(RuntimeError("boom"))
@@ -210,7 +276,9 @@ def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_beh
 
 
 def test_seconds_saved_are_told_once_however_often_the_host_asks() -> None:
-    engine, told, saved = Engine(), [], 0.0
+    engine = Engine()
+    told = []
+    saved = 0.0
     for version in (1, 2):
         for _ in range(2):
             engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
@@ -221,7 +289,9 @@ def test_seconds_saved_are_told_once_however_often_the_host_asks() -> None:
     assert sum(told) == pytest.approx(saved) and saved > 1.0
 
 
-def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:
+def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
+    tmp_path: Path,
+) -> None:
     """vLLM says that they have ended when the next step begins, after it."""
     engine = Engine(log_dir=str(tmp_path))
     for _ in range(2):
@@ -232,10 +302,18 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
     assert [request.tokens for request in second.requests] == [20] * len(IDS)
 
 
-@pytest.mark.parametrize("asked", ["", "in it", "before the weight sync", "behind it", "in it, behind it"])
-def test_the_log_has_a_rollouts_counts_once_whoever_asks_for_them(asked: str, tmp_path: Path) -> None:
-    """TRL never asks, NeMo-RL's asynchronous trainer behind the weight sync, vLLM's logger at any time."""
-    engine, told, names = Engine(log_dir=str(tmp_path)), [], ("steps", "tokens", "draft_tokens")
+@pytest.mark.parametrize(
+    "asked", ["", "in it", "before the weight sync", "behind it", "in it, behind it"]
+)
+def test_the_log_has_a_rollouts_counts_once_whoever_asks_for_them(
+    asked: str, tmp_path: Path
+) -> None:
+    """TRL never asks, NeMo-RL's asynchronous trainer behind the weight sync, vLLM's
+    logger at any time.
+    """
+    engine = Engine(log_dir=str(tmp_path))
+    told = []
+    names = ("steps", "tokens", "draft_tokens")
     for version in (1, 2):
         engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
         if "in it" in asked:
@@ -249,26 +327,45 @@ def test_the_log_has_a_rollouts_counts_once_whoever_asks_for_them(asked: str, tm
         if "behind" in asked:
             told.append(engine.lengths.stats())
     told.append(engine.lengths.stats())
-    logged = np.array([[sum(counts[name] for counts in r.counts) for name in names] for r in read(tmp_path)])
-    assert logged[:, 0].tolist() == [70 if "in it" in asked else 40] * 2 and logged.min() > 0
-    assert logged.sum(0).tolist() == [sum(stats[name] for stats in told) for name in names]
-    ((_, reason, versions),) = (note for note in run_series.notes(read(tmp_path)) if note[0] == "alarm")
+    logged = np.array(
+        [
+            [sum(counts[name] for counts in r.counts) for name in names]
+            for r in read(tmp_path)
+        ]
+    )
+    assert (
+        logged[:, 0].tolist() == [70 if "in it" in asked else 40] * 2
+        and logged.min() > 0
+    )
+    assert logged.sum(0).tolist() == [
+        sum(stats[name] for stats in told) for name in names
+    ]
+    ((_, reason, versions),) = (
+        note for note in run_series.notes(read(tmp_path)) if note[0] == "alarm"
+    )
     assert "boom" in reason and versions == [1]
     assert ["boom" in str(stats["error"]) for stats in told].count(True) == 1
 
 
-def test_what_was_told_of_a_rollout_that_no_weight_sync_follows_is_in_the_log(tmp_path: Path) -> None:
+def test_what_was_told_of_a_rollout_that_no_weight_sync_follows_is_in_the_log(
+    tmp_path: Path,
+) -> None:
     engine = Engine(log_dir=str(tmp_path))
     engine.rollout(20, drafted_s=PLAIN_S)
     told = engine.lengths.stats()
     (last,) = read(tmp_path)
-    assert (last.end, last.counts[0]["tokens"], len(last.steps)) == (None, told["tokens"], 19)
+    assert (last.end, last.counts[0]["tokens"], len(last.steps)) == (
+        None,
+        told["tokens"],
+        19,
+    )
 
 
 def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
     engine = Engine(log_dir=str(tmp_path))
     controller: Any = engine.lengths.engine.controller
-    stock, controller.decide = controller.decide, None
+    stock = controller.decide
+    controller.decide = None
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 20)
     assert "NoneType" in engine.lengths.engine.counters.error
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 40)
@@ -284,15 +381,24 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
 def test_a_command_that_fails_stops_the_drafter() -> None:
     chooses: Any = Engine().lengths
     chooses.visit = None
-    assert "NoneType" in WorkerState(None, chooses.engine.config, chooses).call("visit", {"files": []})["error"]
+    assert (
+        "NoneType"
+        in WorkerState(None, chooses.engine.config, chooses).call(
+            "visit", {"files": []}
+        )["error"]
+    )
     assert chooses.engine.controller.account.state is State.FAILED
 
 
-def test_nobody_counts_while_the_counts_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_counts_while_the_counts_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chooses: Any = Engine().lengths
-    state, locked = WorkerState(None, chooses.engine.config, chooses), []
+    state = WorkerState(None, chooses.engine.config, chooses)
+    locked = []
     state.model_runner = 2
-    counters, counts = type(chooses.engine.counters), Thread(target=chooses.catch_up)
+    counters = type(chooses.engine.counters)
+    counts = Thread(target=chooses.catch_up)
     stock = counters.take
 
     def take(self: Any) -> Any:
@@ -314,7 +420,9 @@ def test_a_request_that_the_history_refuses_takes_no_slot() -> None:
     assert not engine.live and len(engine.controller.requests.written) == 64
 
 
-def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_others() -> None:
+def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_others() -> (
+    None
+):
     chooses: Any = Engine().lengths
     stock = chooses.engine.history.open
 
@@ -325,39 +433,61 @@ def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_ot
 
     chooses.engine.history.open = open_one
     first, refused, last = (
-        LiveRequest(req_id, 7, 8, 100, True, length=8, text=[]) for req_id in ("first", "refused", "last")
+        LiveRequest(req_id, 7, 8, 100, True, length=8, text=[])
+        for req_id in ("first", "refused", "last")
     )
-    for begun, sampled in (([first], [[1]]), ([refused, last], [[2], [5], [6]]), ([], [[3], [5], [7]])):
+    for begun, sampled in (
+        ([first], [[1]]),
+        ([refused, last], [[2], [5], [6]]),
+        ([], [[3], [5], [7]]),
+    ):
         req_ids = ["first", "refused", "last"][: len(sampled)]
-        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=req_ids), sampled, 0.0)
+        chooses.output(
+            Step(begun, frozenset(), {}, False, 0.0, req_ids=req_ids), sampled, 0.0
+        )
     assert (first.text, refused.text, last.text) == ([1, 2, 3], [], [6, 7])
     assert "damaged" in chooses.engine.counters.error
 
 
-def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:
-    stops = LiveRequest("stops", 7, 8, 18, True, length=8, stops=frozenset({3}), text=[])
+def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> (
+    None
+):
+    stops = LiveRequest(
+        "stops", 7, 8, 18, True, length=8, stops=frozenset({3}), text=[]
+    )
     full = LiveRequest("full", 7, 8, 12, True, length=8, text=[])
-    chooses, steps = Engine().lengths, ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
+    chooses = Engine().lengths
+    steps = ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
     for number, sampled in enumerate(steps):
         begun = [stops, full] if number == 0 else []
-        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
+        chooses.output(
+            Step(begun, frozenset(), {}, False, 0.0, req_ids=["full", "stops"]),
+            sampled,
+            0.0,
+        )
     assert (stops.text, full.text) == ([1, 3], [1, 2, 5, 6])
 
 
 def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
     first = LiveRequest("a", 7, 8, 18, True, length=8, text=[])
-    again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])  # preempted, and a step's output was not heard
+    # preempted, and a step's output was not heard
+    again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])
     chooses = Engine().lengths
     for begun, sampled in (([first], [4]), ([again], []), ([], [6])):
-        chooses.output(Step(begun, frozenset(), {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
+        chooses.output(
+            Step(begun, frozenset(), {}, False, 0.0, req_ids=["a"]), [sampled], 0.0
+        )
     assert first.text == [4, 5, 6]
 
 
 class Plain:
-    """An engine that never has anything to draft: the host's work in a step takes `busy` seconds."""
+    """An engine that never has anything to draft: the host's work in a step takes
+    `busy` seconds.
+    """
 
     def __init__(self, busy: float) -> None:
-        self.lengths, self._busy = Engine().lengths, busy
+        self.lengths = Engine().lengths
+        self._busy = busy
         self.timed: list[tuple[float, bool]] = []
         stock = self.lengths.engine.timed
 
@@ -371,15 +501,23 @@ class Plain:
         self.looked: list[bool] = []
 
     def rollout(self, steps: int) -> None:
-        ids, now, pending = list(IDS), 0.0, [False, False]
+        ids = list(IDS)
+        now = 0.0
+        pending = [False, False]
         for number in range(steps):
-            begun = [LiveRequest(req_id, i, 8, 4000, True, length=8) for i, req_id in enumerate(ids) if number == 0]
+            begun = [
+                LiveRequest(req_id, i, 8, 4000, True, length=8)
+                for i, req_id in enumerate(ids)
+                if number == 0
+            ]
             looks = pending.pop(0)
             offer = NOTHING if looks else None
             step = Step(begun, frozenset(), {}, number > 0, now, offer, req_ids=ids)
             counted = self.lengths.engine.counters.steps
             self.lengths.settle()
-            self.worked.append(number == 0 or self.lengths.engine.counters.steps > counted)
+            self.worked.append(
+                number == 0 or self.lengths.engine.counters.steps > counted
+            )
             now += PLAIN_S + self._busy * self.worked[-1]
             answer = self.lengths.output(step, [[1]] * len(ids), now)
             pending.append(answer.looks)
@@ -397,13 +535,20 @@ def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -
     engine = Plain(busy=0.001)
     engine.rollout(400)
     engine.lengths.stats()
-    asked, time = sum(asked for _, asked in engine.timed), engine.lengths.engine.controller.account.time
+    asked = sum(asked for _, asked in engine.timed)
+    time = engine.lengths.engine.controller.account.time
     unasked = [seconds for seconds, asked in engine.timed if not asked]
     counted, seconds, _ = time.batch.baseline[4]
-    assert asked + counted == 399 and time.passed == pytest.approx(399 * PLAIN_S + asked * 0.001)
+    assert asked + counted == 399 and time.passed == pytest.approx(
+        399 * PLAIN_S + asked * 0.001
+    )
     assert counted > 200 > len(unasked) > 30 and max(unasked) == pytest.approx(PLAIN_S)
     assert seconds == pytest.approx(counted * PLAIN_S)
-    assert any(seconds == pytest.approx(PLAIN_S + 0.001) for seconds, asked in engine.timed if asked)
+    assert any(
+        seconds == pytest.approx(PLAIN_S + 0.001)
+        for seconds, asked in engine.timed
+        if asked
+    )
     assert 0.0 < engine.lengths.engine.controller.account.time.of_stock() - 1.0 < 0.05
     assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
 
@@ -419,21 +564,40 @@ def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def spoken(steps: int, record: bool) -> DraftLengths:
-    """Have an engine rest while its requests write a text each; the second stops at a token in step 100, the third has
-    no room for more after step 150."""
-    chooses, ids, ended = Engine().lengths, list(IDS), frozenset[str]()
-    stops, ends = frozenset([99]), dict(zip(IDS, (4000, 4000, 8 + 150, 4000), strict=True))
+    """Have an engine rest while its requests write a text each; the second stops at a
+    token in step 100, the third has no room for more after step 150.
+    """
+    chooses = Engine().lengths
+    ids = list(IDS)
+    ended = frozenset[str]()
+    stops = frozenset([99])
+    ends = dict(zip(IDS, (4000, 4000, 8 + 150, 4000), strict=True))
     for number in range(steps):
         begun = [
-            LiveRequest(req_id, i, 8, ends[req_id], record, length=8, stops=stops, text=[] if i != 3 else None)
+            LiveRequest(
+                req_id,
+                i,
+                8,
+                ends[req_id],
+                record,
+                length=8,
+                stops=stops,
+                text=[] if i != 3 else None,
+            )
             for i, req_id in enumerate(ids)
             if number == 0
         ]
         now = 0.01 * number + 0.001 * (number % 7)
-        step = Step(begun, ended, {}, number > 0, now - 0.009, NOTHING, req_ids=list(ids))
+        step = Step(
+            begun, ended, {}, number > 0, now - 0.009, NOTHING, req_ids=list(ids)
+        )
         step.offer = NOTHING if number % 16 == 1 else None
         stopping = {IDS[1]: number == 99, IDS[2]: number == 149}
-        chooses.output(step, [[99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids], now)
+        chooses.output(
+            step,
+            [[99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids],
+            now,
+        )
         chooses.settle()
         ended = frozenset(req_id for req_id in ids if stopping.get(req_id))
         ids = [req_id for req_id in ids if req_id not in ended]
@@ -442,11 +606,14 @@ def spoken(steps: int, record: bool) -> DraftLengths:
     return chooses
 
 
-@pytest.mark.parametrize(("steps", "record"), [(90, True), (140, True), (300, True), (140, False)])
+@pytest.mark.parametrize(
+    ("steps", "record"), [(90, True), (140, True), (300, True), (140, False)]
+)
 def test_steps_that_are_taken_together_are_taken_as_one_by_one(
     steps: int, record: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, stock = list[int](), LiveTexts.take_singles
+    taken = list[int]()
+    stock = LiveTexts.take_singles
 
     def counted(self: LiveTexts, req_ids: Any, outputs: Any) -> Any:
         slots = stock(self, req_ids, outputs)
@@ -463,27 +630,50 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
     apart = spoken(steps, record)
     ours, theirs = (chooses.engine.controller for chooses in (together, apart))
     assert together.engine.counters == apart.engine.counters
-    assert (ours.account.now, ours.account.figures()) == (theirs.account.now, pytest.approx(theirs.account.figures()))
+    assert (ours.account.now, ours.account.figures()) == (
+        theirs.account.now,
+        pytest.approx(theirs.account.figures()),
+    )
     for column in ("written", "pace", "load"):
-        np.testing.assert_allclose(getattr(ours.requests, column), getattr(theirs.requests, column))
-    assert ours.times.model == theirs.times.model and ours.times.observed == theirs.times.observed
+        np.testing.assert_allclose(
+            getattr(ours.requests, column), getattr(theirs.requests, column)
+        )
+    assert (
+        ours.times.model == theirs.times.model
+        and ours.times.observed == theirs.times.observed
+    )
     some = roughly.engine.controller
-    assert some.times.observed <= ours.times.observed and roughly.engine.counters == together.engine.counters
+    assert (
+        some.times.observed <= ours.times.observed
+        and roughly.engine.counters == together.engine.counters
+    )
     assert some.account.time.passed == pytest.approx(ours.account.time.passed)
-    assert some.account.figures()["of_stock"] == pytest.approx(ours.account.figures()["of_stock"], rel=0.03)
-    for one, other in zip(together.engine.live.values(), apart.engine.live.values(), strict=True):
-        assert (one.req_id, one.text, one.slot) == (other.req_id, other.text, other.slot)
+    assert some.account.figures()["of_stock"] == pytest.approx(
+        ours.account.figures()["of_stock"], rel=0.03
+    )
+    for one, other in zip(
+        together.engine.live.values(), apart.engine.live.values(), strict=True
+    ):
+        assert (one.req_id, one.text, one.slot) == (
+            other.req_id,
+            other.text,
+            other.slot,
+        )
 
 
 def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
     engine = Plain(busy=0.0)
     engine.rollout(300)
-    assert 300 / LOOK_STEPS - 2 < sum(engine.looked) < 300 / LOOK_STEPS + 6  # sooner at first
+    # sooner at first
+    assert 300 / LOOK_STEPS - 2 < sum(engine.looked) < 300 / LOOK_STEPS + 6
 
 
 def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:
-    lengths, request = Engine().lengths, LiveRequest("a", 7, 8, 18, True, length=8)
-    lengths.output(Step([request], frozenset(), {}, True, 0.0, req_ids=["a"]), [[4]], 0.0)
+    lengths = Engine().lengths
+    request = LiveRequest("a", 7, 8, 18, True, length=8)
+    lengths.output(
+        Step([request], frozenset(), {}, True, 0.0, req_ids=["a"]), [[4]], 0.0
+    )
     counted = lengths.engine.counters
     assert counted.tokens == 0
     lengths.settle()

@@ -26,20 +26,33 @@ from das_adapter.engine.v1.worker import HostWorkerState
 
 
 class OtherNames(torch.nn.Module):
-    """As vLLM's GPT-2, EXAONE and Falcon, a model whose layers lie in `transformer`, not in `model`."""
+    """As vLLM's GPT-2, EXAONE and Falcon, a model whose layers lie in `transformer`,
+    not in `model`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.transformer = torch.nn.Linear(2, 2, bias=False)
 
     def load_weights(self, weights: Any) -> set[str]:
-        return {name for name, weight in weights if self.get_parameter(name).data.copy_(weight) is not None}
+        return {
+            name
+            for name, weight in weights
+            if self.get_parameter(name).data.copy_(weight) is not None
+        }
 
 
 def test_a_draft_model_of_any_family_takes_the_trainers_weights() -> None:
     drafter = OtherNames()
-    config = parse({"drafter": "draft_model", "draft": {"model": "a small one", "weights": "trainer"}})
-    weights = DraftWeights(SimpleNamespace(speculator=SimpleNamespace(model=drafter)), config)
+    config = parse(
+        {
+            "drafter": "draft_model",
+            "draft": {"model": "a small one", "weights": "trainer"},
+        }
+    )
+    weights = DraftWeights(
+        SimpleNamespace(speculator=SimpleNamespace(model=drafter)), config
+    )
     weights.take_loaded()
     assert "brought no weight" in str(weights.refresh())
     drafter.load_weights([("transformer.weight", torch.ones(2, 2))])
@@ -47,7 +60,9 @@ def test_a_draft_model_of_any_family_takes_the_trainers_weights() -> None:
 
 
 class Model(torch.nn.Module):
-    """A model with these parts, which takes what it has of a stream, as vLLM's MTP drafters do."""
+    """A model with these parts, which takes what it has of a stream, as vLLM's MTP
+    drafters do.
+    """
 
     def __init__(self, **parts: torch.nn.Module):
         super().__init__()
@@ -55,8 +70,14 @@ class Model(torch.nn.Module):
             self.add_module(name, part)
 
     def load_weights(self, weights: Any) -> set[str]:
-        named = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
-        return {name for name, weight in weights if name in named and named[name].data.copy_(weight) is not None}
+        named = dict(self.named_parameters(remove_duplicate=False)) | dict(
+            self.named_buffers()
+        )
+        return {
+            name
+            for name, weight in weights
+            if name in named and named[name].data.copy_(weight) is not None
+        }
 
 
 def part(value: float) -> torch.nn.Linear:
@@ -65,13 +86,18 @@ def part(value: float) -> torch.nn.Linear:
     return linear
 
 
-CHECKPOINT = {f"{name}.weight": torch.ones(2, 2) for name in ("embed_tokens", "lm_head", "layer", "mtp")}
+CHECKPOINT = {
+    f"{name}.weight": torch.ones(2, 2)
+    for name in ("embed_tokens", "lm_head", "layer", "mtp")
+}
 TRAINED = {name: 2 * weight for name, weight in CHECKPOINT.items()}
 POLICYS = {name: weight for name, weight in TRAINED.items() if name != "mtp.weight"}
 
 
 class Mla(MLAAttention):
-    """Attention over latents: it computes with weights that it makes of `layer`, and not with those."""
+    """Attention over latents: it computes with weights that it makes of `layer`, and
+    not with those.
+    """
 
     def __init__(self, layer: torch.nn.Linear):
         torch.nn.Module.__init__(self)
@@ -84,17 +110,34 @@ class Mla(MLAAttention):
 class Mtp:
     """An engine whose MTP drafter shares the policy's embedding and output layer."""
 
-    def __init__(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, source: str, load_format: str = "auto"):
-        monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
+    def __init__(
+        self,
+        checkpoint: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        source: str,
+        load_format: str = "auto",
+    ):
+        monkeypatch.setattr(
+            "vllm.config.set_current_vllm_config", lambda config: nullcontext()
+        )
         self.policy = Model(embed_tokens=part(1), lm_head=part(1), layer=part(1))
-        shared = {"embed_tokens": self.policy.embed_tokens, "lm_head": self.policy.lm_head}
+        shared = {
+            "embed_tokens": self.policy.embed_tokens,
+            "lm_head": self.policy.lm_head,
+        }
         self.drafter = Model(**shared, mtp=part(1))
         self.drafter.register_buffer("table", torch.ones(2), persistent=False)
         self.drafter.add_module("attention", Mla(self.drafter.mtp))
         self.drafter.attention.process_weights_after_loading(torch.float32)
         save_file(CHECKPOINT, checkpoint / "model.safetensors")
-        model = SimpleNamespace(model=str(checkpoint), revision=None, quantization=None, dtype=torch.float32)
-        vars(model).update(is_moe=False, multimodal_config=None, word_embeddings_untied_by_checkpoint=False)
+        model = SimpleNamespace(
+            model=str(checkpoint), revision=None, quantization=None, dtype=torch.float32
+        )
+        vars(model).update(
+            is_moe=False,
+            multimodal_config=None,
+            word_embeddings_untied_by_checkpoint=False,
+        )
         runner = SimpleNamespace(
             model=self.policy,
             drafter=SimpleNamespace(model=self.drafter),
@@ -103,8 +146,12 @@ class Mtp:
             vllm_config=SimpleNamespace(parallel_config=None),
             speculative_config=SimpleNamespace(draft_model_config=model),
         )
-        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: runner.vllm_config)
-        self.weights = DraftWeights(runner, parse({"drafter": "mtp", "draft": {"weights": source}}))
+        monkeypatch.setattr(
+            "vllm.config.get_current_vllm_config", lambda: runner.vllm_config
+        )
+        self.weights = DraftWeights(
+            runner, parse({"drafter": "mtp", "draft": {"weights": source}})
+        )
         self.weights.take_loaded()
 
     def sync(self, stream: dict[str, torch.Tensor]) -> str | None:
@@ -114,7 +161,10 @@ class Mtp:
         return self.weights.refresh()
 
     def values(self) -> list[float]:
-        return [float(p.mean()) for p in (*self.policy.parameters(), self.drafter.mtp.weight)]
+        return [
+            float(p.mean())
+            for p in (*self.policy.parameters(), self.drafter.mtp.weight)
+        ]
 
 
 @pytest.fixture
@@ -123,7 +173,9 @@ def mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_checkpoint_that_is_read_again_leaves_the_policy_as_it_is(mtp: Any) -> None:
-    """vLLM has MTP drafters share the policy's embedding and output layer, of which their checkpoint has the first."""
+    """vLLM has MTP drafters share the policy's embedding and output layer, of which
+    their checkpoint has the first.
+    """
     engine = mtp("checkpoint")
     before = [p.data_ptr() for p in engine.drafter.parameters()]
     engine.drafter.mtp.weight.zero_()  # as after sleep
@@ -137,14 +189,19 @@ def test_layers_for_mtp_that_were_to_come_from_the_checkpoint_are_named_and_not_
 ) -> None:
     engine = mtp("checkpoint")
     for _ in range(2):
-        assert "sends the drafter's weights too (mtp.weight, ...)" in str(engine.sync(TRAINED))
+        assert "sends the drafter's weights too (mtp.weight, ...)" in str(
+            engine.sync(TRAINED)
+        )
         assert engine.values() == [2, 2, 2, 1]
     assert caplog.text.count("reading its checkpoint again") == 1
 
 
 def test_a_sync_without_layers_for_mtp_is_named(mtp: Any) -> None:
     engine = mtp("trainer")
-    assert "brought no weight of the drafter (names as in the policy's checkpoint)" in str(engine.sync(POLICYS))
+    assert (
+        "brought no weight of the drafter (names as in the policy's checkpoint)"
+        in str(engine.sync(POLICYS))
+    )
     assert engine.sync(TRAINED) is None
     assert engine.values() == [2, 2, 2, 2]
 
@@ -164,7 +221,9 @@ def test_what_a_drafter_makes_of_its_weights_is_made_again_with_them(
 
 
 class Swap(QuantizeMethodBase):
-    """Swaps the rows of a weight, as vLLM does those of experts for some kernels: twice undoes it."""
+    """Swaps the rows of a weight, as vLLM does those of experts for some kernels: twice
+    undoes it.
+    """
 
     def create_weights(self, *_: Any, **__: Any) -> None: ...
 
@@ -174,14 +233,18 @@ class Swap(QuantizeMethodBase):
         layer.weight.data.copy_(layer.weight.flip(0))
 
 
-def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_process_only_what_a_sync_has_brought(
+    mtp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both do so after a sync, in the policy and in the drafter."""
 
     def synced(engine: Mtp, stream: dict[str, torch.Tensor]) -> list[float]:
         for model in (engine.policy, engine.drafter):
             model.load_weights(stream.items())
             described: Any = SimpleNamespace(
-                dtype=torch.float32, quantization=None, word_embeddings_untied_by_checkpoint=False
+                dtype=torch.float32,
+                quantization=None,
+                word_embeddings_untied_by_checkpoint=False,
             )
             utils.process_weights_after_loading(model, described, torch.device("cpu"))
         assert engine.weights.refresh() is None
@@ -190,7 +253,8 @@ def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytes
 
     rising = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
     monkeypatch.setitem(CHECKPOINT, "mtp.weight", rising)
-    kept, trained = mtp("checkpoint", "dummy"), mtp("trainer")
+    kept = mtp("checkpoint", "dummy")
+    trained = mtp("trainer")
     for engine in (kept, trained):
         engine.drafter.mtp.quant_method = Swap()
         engine.drafter.mtp.weight.copy_(rising.flip(0))  # as vLLM leaves it
@@ -201,7 +265,9 @@ def test_hosts_process_only_what_a_sync_has_brought(mtp: Any, monkeypatch: pytes
 
 
 def put_to_sleep(engine: Mtp) -> None:
-    """Discard all that the drafter has, as vLLM does before 0.27, which keeps buffers of the policy alone."""
+    """Discard all that the drafter has, as vLLM does before 0.27, which keeps buffers
+    of the policy alone.
+    """
 
     def sleep(level: int = 1) -> None:
         for tensor in (engine.drafter.mtp.weight, engine.drafter.table):
@@ -212,8 +278,12 @@ def put_to_sleep(engine: Mtp) -> None:
     worker.sleep(level=2)
 
 
-@pytest.mark.parametrize(("source", "stream"), [("checkpoint", POLICYS), ("trainer", TRAINED)])
-def test_tables_that_sleep_has_discarded_are_there_again(mtp: Any, source: str, stream: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("source", "stream"), [("checkpoint", POLICYS), ("trainer", TRAINED)]
+)
+def test_tables_that_sleep_has_discarded_are_there_again(
+    mtp: Any, source: str, stream: dict[str, Any]
+) -> None:
     engine = mtp(source)
     table = engine.drafter.table
     for times in (1, 2):
@@ -233,42 +303,67 @@ def test_what_the_trainer_sends_of_tables_stays(mtp: Any) -> None:
     assert engine.drafter.table.eq(3).all()
 
 
-def test_a_checkpoint_without_the_drafters_layer_is_refused(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_the_drafters_layer_is_refused(
+    mtp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(CHECKPOINT, "mtp.weight")
-    with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'mtp.weight'\}"):
+    with pytest.raises(
+        ValueError, match=r"not initialized from checkpoint: \{'mtp.weight'\}"
+    ):
         mtp("checkpoint", "dummy")
 
 
 class DeepSeekMtp(deepseek_mtp.DeepSeekMTP):
-    """vLLM's drafter with DeepSeek's MTP layer, the third, of which it has one weight."""
+    """vLLM's drafter with DeepSeek's MTP layer, the third, of which it has one
+    weight.
+    """
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
-        self.config = DeepseekV3Config(num_hidden_layers=2, num_nextn_predict_layers=1, n_routed_experts=4)
+        self.config = DeepseekV3Config(
+            num_hidden_layers=2, num_nextn_predict_layers=1, n_routed_experts=4
+        )
         self.quant_config = None
         self.is_fused_shared_expert_enabled = False
         layer = torch.nn.ModuleDict({"eh_proj": part(1)})
         self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"2": layer})})
-        self.model.mtp_start_layer_idx, self.model.num_mtp_layers = 2, 1
+        self.model.mtp_start_layer_idx = 2
+        self.model.num_mtp_layers = 1
 
 
 @pytest.mark.parametrize("unchecked", [True, False])
-def test_batches_of_a_stream_may_lack_the_layers_for_mtp(unchecked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hosts send each batch to the drafter; vLLM before 0.27 has no way to say that it is one of several."""
+def test_batches_of_a_stream_may_lack_the_layers_for_mtp(
+    unchecked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hosts send each batch to the drafter; vLLM before 0.27 has no way to say
+    that it is one of several.
+    """
     if not unchecked:
-        monkeypatch.setattr(deepseek_mtp, "is_mtp_completeness_check_enabled", lambda: True)
+        monkeypatch.setattr(
+            deepseek_mtp, "is_mtp_completeness_check_enabled", lambda: True
+        )
     drafter = DeepSeekMtp()
-    runner = SimpleNamespace(model=Model(layer=part(1)), drafter=SimpleNamespace(model=drafter))
-    weights = DraftWeights(runner, parse({"drafter": "mtp", "draft": {"weights": "trainer"}}))
+    runner = SimpleNamespace(
+        model=Model(layer=part(1)), drafter=SimpleNamespace(model=drafter)
+    )
+    weights = DraftWeights(
+        runner, parse({"drafter": "mtp", "draft": {"weights": "trainer"}})
+    )
     weights.take_loaded()
     for number in range(2):
-        drafter.load_weights([(f"model.layers.{number}.input_layernorm.weight", torch.ones(2))])
+        drafter.load_weights(
+            [(f"model.layers.{number}.input_layernorm.weight", torch.ones(2))]
+        )
     assert "brought no weight" in str(weights.refresh())
     for number, name in enumerate(("input_layernorm", "input_layernorm", "eh_proj")):
-        drafter.load_weights([(f"model.layers.{number}.{name}.weight", torch.full((2, 2), 3.0))])
+        drafter.load_weights(
+            [(f"model.layers.{number}.{name}.weight", torch.full((2, 2), 3.0))]
+        )
     assert weights.refresh() is None
     assert drafter.model.layers["2"].eh_proj.weight.eq(3).all()
-    drafter.model.layers["2"].eh_proj.weight.weight_loader = lambda parameter, weight: int("no number")
+    drafter.model.layers["2"].eh_proj.weight.weight_loader = lambda parameter, weight: (
+        int("no number")
+    )
     with pytest.raises(ValueError, match="no number"):
         drafter.load_weights([("model.layers.2.eh_proj.weight", torch.ones(2, 2))])
 
@@ -277,26 +372,47 @@ def test_batches_of_a_stream_may_lack_the_layers_for_mtp(unchecked: bool, monkey
 def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_read_it(
     tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A head without one shares the policy's, which may be the policy's embedding, and vLLM captures graphs after it
-    has loaded both. Until one comes, the drafter's has the values of the policy's."""
-    embedding, layer = part(1), part(1)
-    policy = Model(embed_tokens=embedding, lm_head=embedding if tied else part(1), layer=layer)
+    """A head without one shares the policy's, which may be the policy's embedding, and
+    vLLM captures graphs after it has loaded both. Until one comes, the drafter's has
+    the values of the policy's.
+    """
+    embedding = part(1)
+    layer = part(1)
+    policy = Model(
+        embed_tokens=embedding, lm_head=embedding if tied else part(1), layer=layer
+    )
     drafter = Model(embed_tokens=embedding, mtp=part(1), lm_head=policy.lm_head)
-    config = parse({"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}})
-    weights = DraftWeights(SimpleNamespace(model=policy, drafter=SimpleNamespace(model=drafter)), config)
+    config = parse(
+        {"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}}
+    )
+    weights = DraftWeights(
+        SimpleNamespace(model=policy, drafter=SimpleNamespace(model=drafter)), config
+    )
     weights.take_loaded()
     place = drafter.lm_head.weight.data_ptr()
     assert place != policy.lm_head.weight.data_ptr()
     assert drafter.embed_tokens is embedding
-    for policys, sent, expected in ((2, {}, 2), (3, {"lm_head.weight": torch.full((2, 2), 7.0)}, 7), (4, {}, 7)):
+    for policys, sent, expected in (
+        (2, {}, 2),
+        (3, {"lm_head.weight": torch.full((2, 2), 7.0)}, 7),
+        (4, {}, 7),
+    ):
         policy.lm_head.weight.fill_(policys)
         drafter.load_weights({"mtp.weight": torch.ones(2, 2), **sent}.items())
         assert weights.refresh() is None
         assert drafter.lm_head.weight.data_ptr() == place
-        assert (drafter.lm_head.weight.mean(), policy.lm_head.weight.mean()) == (expected, policys)
+        assert (drafter.lm_head.weight.mean(), policy.lm_head.weight.mean()) == (
+            expected,
+            policys,
+        )
     assert not caplog.records
     for _ in range(2):
-        drafter.load_weights({"mtp.weight": torch.ones(2, 2), "embed_tokens.weight": torch.ones(2, 2)}.items())
+        drafter.load_weights(
+            {
+                "mtp.weight": torch.ones(2, 2),
+                "embed_tokens.weight": torch.ones(2, 2),
+            }.items()
+        )
     (warning,) = caplog.messages
     assert "the drafter's embed_tokens" in warning
     assert drafter.embed_tokens is not embedding
@@ -322,11 +438,22 @@ class Proposer(SimpleNamespace):
 def test_drafts_are_drawn_with_keyed_noise_where_a_drafter_has_what_that_takes(
     attributes: dict[str, Any], options: dict[str, Any], keyed: bool
 ) -> None:
-    """vLLM's own drawing maps another vocabulary to the policy's; under M-RoPE there are no positions to draw for."""
+    """vLLM's own drawing maps another vocabulary to the policy's; under M-RoPE there
+    are no positions to draw for.
+    """
     drafter = Proposer(model=Model(layer=part(1)), **attributes)
     draft = {"model": "a small one", "weights": "trainer", "options": options}
-    das = {"drafter": "draft_model", "draft": draft, "budget": "unlimited", "speculate": "always"}
+    das = {
+        "drafter": "draft_model",
+        "draft": draft,
+        "budget": "unlimited",
+        "speculate": "always",
+    }
     policy = Model(layer=part(1))
-    HostWorkerState(SimpleNamespace(drafter=drafter, get_model=lambda: policy), parse(das)).loaded()
-    taken_over = {"set_inputs_first_pass", "_sample_draft_tokens"} & vars(drafter).keys()
+    HostWorkerState(
+        SimpleNamespace(drafter=drafter, get_model=lambda: policy), parse(das)
+    ).loaded()
+    taken_over = {"set_inputs_first_pass", "_sample_draft_tokens"} & vars(
+        drafter
+    ).keys()
     assert len(taken_over) == (2 if keyed else 0)

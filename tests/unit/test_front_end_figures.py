@@ -29,7 +29,9 @@ def engine(process: int = 0) -> Any:
 
 def stats(draft_tokens: int) -> dict[str, Any]:
     """Return what an engine's worker answers."""
-    return Counters(request_forwards=10, draft_tokens=draft_tokens, drafted_forwards=3).take()
+    return Counters(
+        request_forwards=10, draft_tokens=draft_tokens, drafted_forwards=3
+    ).take()
 
 
 def shown() -> float | None:
@@ -38,7 +40,8 @@ def shown() -> float | None:
 
 
 def test_the_gauges_of_a_process_are_those_of_the_engine_that_was_asked_last() -> None:
-    first, second = engine(), engine()
+    first = engine()
+    second = engine()
     for told, drafted in ((first, 6), (second, 7), (first, 8)):
         front_end.publish(told, [[stats(drafted)]])
         assert shown() == drafted

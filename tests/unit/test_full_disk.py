@@ -29,7 +29,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file system of 128 MiB in memory, the node's shared memory."""
     monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path)
     found = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128m", "none", tmp_path], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=128m", "none", tmp_path],
+        capture_output=True,
+        text=True,
     )
     if found.returncode:
         pytest.skip(f"tmpfs can't be mounted here: {found.stderr.strip()}")
@@ -41,13 +43,22 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
     small: Path, caplog: Any, beside: int, others: int
 ) -> None:
-    writer = Writer(HistoryConfig(max_bytes=2**30), small / "history", grace_s=0.1, beside=beside)
+    writer = Writer(
+        HistoryConfig(max_bytes=2**30), small / "history", grace_s=0.1, beside=beside
+    )
     (small / "others").write_bytes(bytes(others))
-    index, rng = SuffixIndex.attach(writer.directory), np.random.default_rng(0)
-    written, least = 0, [128 * MB] * 2
+    index = SuffixIndex.attach(writer.directory)
+    rng = np.random.default_rng(0)
+    written = 0
+    least = [128 * MB] * 2
     for version in range(7):
-        texts = [rng.integers(0, 10_000, 20_000).astype(np.int32) for _ in range(PROBLEMS)]
-        batch = [Trajectory(problem, text.tobytes(), version) for problem, text in enumerate(texts)]
+        texts = [
+            rng.integers(0, 10_000, 20_000).astype(np.int32) for _ in range(PROBLEMS)
+        ]
+        batch = [
+            Trajectory(problem, text.tobytes(), version)
+            for problem, text in enumerate(texts)
+        ]
         put_batch(writer.directory, "engine", batch)
         for file, arrived in writer.read():
             writer.keep(file, arrived)
@@ -64,7 +75,9 @@ def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
         assert np.array_equal(latest, texts[0][20:40])
     assert least[0] >= 8 * MB and least[1] >= 16 * MB
     assert 0 < index.tokens < written and index.problems == PROBLEMS
-    told = [record for record in caplog.records if "above a quarter of" in record.message]
+    told = [
+        record for record in caplog.records if "above a quarter of" in record.message
+    ]
     assert 0 < len(told) < 7
     writer.store.close()
 
@@ -80,7 +93,13 @@ def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
     ],
 )
 def test_what_ray_may_still_take_is_no_room(
-    monkeypatch: pytest.MonkeyPatch, total: int, free: int, size: int, beside: int, left: int, fits: bool
+    monkeypatch: pytest.MonkeyPatch,
+    total: int,
+    free: int,
+    size: int,
+    beside: int,
+    left: int,
+    fits: bool,
 ) -> None:
     disk = SimpleNamespace(total=total * MB, free=free * MB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
@@ -89,12 +108,18 @@ def test_what_ray_may_still_take_is_no_room(
     assert (made.parent == spool.SHARED_MEMORY) == fits
 
 
-def test_rays_store_takes_room_only_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rays_store_takes_room_only_where_it_lies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if tmp_path.stat().st_dev == spool.SHARED_MEMORY.stat().st_dev:
         pytest.skip("temporary files lie in shared memory here")
     sizes = {spool.SHARED_MEMORY: 64 * MB}
     monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: SimpleNamespace(**dict.fromkeys(("total", "free"), sizes.get(path, 48 * MB)))
+        shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(
+            **dict.fromkeys(("total", "free"), sizes.get(path, 48 * MB))
+        ),
     )
     assert room(tmp_path, 60 * MB) == 42 * MB  # it lies in shared memory
     assert room(tmp_path, 65 * MB) < 0  # it is too large for that

@@ -1,4 +1,6 @@
-"""What only shows where kernels are compiled: they can be, and none is in the middle of a rollout."""
+"""What only shows where kernels are compiled: they can be, and none is in the middle of
+a rollout.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ from das_adapter.engine.v2 import limits, ranking, search, votes  # noqa: E402
 from das_adapter.engine.v2.device_index import SCAN, DeviceIndex  # noqa: E402
 
 
-def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, vocabulary = forms(monkeypatch, keyed_sample), 152_064
+def test_sampling_is_compiled_once_whatever_the_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = forms(monkeypatch, keyed_sample)
+    vocabulary = 152_064
     many = Keys(torch.arange(40), torch.arange(40))
     for count in range(1, 40):
         logits = torch.as_strided(torch.zeros(vocabulary), (count, vocabulary), (0, 1))
@@ -37,26 +42,38 @@ def check_compiled(noted: Any, capability: int, module: Any) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_sampling_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
+def test_sampling_compiles_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        noted, keys = forms(patch, keyed_sample), Keys(torch.arange(2), torch.arange(2))
+        noted = forms(patch, keyed_sample)
+        keys = Keys(torch.arange(2), torch.arange(2))
         keyed_sample.triton_sample(torch.zeros(2, 152_064), keys)
     check_compiled(noted, capability, keyed_sample)
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, slots: int, steps: int) -> DeviceIndex:
-    """An index whose kernels are noted, and which has captured a graph that does nothing."""
-    index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32), steps, 2**12, 0.02, 100)
+    """An index whose kernels are noted, and which has captured a graph that does
+    nothing.
+    """
+    index = DeviceIndex(
+        torch.zeros(slots, 64, dtype=torch.int32), steps, 2**12, 0.02, 100
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(
+        torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None)
+    )
     monkeypatch.setattr(torch.cuda, "graph", lambda _: pytest.MonkeyPatch.context())
     index.capture([2])
     return index
 
 
-def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, slots = forms(monkeypatch, search, votes), 24
+def test_drafting_on_the_device_compiles_nothing_after_the_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = forms(monkeypatch, search, votes)
+    slots = 24
     index = captured(monkeypatch, slots, 4)
     first = {name: set(kinds) for name, kinds in noted.items()}
     total = torch.full((slots,), 20, dtype=torch.int32)
@@ -68,7 +85,9 @@ def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: p
     assert noted == first
 
 
-def test_drafting_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drafting_compiles_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(SCAN, "cpu", SCAN["cuda"])
     with pytest.MonkeyPatch.context() as patch:
@@ -76,9 +95,13 @@ def test_drafting_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         captured(patch, 24, 16)
     found = list(compiled(noted, 90, search, votes))
     assert len(found) == 6
-    assert all(kernel.asm["cubin"] and kernel.metadata.shared < 48 * 1024 for kernel in found)
+    assert all(
+        kernel.asm["cubin"] and kernel.metadata.shared < 48 * 1024 for kernel in found
+    )
     assert not any("acq_rel" in kernel.asm["ptx"] for kernel in found)
-    (learn,) = (kernel.asm["ptx"] for kernel in found if kernel.metadata.name == "learn")
+    (learn,) = (
+        kernel.asm["ptx"] for kernel in found if kernel.metadata.name == "learn"
+    )
     assert "bar.sync" in learn  # between reading the offers and clearing them
 
 
@@ -87,7 +110,9 @@ def test_leaving_out_what_is_beyond_top_k_and_top_p_compiles_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    runner = SimpleNamespace(max_num_reqs=4, vocab_size=152_064, device=torch.device("meta"))
+    runner = SimpleNamespace(
+        max_num_reqs=4, vocab_size=152_064, device=torch.device("meta")
+    )
     of = limits.Limits(runner)
     with pytest.MonkeyPatch.context() as patch:
         noted = forms(patch, limits)
@@ -100,7 +125,9 @@ def test_admitting_drafts_compiles_for_a_gpu_before_the_first_request_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    admitted, *begins = (torch.zeros(length, dtype=torch.int32) for length in (1024, 1025, 1025))
+    admitted, *begins = (
+        torch.zeros(length, dtype=torch.int32) for length in (1024, 1025, 1025)
+    )
     with pytest.MonkeyPatch.context() as patch:
         noted = forms(patch, ranking)
         of = ranking.Ranking(1024, steps, torch.device("cpu"))
@@ -109,30 +136,41 @@ def test_admitting_drafts_compiles_for_a_gpu_before_the_first_request_alone(
             of.check()  # it computes nothing here
         first = set(noted["admit"])
         for requests in (1, 2, 3, 16, 17, 1024):
-            of.admit(np.zeros((3, requests), dtype=np.int32), torch.arange(1025)[-requests:], requests - 1)
+            of.admit(
+                np.zeros((3, requests), dtype=np.int32),
+                torch.arange(1025)[-requests:],
+                requests - 1,
+            )
     assert noted["admit"] == first
     check_compiled(noted, 90, ranking)
 
 
 def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the device `meta` have no contents: whoever reads one on the host raises."""
+    """Tensors of the device `meta` have no contents: whoever reads one on the host
+    raises.
+    """
     pytest.importorskip("vllm")
     from vllm.v1.worker.gpu.sample import gumbel
 
     from das_adapter.engine.v2.verification import accept_drawn
 
     meta = torch.device("meta")
-    noted, slots = forms(monkeypatch, search, votes), 4
+    noted = forms(monkeypatch, search, votes)
+    slots = 4
     history = OwnHistory()
     history.add(1, np.arange(30, dtype=np.int32), 0)
     history.seal()
-    index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32, device=meta), 4, 2**12, 0.02, 100)
+    index = DeviceIndex(
+        torch.zeros(slots, 64, dtype=torch.int32, device=meta), 4, 2**12, 0.02, 100
+    )
     total = torch.zeros(slots, dtype=torch.int32, device=meta)
     for _ in range(2):
         index.open([(slot, 1, 5) for slot in range(slots)])
         index.arena.bring(history)
         slots_of_batch = torch.arange(slots, device=meta)
-        assert index.draft(slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total).shape == (slots, 4)
+        assert index.draft(
+            slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total
+        ).shape == (slots, 4)
         index.close([(slot, 30) for slot in range(slots)], total)
     assert sum(map(bool, noted.values())) == 6
     with pytest.raises(RuntimeError):
@@ -141,8 +179,13 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=meta)
 
-    monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, *_, **__: empty(torch.int64, len(logits)))
-    long, short = torch.int64, torch.int32
+    monkeypatch.setattr(
+        gumbel,
+        "gumbel_sample",
+        lambda logits, *_, **__: empty(torch.int64, len(logits)),
+    )
+    long = torch.int64
+    short = torch.int32
     sampled, counts = accept_drawn(
         empty(torch.float32, 10, 100),
         None,

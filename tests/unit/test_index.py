@@ -79,7 +79,8 @@ def test_newer_visits_count_more_however_many_versions_lie_between() -> None:
         index.add(1, [3, 4, token], version)
         index.add(2, [3, 4, 50], version)
     index.seal()
-    assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [60]  # 256 + 235 to 2 * 215
+    # 256 + 235 to 2 * 215
+    assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [60]
     index.add(1, [3, 4, 50], 0)
     index.add(1, [3, 4, 50], 0)
     index.seal()
@@ -101,13 +102,15 @@ def test_the_age_of_the_history_is_that_of_its_newest_text() -> None:
 
 def test_one_differing_token_does_not_lose_the_place() -> None:
     index = sealed(POEM)
-    handle = index.open(1, [], prefix=[11, 12, 13, 99])  # 99 was never followed by anything
+    # 99 was never followed by anything
+    handle = index.open(1, [], prefix=[11, 12, 13, 99])
     assert drafted(index, handle, 3) == [15, 16, 17]
 
 
 def test_a_live_sibling_is_drafted_from_as_it_grows() -> None:
     index = SuffixIndex()
-    first, second = index.open(1, [3]), index.open(1, [3])
+    first = index.open(1, [3])
+    second = index.open(1, [3])
     assert drafted(index, second) == []
     index.extend(first, [11, 12, 13])
     index.extend(second, [11])
@@ -126,7 +129,8 @@ def test_siblings_do_not_draft_from_each_others_prompts() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_closed_request_is_drafted_from_only_if_kept(keep: bool) -> None:
     index = SuffixIndex()
-    first, second = index.open(1, []), index.open(1, [])
+    first = index.open(1, [])
+    second = index.open(1, [])
     index.extend(first, POEM)
     index.close(first, keep=keep)
     assert drafted(index, second, 20) == (POEM if keep else [])
@@ -150,7 +154,9 @@ def test_clear_live_forgets_the_closed_and_keeps_the_open() -> None:
     st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=6),
     st.lists(st.lists(st.integers(10, 13), max_size=20), min_size=1, max_size=6),
 )
-def test_another_problems_text_is_never_drafted(low: list[list[int]], high: list[list[int]]) -> None:
+def test_another_problems_text_is_never_drafted(
+    low: list[list[int]], high: list[list[int]]
+) -> None:
     index = OwnHistory()
     for ids_low, ids_high in zip(low, high, strict=False):
         index.add(1, ids_low, 0)
@@ -176,29 +182,50 @@ def test_staged_trajectories_are_drafted_from_after_the_seal() -> None:
 
 @settings(max_examples=80)
 @given(
-    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=8),
+    st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=8
+    ),
     st.lists(st.integers(-1, 40), min_size=3, max_size=3),
     st.sampled_from([0.0, 0.05, 0.3]),
 )
-def test_budgets_are_kept_and_chances_fall(history: list[list[int]], budgets: list[int], min_chance: float) -> None:
+def test_budgets_are_kept_and_chances_fall(
+    history: list[list[int]], budgets: list[int], min_chance: float
+) -> None:
     index = OwnHistory()
     for ids in history:
         index.add(1, ids, 0)
     index.seal()
-    handles = [index.open(1, history[0], ids[: len(ids) // 2]) for ids in (history * 3)[:3]]
-    none, text = np.zeros(3, dtype=np.int64), np.zeros((1, 0), np.int32)
-    looking = index.draft_rows(np.array(handles), text, none, none, none, np.array(budgets), min_chance)
+    handles = [
+        index.open(1, history[0], ids[: len(ids) // 2]) for ids in (history * 3)[:3]
+    ]
+    none = np.zeros(3, dtype=np.int64)
+    text = np.zeros((1, 0), np.int32)
+    looking = index.draft_rows(
+        np.array(handles), text, none, none, none, np.array(budgets), min_chance
+    )
     tokens, chances, offsets = looking.result()
-    assert (tokens.dtype, chances.dtype, offsets.dtype) == (np.int32, np.float32, np.int64)
+    assert (tokens.dtype, chances.dtype, offsets.dtype) == (
+        np.int32,
+        np.float32,
+        np.int64,
+    )
     assert offsets[0] == 0 and offsets[-1] == len(tokens) == len(chances)
     for budget, a, b in zip(budgets, offsets, offsets[1:], strict=False):
         assert 0 <= b - a <= max(budget, 0)
         assert (np.diff(chances[a:b]) <= 0).all()
-        assert ((chances[a:b] > 0) & (chances[a:b] <= 1) & (chances[a:b] >= np.float32(min_chance))).all()
+        assert (
+            (chances[a:b] > 0)
+            & (chances[a:b] <= 1)
+            & (chances[a:b] >= np.float32(min_chance))
+        ).all()
 
 
-@pytest.mark.parametrize(("right", "low", "high"), [(True, 0.9, 1.0), (False, 0.0, 0.1)])
-def test_chances_follow_what_requests_went_on_with(right: bool, low: float, high: float) -> None:
+@pytest.mark.parametrize(
+    ("right", "low", "high"), [(True, 0.9, 1.0), (False, 0.0, 0.1)]
+)
+def test_chances_follow_what_requests_went_on_with(
+    right: bool, low: float, high: float
+) -> None:
     index = sealed(POEM)
     for _ in range(600):
         handle = index.open(1, [])
@@ -210,19 +237,25 @@ def test_chances_follow_what_requests_went_on_with(right: bool, low: float, high
 
 
 def test_what_a_source_is_worth_is_learned_of_each() -> None:
-    """What others wrote turns out right here; that says nothing of what a request repeats of itself."""
+    """What others wrote turns out right here; that says nothing of what a request
+    repeats of itself.
+    """
 
     def chance(index: SuffixIndex, problem: int, written: list[int]) -> float:
         return float(index.draft([index.open(problem, [], written)], [1], 0.0)[1][0][0])
 
-    fresh, learned = sealed(POEM), sealed(POEM)
+    fresh = sealed(POEM)
+    learned = sealed(POEM)
     for _ in range(100):
         handle = learned.open(1, [])
         learned.draft([handle], [1], 0.0)
         learned.extend(handle, POEM[:1])
         learned.close(handle, keep=False)
-    assert chance(learned, 1, POEM[:6]) > chance(fresh, 1, POEM[:6]) + 0.1  # a longer match than any so far
-    assert chance(learned, 2, [*POEM[:6], *POEM[:5]]) == chance(fresh, 2, [*POEM[:6], *POEM[:5]])
+    # a longer match than any so far
+    assert chance(learned, 1, POEM[:6]) > chance(fresh, 1, POEM[:6]) + 0.1
+    assert chance(learned, 2, [*POEM[:6], *POEM[:5]]) == chance(
+        fresh, 2, [*POEM[:6], *POEM[:5]]
+    )
 
 
 # What is kept
@@ -253,11 +286,16 @@ def test_what_arrives_late_counts_as_its_own_visit() -> None:
 
 
 def rollouts(problem: int, samples: int = 8, length: int = 160) -> list[list[int]]:
-    """Rollouts of which half is passages that most have, each somewhere else, and half is their own."""
+    """Rollouts of which half is passages that most have, each somewhere else, and half
+    is their own.
+    """
     rng = np.random.default_rng(problem)
     passages = rng.integers(1000, 2000, (length // 40, 20))
     own = rng.integers(2000, 4000, (samples, length // 40, 20))
-    texts = [[p for pair in zip(rng.permutation(passages), mine, strict=True) for p in pair] for mine in own]
+    texts = [
+        [p for pair in zip(rng.permutation(passages), mine, strict=True) for p in pair]
+        for mine in own
+    ]
     return [np.concatenate(text).tolist() for text in texts]
 
 
@@ -277,9 +315,14 @@ def thinned(index: OwnHistory, max_bytes: int) -> Shrunk:
 def test_thinned_out_a_problem_keeps_what_its_rollouts_share() -> None:
     index = OwnHistory()
     visited(index, range(1, 2))
-    tokens, max_bytes = index.tokens, index.nbytes // 3
+    tokens = index.tokens
+    max_bytes = index.nbytes // 3
     shrunk = thinned(index, max_bytes)
-    assert (shrunk.thinned, shrunk.dropped, shrunk.tokens) == (1, 0, tokens - index.tokens)
+    assert (shrunk.thinned, shrunk.dropped, shrunk.tokens) == (
+        1,
+        0,
+        tokens - index.tokens,
+    )
     assert max_bytes // 2 < index.nbytes <= max_bytes
     text = rollouts(1)[0]
     right = []
@@ -287,7 +330,8 @@ def test_thinned_out_a_problem_keeps_what_its_rollouts_share() -> None:
         draft = drafted(index, index.open(1, [], prefix=text[:i]), 1)
         right.append(draft == [text[i]])
     shared = np.less(text, 2000)
-    assert np.mean(np.array(right)[(shared[9:-2] & shared[10:-1])]) > 0.95  # not where a passage begins
+    # not where a passage begins
+    assert np.mean(np.array(right)[(shared[9:-2] & shared[10:-1])]) > 0.95
 
 
 def test_a_stretch_is_not_taken_for_a_beginning() -> None:
@@ -314,7 +358,8 @@ def test_above_the_budget_every_problem_keeps_something() -> None:
 def test_a_step_more_than_the_budget_costs_about_a_step() -> None:
     index = OwnHistory()
     visited(index, range(10))
-    budget, tokens = index.nbytes, index.tokens
+    budget = index.nbytes
+    tokens = index.tokens
     visited(index, range(10, 11), version=1)
     index.shrink(budget)
     assert budget * 3 / 4 < index.nbytes <= budget
@@ -332,7 +377,9 @@ def test_where_not_all_can_keep_something_those_not_seen_for_longest_go() -> Non
     shrunk = thinned(index, 600)
     assert (shrunk.thinned, shrunk.dropped) == (2, 2)
     assert index.nbytes <= 600
-    assert [index.age(index.open(problem, [])) is not None for problem in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [
+        index.age(index.open(problem, [])) is not None for problem in (1, 2, 3, 4)
+    ] == [False, True, False, True]
     assert thinned(index, 0).dropped == 2
     assert (index.tokens, index.nbytes, index.problems) == (0, 0, 0)
 
@@ -356,7 +403,9 @@ def test_empty_things_are_fine() -> None:
     index.add(1, [], 0)
     index.seal()
     index.seal()
-    assert (index.tokens, index.problems, index.nbytes, *index.store.shrink(0)) == (0,) * 7
+    assert (index.tokens, index.problems, index.nbytes, *index.store.shrink(0)) == (
+        0,
+    ) * 7
     handle = index.open(1, [])
     index.extend(handle, [])
     assert drafted(index, handle) == []
@@ -383,7 +432,8 @@ def test_an_unknown_handle_is_named() -> None:
 
 def test_a_refused_batch_changes_nothing() -> None:
     index = SuffixIndex()
-    first, second = index.open(1, []), index.open(1, [])
+    first = index.open(1, [])
+    second = index.open(1, [])
     texts = np.array([[1, 2, 3], [4, -7, 6]], np.int32)
 
     def draft_rows(*given: list[int]) -> None:
@@ -413,39 +463,60 @@ def test_a_refused_batch_changes_nothing() -> None:
 @pytest.mark.parametrize("requests", [3, 40])
 def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
     rng = np.random.default_rng(0)
-    texts, lengths = rng.integers(0, 9, (50, 200)).astype(np.int32), np.zeros(requests, dtype=np.int64)
-    one, other = SuffixIndex(), SuffixIndex()
-    handles = [np.array([index.open(i // 2, [1, 2]) for i in range(requests)]) for index in (one, other)]
-    rows, budgets, found = rng.permutation(50)[:requests], rng.integers(0, 17, requests), 0
+    texts = rng.integers(0, 9, (50, 200)).astype(np.int32)
+    lengths = np.zeros(requests, dtype=np.int64)
+    one = SuffixIndex()
+    other = SuffixIndex()
+    handles = [
+        np.array([index.open(i // 2, [1, 2]) for i in range(requests)])
+        for index in (one, other)
+    ]
+    rows = rng.permutation(50)[:requests]
+    budgets = rng.integers(0, 17, requests)
+    found = 0
     while lengths.max() < 180:
         new = rng.integers(0, 8, requests)
-        looking = one.draft_rows(handles[0], texts, rows, lengths, lengths + new, budgets, 0.0)
+        looking = one.draft_rows(
+            handles[0], texts, rows, lengths, lengths + new, budgets, 0.0
+        )
         for handle, row, at, count in zip(handles[1], rows, lengths, new, strict=True):
             other.extend(handle, texts[row, at : at + count])
         lengths += new
-        ours, theirs = looking.result(), other.draft(handles[1], budgets, 0.0)
-        assert all(np.array_equal(a, np.concatenate(b)) for a, b in zip(ours, theirs, strict=False))
+        ours = looking.result()
+        theirs = other.draft(handles[1], budgets, 0.0)
+        assert all(
+            np.array_equal(a, np.concatenate(b))
+            for a, b in zip(ours, theirs, strict=False)
+        )
         assert np.diff(ours[2]).tolist() == [*map(len, theirs[0])]
         found += len(ours[0])
     assert found > 100
     drafts = [[9]] * 50
     looking.put(rows, np.full(requests, 2), 5, drafts)
     for row, begin, end in zip(rows, ours[2], ours[2][1:], strict=False):
-        assert drafts.pop(row) == [min(token, 5) for token in ours[0][begin : min(end, begin + 2)].tolist()]
+        assert drafts.pop(row) == [
+            min(token, 5) for token in ours[0][begin : min(end, begin + 2)].tolist()
+        ]
         drafts.insert(row, [9])
     assert drafts == [[9]] * 50
 
 
 @pytest.mark.parametrize("requests", [3, 40])
-def test_what_is_called_after_a_drafting_has_begun_comes_after_it(requests: int) -> None:
-    index, text = sealed(POEM), np.array([POEM], dtype=np.int32)
+def test_what_is_called_after_a_drafting_has_begun_comes_after_it(
+    requests: int,
+) -> None:
+    index = sealed(POEM)
+    text = np.array([POEM], dtype=np.int32)
     handles = np.array([index.open(1, []) for _ in range(requests)])
-    zeros, budgets = np.zeros(requests, dtype=np.int64), np.full(requests, 4)
+    zeros = np.zeros(requests, dtype=np.int64)
+    budgets = np.full(requests, 4)
     looking = index.draft_rows(handles, text, zeros, zeros, zeros + 3, budgets, 0.0)
     index.extend(handles[0], [99])
     index.close(handles[1], keep=False)
     tokens, _, offsets = looking.result()
-    assert [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [POEM[3:7]] * requests
+    assert [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [
+        POEM[3:7]
+    ] * requests
     with pytest.raises(ValueError, match="not open"):
         index.draft_rows(handles, text, zeros, zeros, zeros, budgets)
     assert drafted(index, handles[0]) != POEM[3:]  # it was extended
@@ -474,7 +545,9 @@ def test_where_the_system_gives_no_thread_the_work_is_done_without() -> None:
         resource.setrlimit(resource.RLIMIT_STACK, (2**30,) * 2)
 
     arguments = [sys.executable, "-c", FEW_THREADS]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, preexec_fn=limit)
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, check=False, preexec_fn=limit
+    )
     assert (done.returncode, done.stdout) == (0, f"{[4] * 8}\n"), done.stderr
 
 

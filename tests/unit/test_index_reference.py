@@ -1,4 +1,6 @@
-"""The native index drafts what the plain Python reference drafts, whatever is called in whatever order."""
+"""The native index drafts what the plain Python reference drafts, whatever is called in
+whatever order.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,15 @@ def texts(size: int = 40) -> st.SearchStrategy[list[int]]:
 
 
 def same_drafts(
-    native: SuffixIndex, reference: ReferenceIndex, handles: list[int], budgets: list[int], min_chance: float
+    native: SuffixIndex,
+    reference: ReferenceIndex,
+    handles: list[int],
+    budgets: list[int],
+    min_chance: float,
 ) -> list[list[int]]:
-    """Draft with both indexes, which must agree on tokens and chances; return the tokens."""
+    """Draft with both indexes, which must agree on tokens and chances; return the
+    tokens.
+    """
     tokens, chances = native.draft(handles, budgets, min_chance)
     found = [draft.tolist() for draft in tokens], [draft.tolist() for draft in chances]
     assert found == reference.draft(handles, budgets, min_chance)
@@ -59,14 +67,17 @@ def same_drafts(
 
 
 class SameDrafts(RuleBasedStateMachine):
-    """A store and two engines that map it, the first at every seal, the other when it likes, against references that
-    copy."""
+    """A store and two engines that map it, the first at every seal, the other when it
+    likes, against references that copy.
+    """
 
     @initialize(seed=SEEDS)
     def start(self, seed: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.store = HistoryStore(self.folder.name), ReferenceIndex()
-        self.readers = [(SuffixIndex.attach(self.folder.name), ReferenceIndex()) for _ in range(2)]
+        self.readers = [
+            (SuffixIndex.attach(self.folder.name), ReferenceIndex()) for _ in range(2)
+        ]
         self.handles: list[list[int]] = [[], []]
         self.version = self.calls = 0
         for i in range(3):
@@ -116,17 +127,27 @@ class SameDrafts(RuleBasedStateMachine):
         self.each(reader, lambda index: (index.tokens, index.problems))
 
     @rule(reader=READERS, problem=PROBLEMS, prompt=texts(), prefix=texts())
-    def open(self, reader: int, problem: int, prompt: list[int], prefix: list[int]) -> None:
-        self.handles[reader].append(self.each(reader, lambda index: index.open(problem, prompt, prefix)))
+    def open(
+        self, reader: int, problem: int, prompt: list[int], prefix: list[int]
+    ) -> None:
+        self.handles[reader].append(
+            self.each(reader, lambda index: index.open(problem, prompt, prefix))
+        )
 
     @rule(reader=READERS, problem=PROBLEMS, ahead=texts(), share=st.floats(0, 1))
-    def open_written_ahead(self, reader: int, problem: int, ahead: list[int], share: float) -> None:
+    def open_written_ahead(
+        self, reader: int, problem: int, ahead: list[int], share: float
+    ) -> None:
         prefix = ahead[: int(share * len(ahead))]
-        self.handles[reader].append(self.each(reader, lambda index: index.open(problem, [], prefix, ahead)))
+        self.handles[reader].append(
+            self.each(reader, lambda index: index.open(problem, [], prefix, ahead))
+        )
 
     @precondition(lambda self: all(self.handles))
     @rule(reader=READERS, data=st.data(), budget=st.integers(1, 12))
-    def extend_with_the_draft(self, reader: int, data: st.DataObject, budget: int) -> None:
+    def extend_with_the_draft(
+        self, reader: int, data: st.DataObject, budget: int
+    ) -> None:
         handle = data.draw(st.sampled_from(self.handles[reader]))
         (draft,) = same_drafts(*self.readers[reader], [handle], [budget], 0.0)
         self.each(reader, lambda index: index.extend(handle, draft))
@@ -157,7 +178,10 @@ class SameDrafts(RuleBasedStateMachine):
 
 
 def test_native_and_reference_agree_on_any_sequence_of_calls() -> None:
-    run_state_machine_as_test(SameDrafts, settings=settings(max_examples=80, stateful_step_count=15, deadline=None))
+    run_state_machine_as_test(
+        SameDrafts,
+        settings=settings(max_examples=80, stateful_step_count=15, deadline=None),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -178,7 +202,8 @@ def test_thinned_out_again_and_again_a_history_keeps_to_its_bytes_and_its_own_wo
             for _ in range(4 * (problem + 1)):
                 index.add(problem, rollout(problem), version)
         index.seal(window=2)
-        before, room = index.tokens, int(share * index.nbytes)
+        before = index.tokens
+        room = int(share * index.nbytes)
         shrunk = index.store.shrink(room)
         index.refresh()
         assert index.nbytes <= room
@@ -192,7 +217,12 @@ def test_thinned_out_again_and_again_a_history_keeps_to_its_bytes_and_its_own_wo
 @pytest.mark.parametrize("tokens", [150, 5000])
 def test_long_random_texts_with_loops_agree_with_the_reference(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
-    text = np.concatenate([np.tile(rng.integers(0, 50, rng.integers(1, 40)), rng.integers(1, 5)) for _ in range(200)])
+    text = np.concatenate(
+        [
+            np.tile(rng.integers(0, 50, rng.integers(1, 40)), rng.integers(1, 5))
+            for _ in range(200)
+        ]
+    )
     text = text[:tokens].tolist()
     both = OwnHistory(), ReferenceIndex()
     for index in both:
@@ -208,13 +238,20 @@ def test_long_random_texts_with_loops_agree_with_the_reference(tokens: int) -> N
 
 
 def test_of_long_responses_the_ends_alone_are_found() -> None:
-    """Three siblings repeat passages, each more seldom than places are visited; one by one they become too long, and
-    one of them is forgotten."""
-    rng, both = np.random.default_rng(0), (SuffixIndex(), ReferenceIndex())
-    passages, drafted = rng.integers(0, 5000, (400, 30)), 0
+    """Three siblings repeat passages, each more seldom than places are visited; one by
+    one they become too long, and one of them is forgotten.
+    """
+    rng = np.random.default_rng(0)
+    both = (SuffixIndex(), ReferenceIndex())
+    passages = rng.integers(0, 5000, (400, 30))
+    drafted = 0
     handles, _ = ([index.open(1, [], []) for _ in range(3)] for index in both)
     for step in range(11):
-        new = passages[rng.integers(0, 400, 400)].flatten()[: rng.integers(11_000, 12_000)].tolist()
+        new = (
+            passages[rng.integers(0, 400, 400)]
+            .flatten()[: rng.integers(11_000, 12_000)]
+            .tolist()
+        )
         for index in both:
             index.extend(handles[step % len(handles)], new)
         if step == 9:
@@ -222,5 +259,7 @@ def test_of_long_responses_the_ends_alone_are_found() -> None:
             for index in both:
                 index.close(gone, keep=False)
         if step > 5:
-            drafted += sum(map(len, same_drafts(*both, handles, [6] * len(handles), 0.0)))
+            drafted += sum(
+                map(len, same_drafts(*both, handles, [6] * len(handles), 0.0))
+            )
     assert drafted > 60

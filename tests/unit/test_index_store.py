@@ -30,7 +30,9 @@ def store(tmp_path: Path) -> Iterator[HistoryStore]:
         yield store
 
 
-def drafted(index: SuffixIndex, problem: int = 1, prefix: tuple[int, ...] = ()) -> list[int]:
+def drafted(
+    index: SuffixIndex, problem: int = 1, prefix: tuple[int, ...] = ()
+) -> list[int]:
     handle = index.open(problem, [], prefix=prefix)
     try:
         return index.draft([handle], [20], 0.0)[0][0].tolist()
@@ -57,7 +59,9 @@ def names(store: HistoryStore, kind: str = "segments") -> list[str]:
     return sorted(p.name for p in store.directory.glob(f"{kind}-*"))
 
 
-def test_an_index_that_goes_over_to_a_store_keeps_its_live_requests(store: HistoryStore) -> None:
+def test_an_index_that_goes_over_to_a_store_keeps_its_live_requests(
+    store: HistoryStore,
+) -> None:
     index = OwnHistory()
     index.add(1, POEM[::-1], 0)
     index.seal()
@@ -77,7 +81,11 @@ def test_what_is_sealed_is_drafted_after_the_next_refresh(store: HistoryStore) -
     assert drafted(index) == []
     assert index.refresh() == index.generation == generation
     assert drafted(index) == POEM
-    assert (index.tokens, index.problems, index.nbytes) == (store.tokens, store.problems, store.nbytes)
+    assert (index.tokens, index.problems, index.nbytes) == (
+        store.tokens,
+        store.problems,
+        store.nbytes,
+    )
 
 
 def test_an_empty_directory_is_an_empty_history(tmp_path: Path) -> None:
@@ -105,7 +113,8 @@ def test_many_steps_end_in_one_segment_and_few_files(store: HistoryStore) -> Non
 
 def test_problems_that_come_one_by_one_end_in_few_files(store: HistoryStore) -> None:
     """Those that the last generations had stay meanwhile, too."""
-    rng, whole = np.random.default_rng(0), OwnHistory()
+    rng = np.random.default_rng(0)
+    whole = OwnHistory()
     for step in range(4):
         for problem in range(100 * step, 100 * step + 100):
             text = rng.integers(0, 9, 60)
@@ -151,7 +160,10 @@ print(len([*store.directory.glob("segments-*")]))
 def test_a_file_that_cannot_be_mapped_goes(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", NO_ROOM_TO_MAP, str(tmp_path / "store")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "Cannot allocate memory\n1\n"), done.stderr
+    assert (done.returncode, done.stdout) == (
+        0,
+        "Cannot allocate memory\n1\n",
+    ), done.stderr
 
 
 def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) -> None:
@@ -160,7 +172,8 @@ def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) 
     store.seal()
     index = SuffixIndex.attach(store.directory)
     drafted(index)  # read once
-    mapped, private = 0, 0
+    mapped = 0
+    private = 0
     with open("/proc/self/smaps") as lines:
         ours = False
         for line in lines:
@@ -174,8 +187,11 @@ def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) 
     assert private == 0
 
 
-def test_files_that_nobody_reads_any_more_are_mapped_no_more(store: HistoryStore) -> None:
-    index, mapped = SuffixIndex.attach(store.directory), []
+def test_files_that_nobody_reads_any_more_are_mapped_no_more(
+    store: HistoryStore,
+) -> None:
+    index = SuffixIndex.attach(store.directory)
+    mapped = []
     for version in range(10):
         store.add(1, POEM, version)
         store.seal(window=1)
@@ -204,7 +220,8 @@ def test_files_beyond_the_window_go_two_generations_later(store: HistoryStore) -
 def test_what_is_thinned_out_is_published(store: HistoryStore) -> None:
     fill(store, 8, problems=12)
     settle(store)
-    generation, budget = store.generation, store.nbytes // 2
+    generation = store.generation
+    budget = store.nbytes // 2
     assert store.shrink(budget).dropped == 0
     assert store.generation == generation + 1
     index = SuffixIndex.attach(store.directory)
@@ -223,7 +240,8 @@ def test_a_history_that_is_thinned_out_in_slices_is_the_same(
     fill(store, 8, problems=30)
     settle(store)
     store.save(tmp_path / "saved")
-    budget, generation = store.nbytes * 2 // 3, store.generation
+    budget = store.nbytes * 2 // 3
+    generation = store.generation
     with HistoryStore(tmp_path / "at once") as other:
         other.absorb(tmp_path / "saved")
         at_once = other.shrink(budget)
@@ -232,17 +250,25 @@ def test_a_history_that_is_thinned_out_in_slices_is_the_same(
     while store.nbytes > budget:
         assert store.generation == generation
         slices.append(store.shrink(budget))
-    assert len(slices) == -(-sum(part.thinned for part in slices) // 3)  # problems of 480 tokens each
+    # problems of 480 tokens each
+    assert len(slices) == -(-sum(part.thinned for part in slices) // 3)
     assert at_once == tuple(map(sum, zip(*slices, strict=True)))
     assert store.generation == generation + 1
-    index, same = (SuffixIndex.attach(directory) for directory in (store.directory, tmp_path / "at once"))
+    index, same = (
+        SuffixIndex.attach(directory)
+        for directory in (store.directory, tmp_path / "at once")
+    )
     assert (index.tokens, index.nbytes) == (same.tokens, same.nbytes)
     for problem in range(30):
-        assert all(map(np.array_equal, index.flat(problem, 2**20), same.flat(problem, 2**20)))
+        assert all(
+            map(np.array_equal, index.flat(problem, 2**20), same.flat(problem, 2**20))
+        )
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_of_a_problem_too_large_to_be_thinned_out_the_oldest_visits_go(store: HistoryStore, merged: bool) -> None:
+def test_of_a_problem_too_large_to_be_thinned_out_the_oldest_visits_go(
+    store: HistoryStore, merged: bool
+) -> None:
     texts = np.random.default_rng(0).integers(0, 99, (6, 200_000))
     for version, text in enumerate(texts):
         store.add(1, text, version)
@@ -266,15 +292,19 @@ def test_a_visit_too_large_for_the_budget_is_thinned_out(
     for version in range(2):
         store.add(1, np.random.default_rng(version).integers(0, 9, 600_000), version)
     store.seal()
-    budget, sizes = store.nbytes // 4, [store.tokens]
+    budget = store.nbytes // 4
+    sizes = [store.tokens]
     while store.nbytes > budget:
         store.shrink(budget)
         sizes.append(store.tokens)
     assert len(sizes) == 3 and sizes[1] == 600_000 > sizes[2] > 0
 
 
-def test_with_scope_global_what_all_prompts_wrote_stays(store: HistoryStore, tmp_path: Path) -> None:
-    policy, rng = HistoryPolicy(HistoryConfig(scope="global")), np.random.default_rng(0)
+def test_with_scope_global_what_all_prompts_wrote_stays(
+    store: HistoryStore, tmp_path: Path
+) -> None:
+    policy = HistoryPolicy(HistoryConfig(scope="global"))
+    rng = np.random.default_rng(0)
     texts = rng.permutation(6000).reshape(300, 20).astype(np.int32)
     for version, text in enumerate(texts[:280]):
         policy.remember(store, [(version, text.tobytes(), version)])
@@ -288,35 +318,49 @@ def test_with_scope_global_what_all_prompts_wrote_stays(store: HistoryStore, tmp
         index = SuffixIndex.attach(resumed.directory)
         assert (index.problems, index.tokens) == (1, texts.size)
         key = policy.key(5)
-        assert all(drafted(index, key, tuple(text[:2])) == text[2:].tolist() for text in texts)
+        assert all(
+            drafted(index, key, tuple(text[:2])) == text[2:].tolist() for text in texts
+        )
         places = index.flat(key, 2**20)[1]
-        assert np.bincount(places >> 24).tolist() == [20] * 255 + [45 * 20]  # an older visit counts as the 255th
+        # an older visit counts as the 255th
+        assert np.bincount(places >> 24).tolist() == [20] * 255 + [45 * 20]
 
 
-def test_a_late_response_does_not_write_a_large_history_again(store: HistoryStore) -> None:
-    rng, written = np.random.default_rng(0), {}
+def test_a_late_response_does_not_write_a_large_history_again(
+    store: HistoryStore,
+) -> None:
+    rng = np.random.default_rng(0)
+    written = {}
     texts = rng.integers(0, 50_000, (40, 200))
     store.add(0, rng.integers(0, 50_000, 400_000), 0)
     store.seal()
     for version, text in enumerate(texts):
         store.add(0, text, version)
         while store.work(every=True):
-            written.update({name: (store.directory / name).stat().st_size for name in names(store)})
+            written.update(
+                {name: (store.directory / name).stat().st_size for name in names(store)}
+            )
     store.seal()
     assert sum(written.values()) < 2 * store.nbytes
     index = SuffixIndex.attach(store.directory)
-    assert all(drafted(index, 0, tuple(text[:4]))[:16] == text[4:20].tolist() for text in texts)
+    assert all(
+        drafted(index, 0, tuple(text[:4]))[:16] == text[4:20].tolist() for text in texts
+    )
 
 
 def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
     for version in range(4):
         store.add(1, POEM, version)
         generation = store.seal(window=2)
-        assert SuffixIndex.attach(store.directory).tokens == min(2, version + 1) * len(POEM)
+        assert SuffixIndex.attach(store.directory).tokens == min(2, version + 1) * len(
+            POEM
+        )
         assert settle(store) - generation == (version > 0)  # the merge
 
 
-def test_a_reader_two_generations_behind_still_maps_its_own(store: HistoryStore) -> None:
+def test_a_reader_two_generations_behind_still_maps_its_own(
+    store: HistoryStore,
+) -> None:
     rng = np.random.default_rng(0)
     generations = []
     for version in range(4):
@@ -349,14 +393,20 @@ def test_nobody_else_reads_the_history(tmp_path: Path) -> None:
             fill(store, 3)
             settle(store)
             assert directory.stat().st_mode & 0o777 == 0o700
-            assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+            assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {
+                0o600
+            }
             store.save(tmp_path / "saved")
-            assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o666  # as the user's umask says
+            assert (
+                tmp_path / "saved"
+            ).stat().st_mode & 0o777 == 0o666  # as the user's umask says
     finally:
         os.umask(before)
 
 
-def test_a_link_or_another_users_directory_is_no_history(tmp_path: Path, store: HistoryStore) -> None:
+def test_a_link_or_another_users_directory_is_no_history(
+    tmp_path: Path, store: HistoryStore
+) -> None:
     fill(store, 1)
     (tmp_path / "link").symlink_to(store.directory)
     (tmp_path / "file").touch()
@@ -367,11 +417,16 @@ def test_a_link_or_another_users_directory_is_no_history(tmp_path: Path, store: 
         places.append(tmp_path / "theirs")
     for place in places:
         for use in (HistoryStore, SuffixIndex.attach):
-            with pytest.raises((IndexFileError, FileExistsError), match=r"allowed: a directory of user|File exists"):
+            with pytest.raises(
+                (IndexFileError, FileExistsError),
+                match=r"allowed: a directory of user|File exists",
+            ):
                 use(place)
 
 
-def test_a_linked_or_foreign_file_is_not_mapped(store: HistoryStore, tmp_path: Path) -> None:
+def test_a_linked_or_foreign_file_is_not_mapped(
+    store: HistoryStore, tmp_path: Path
+) -> None:
     fill(store, 1)
     segments = next(store.directory.glob("segments-*"))
     segments.rename(tmp_path / "elsewhere")
@@ -393,8 +448,12 @@ def test_there_is_one_writer(store: HistoryStore) -> None:
     HistoryStore(store.directory).close()
 
 
-def test_a_closed_store_leaves_the_directory_to_the_next_one(store: HistoryStore, tmp_path: Path) -> None:
-    """Threads may still have it in their hands: what they read is there, what they would write goes elsewhere."""
+def test_a_closed_store_leaves_the_directory_to_the_next_one(
+    store: HistoryStore, tmp_path: Path
+) -> None:
+    """Threads may still have it in their hands: what they read is there, what they
+    would write goes elsewhere.
+    """
     store.add(1, POEM, 0)
     store.seal()
     store.save(tmp_path / "saved")
@@ -428,7 +487,9 @@ def test_a_store_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         fill(again, 4, seed=1)
         settle(again)
         assert again.generation > generation
-        assert not [p.name for p in tmp_path.iterdir() if p.name.endswith((".tmp", "ff"))]
+        assert not [
+            p.name for p in tmp_path.iterdir() if p.name.endswith((".tmp", "ff"))
+        ]
 
 
 def test_a_directory_begun_anew_is_mapped_anew(tmp_path: Path) -> None:
@@ -452,7 +513,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with HistoryStore(tmp_path_factory.mktemp("store")) as store:
         fill(store, 2)
         settle(store)
-        files = {p.name: p.read_bytes() for p in store.directory.iterdir() if p.name != "writer"}
+        files = {
+            p.name: p.read_bytes()
+            for p in store.directory.iterdir()
+            if p.name != "writer"
+        }
         needed = {n: files[n] for n in ("manifest", names(store)[-1])}
     return needed
 
@@ -481,18 +546,26 @@ def use_all(index: SuffixIndex) -> None:
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_is_an_error_before_it_is_a_draft(
-    sound: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    sound: dict[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
 ) -> None:
     name = data.draw(st.sampled_from(sorted(sound)))
     content = bytearray(sound[name])
-    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    folder = laid_out(sound | {name: bytes(content)}, tmp_path_factory.getbasetemp() / "flipped")
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
+    folder = laid_out(
+        sound | {name: bytes(content)}, tmp_path_factory.getbasetemp() / "flipped"
+    )
     with pytest.raises(IndexFileError, match=name):
         use_all(SuffixIndex.attach(folder))
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_file_cut_anywhere_is_refused_when_it_is_mapped(sound: dict[str, bytes], tmp_path: Path, which: int) -> None:
+def test_a_file_cut_anywhere_is_refused_when_it_is_mapped(
+    sound: dict[str, bytes], tmp_path: Path, which: int
+) -> None:
     name = sorted(sound)[which]
     for size in [*range(0, 170, 7), len(sound[name]) // 2, len(sound[name]) - 1]:
         folder = laid_out(sound | {name: sound[name][:size]}, tmp_path / "cut")
@@ -500,7 +573,9 @@ def test_a_file_cut_anywhere_is_refused_when_it_is_mapped(sound: dict[str, bytes
             SuffixIndex.attach(folder)
 
 
-def test_another_store_s_file_of_the_same_name_is_refused(sound: dict[str, bytes], tmp_path: Path) -> None:
+def test_another_store_s_file_of_the_same_name_is_refused(
+    sound: dict[str, bytes], tmp_path: Path
+) -> None:
     with HistoryStore(tmp_path / "other") as other:
         fill(other, 2, seed=5)
         settle(other)
@@ -533,12 +608,17 @@ def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) ->
     store.close()
     newest = damaged(store.directory / names(store)[-1])
     with HistoryStore(store.directory) as again:
-        for call in (lambda: again.shrink(again.nbytes // 2), lambda: again.save(tmp_path / "saved")):
+        for call in (
+            lambda: again.shrink(again.nbytes // 2),
+            lambda: again.save(tmp_path / "saved"),
+        ):
             with pytest.raises(IndexFileError, match=newest.name):
                 call()
 
 
-def test_after_a_seal_that_failed_only_what_is_not_sealed_waits(store: HistoryStore) -> None:
+def test_after_a_seal_that_failed_only_what_is_not_sealed_waits(
+    store: HistoryStore,
+) -> None:
     store.add(1, POEM, 0)
     store.seal()
     store.close()
@@ -551,7 +631,9 @@ def test_after_a_seal_that_failed_only_what_is_not_sealed_waits(store: HistorySt
         assert (again.staged, again.tokens) == (len(POEM), 2 * len(POEM))
 
 
-def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistoryStore) -> None:
+def test_a_reader_follows_what_changed_and_a_new_one_finds_all(
+    store: HistoryStore,
+) -> None:
     for problem in range(1100):  # more than a complete manifest may always have
         store.add(problem, [problem, 8, 9], 0)
     store.seal()
@@ -564,8 +646,16 @@ def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistorySto
     late = SuffixIndex.attach(store.directory)
     assert early.refresh() == late.generation == generation
     for index in (early, late):
-        assert (index.tokens, index.problems, index.nbytes) == (store.tokens, 1103, store.nbytes)
-        assert [drafted(index, problem) for problem in (0, 2, 5003)] == [[0, 8, 9], POEM[2:], POEM]
+        assert (index.tokens, index.problems, index.nbytes) == (
+            store.tokens,
+            1103,
+            store.nbytes,
+        )
+        assert [drafted(index, problem) for problem in (0, 2, 5003)] == [
+            [0, 8, 9],
+            POEM[2:],
+            POEM,
+        ]
     assert late.refresh(generation - 1) == generation - 1
     assert (drafted(late, 3), drafted(late, 5003)) == ([3, 8, 9], [])
     store.shrink(store.nbytes - 1)
@@ -575,7 +665,8 @@ def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistorySto
 
 def test_live_text_is_counted_until_it_is_forgotten() -> None:
     index = SuffixIndex()
-    handle, sizes = index.open(1, []), []
+    handle = index.open(1, [])
+    sizes = []
     for _ in range(3):
         index.extend(handle, POEM * 100)
         sizes.append(index.live_bytes)
@@ -586,7 +677,9 @@ def test_live_text_is_counted_until_it_is_forgotten() -> None:
     assert index.live_bytes == 0
 
 
-def test_what_is_sealed_ahead_is_published_by_the_seal(store: HistoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sealed_ahead_is_published_by_the_seal(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.add(1, POEM, 0)
     assert (settle(store), store.staged) == (0, len(POEM))  # more may come of it
     monkeypatch.setattr("das_adapter.core.index.store.QUIET_S", -1.0)
@@ -614,11 +707,16 @@ Both = tuple[HistoryStore, HistoryStore]
 
 @pytest.fixture
 def both(tmp_path: Path) -> Iterator[Both]:
-    with HistoryStore(tmp_path / "here") as here, HistoryStore(tmp_path / "there") as there:
+    with (
+        HistoryStore(tmp_path / "here") as here,
+        HistoryStore(tmp_path / "there") as there,
+    ):
         yield here, there
 
 
-def test_problems_are_given_to_another_store_and_draft_there_as_before(both: Both, tmp_path: Path) -> None:
+def test_problems_are_given_to_another_store_and_draft_there_as_before(
+    both: Both, tmp_path: Path
+) -> None:
     here, there = both
     fill(here, 5)
     before = SuffixIndex.attach(here.directory)
@@ -641,7 +739,9 @@ def test_problems_are_given_to_another_store_and_draft_there_as_before(both: Bot
         assert again.tokens == moved.tokens
 
 
-def test_of_a_file_only_the_problems_asked_for_are_taken(both: Both, tmp_path: Path) -> None:
+def test_of_a_file_only_the_problems_asked_for_are_taken(
+    both: Both, tmp_path: Path
+) -> None:
     here, there = both
     fill(here, 3)
     here.save(tmp_path / "saved")
@@ -656,7 +756,9 @@ def test_of_a_file_only_the_problems_asked_for_are_taken(both: Both, tmp_path: P
     assert there.problems == 1
 
 
-def test_a_visitor_is_drafted_from_until_its_requests_are_gone(both: Both, tmp_path: Path) -> None:
+def test_a_visitor_is_drafted_from_until_its_requests_are_gone(
+    both: Both, tmp_path: Path
+) -> None:
     here, there = both
     fill(here, 2, problems=2)
     there.add(5, POEM, 1)
@@ -677,7 +779,11 @@ def test_a_visitor_is_drafted_from_until_its_requests_are_gone(both: Both, tmp_p
     assert index.draft([early], [20], 0.0)[0][0].tolist() == POEM  # it is still open
     index.close(early)
     index.clear_live()
-    assert (index.tokens, index.problems, drafted(index, 5)) == (here.tokens, here.problems, [])
+    assert (index.tokens, index.problems, drafted(index, 5)) == (
+        here.tokens,
+        here.problems,
+        [],
+    )
 
 
 def test_a_visitor_gives_way_to_history_of_its_own(both: Both, tmp_path: Path) -> None:
@@ -697,20 +803,29 @@ def test_a_visitor_gives_way_to_history_of_its_own(both: Both, tmp_path: Path) -
 
 
 def test_the_index_of_a_long_response_is_bounded(store: HistoryStore) -> None:
-    index, rng = SuffixIndex(), np.random.default_rng(0)
-    handle, sizes = index.open(1, []), []
+    index = SuffixIndex()
+    rng = np.random.default_rng(0)
+    handle = index.open(1, [])
+    sizes = []
     for _ in range(16):
         index.extend(handle, rng.integers(0, 100_000, 2**13))
-        sizes.append(index.live_bytes - 4 * 2**13 * (len(sizes) + 1))  # without the text
+        # without the text
+        sizes.append(index.live_bytes - 4 * 2**13 * (len(sizes) + 1))
     assert max(sizes) <= 1.1 * max(sizes[:4])
     text = rng.integers(0, 100_000, 20)
     index.extend(handle, np.concatenate([text, text[:10]]))
     assert index.draft([handle], [10], 0.0)[0][0].tolist() == text[10:].tolist()
 
 
-def test_responses_of_a_problem_that_grow_long_together_are_tidied_up_together() -> None:
-    """For each of them that becomes too long to be found whole, the places of all were looked through again."""
-    index, rng, tidied = SuffixIndex(), np.random.default_rng(0), 0
+def test_responses_of_a_problem_that_grow_long_together_are_tidied_up_together() -> (
+    None
+):
+    """For each of them that becomes too long to be found whole, the places of all were
+    looked through again.
+    """
+    index = SuffixIndex()
+    rng = np.random.default_rng(0)
+    tidied = 0
     handles = [index.open(1, []) for _ in range(8)]
     for _ in range(50):
         for handle in handles:

@@ -20,7 +20,9 @@ from das_adapter.service.writer import Writer
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in the place of shared memory and of the temporary one: other runs of this node have theirs."""
+    """A directory in the place of shared memory and of the temporary one: other runs of
+    this node have theirs.
+    """
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(spool, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -38,12 +40,19 @@ def dead(directory: Path) -> Path:
     return directory
 
 
-def test_what_dead_runs_have_left_goes_when_a_history_starts_and_nothing_else_does(root: Path, tmp_path: Path) -> None:
-    left = [dead(root / "das-history-dead"), dead(tmp_path / "tmp" / "das-history-dead")]
+def test_what_dead_runs_have_left_goes_when_a_history_starts_and_nothing_else_does(
+    root: Path, tmp_path: Path
+) -> None:
+    left = [
+        dead(root / "das-history-dead"),
+        dead(tmp_path / "tmp" / "das-history-dead"),
+    ]
     (root / "das-history-of-nobody.txt").touch()
     other = dead(root / "another-history")
     with HistoryStore(root / "das-history-writing"):
-        Writer(HistoryConfig(max_bytes=2**24), root / "das-history-new", grace_s=0.1).store.close()
+        Writer(
+            HistoryConfig(max_bytes=2**24), root / "das-history-new", grace_s=0.1
+        ).store.close()
     assert not any(path.exists() for path in left)
     assert other.is_dir() and (root / "das-history-writing").is_dir()
 
@@ -52,7 +61,9 @@ def test_what_dead_runs_have_left_goes_when_a_history_starts_and_nothing_else_do
 def test_what_a_process_that_was_killed_has_not_removed_is_removed_later(
     root: Path, killed_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history, removed, stock = dead(root / "das-history-dead"), list[int](), os.unlink
+    history = dead(root / "das-history-dead")
+    removed = list[int]()
+    stock = os.unlink
 
     def unlink(*path: Any, **where: Any) -> None:
         removed.append(1)

@@ -1,4 +1,6 @@
-"""Length prediction: quantile classes, the posterior as a request grows, shrinkage to the population."""
+"""Length prediction: quantile classes, the posterior as a request grows, shrinkage to
+the population.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from das_adapter.core.length import RESPONSE, LengthClass, LengthLog, LengthModel, beyond, classes, expected_remaining
+from das_adapter.core.length import (
+    RESPONSE,
+    LengthClass,
+    LengthLog,
+    LengthModel,
+    beyond,
+    classes,
+    expected_remaining,
+)
 
 
 def rows(*responses: tuple[int, int, int]) -> np.ndarray:
@@ -15,7 +25,13 @@ def rows(*responses: tuple[int, int, int]) -> np.ndarray:
 
 
 def of(lengths: dict[int, list[int]], version: int = 0) -> np.ndarray:
-    return rows(*((problem, length, version) for problem, seen in lengths.items() for length in seen))
+    return rows(
+        *(
+            (problem, length, version)
+            for problem, seen in lengths.items()
+            for length in seen
+        )
+    )
 
 
 def trained(lengths: dict[int, list[int]]) -> LengthModel:
@@ -25,14 +41,18 @@ def trained(lengths: dict[int, list[int]]) -> LengthModel:
     return model
 
 
-MIXED = {**{p: [100, 110, 90, 105] for p in range(8)}, **{p: [1500, 1400, 1600, 1550] for p in (20, 21)}}
+MIXED = {
+    **{p: [100, 110, 90, 105] for p in range(8)},
+    **{p: [1500, 1400, 1600, 1550] for p in (20, 21)},
+}
 
 
 def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
     lengths = np.arange(1, 101)
     model = trained({0: lengths.tolist()})
     assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
-    for version in range(1, model.RECENT + 1):  # version 0 is none of the recent ones any more
+    # version 0 is none of the recent ones any more
+    for version in range(1, model.RECENT + 1):
         model.observe(rows((7, 1000, version)))
     model.refit()
     assert model.bounds == (1000.0, 1000.0)
@@ -43,7 +63,8 @@ def test_history_makes_the_class_and_growth_corrects_it() -> None:
     cdf = np.stack([model.cdf(0), model.cdf(20), model.cdf(0), model.cdf(999)])
     written = np.array([10.0, 10.0, 600.0, 2000.0])
     found = classes(cdf, model.edges, written, model.bounds)
-    # A short problem's request that has outgrown every short response is no longer short.
+    # A short problem's request that has outgrown every short response is no longer
+    # short.
     assert found[0] in (LengthClass.SHORT, LengthClass.MEDIUM)
     assert found[1:].tolist() == [LengthClass.LONG] * 3
 
@@ -51,7 +72,10 @@ def test_history_makes_the_class_and_growth_corrects_it() -> None:
 def test_without_history_everything_is_medium() -> None:
     model = LengthModel(limit=1000)
     cdf = np.stack([model.cdf(1)] * 2)
-    assert classes(cdf, model.edges, np.array([0.0, 500.0]), model.bounds).tolist() == [LengthClass.MEDIUM] * 2
+    assert (
+        classes(cdf, model.edges, np.array([0.0, 500.0]), model.bounds).tolist()
+        == [LengthClass.MEDIUM] * 2
+    )
 
 
 def test_remaining_is_a_conditional_mean() -> None:
@@ -60,19 +84,27 @@ def test_remaining_is_a_conditional_mean() -> None:
     draws = np.minimum(400 * rng.lognormal(0.0, model.SPREAD, 400000), 4096)
     for written in (0.0, 300.0, 500.0):
         expected = draws[draws > written].mean() - written
-        found = expected_remaining(model.cdf(1)[None], model.edges, np.array([written]))[0]
+        found = expected_remaining(
+            model.cdf(1)[None], model.edges, np.array([written])
+        )[0]
         assert found == pytest.approx(expected, rel=0.2)
 
 
 def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
     model = trained({1: [400] * 40})
     cdf = model.cdf(1)[None]
-    early, later = (expected_remaining(cdf, model.edges, np.array([w]))[0] for w in (10.0, 300.0))
+    early, later = (
+        expected_remaining(cdf, model.edges, np.array([w]))[0] for w in (10.0, 300.0)
+    )
     assert later < early
-    assert beyond(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[0, 0] == 1.0
+    assert (
+        beyond(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[0, 0] == 1.0
+    )
 
 
-def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number() -> None:
+def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number() -> (
+    None
+):
     population = {p: [100] * 4 for p in range(20)}
     expected = []
     for n in (1, 4, 16):
@@ -94,7 +126,8 @@ def test_distribution_functions_rise_from_nothing_to_one() -> None:
 
 
 def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
-    log, lengths = LengthLog(), {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
+    log = LengthLog()
+    lengths = {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
     assert log.predictions() == {}
     for responses in np.array_split(of(lengths), 5):  # as they arrive
         log.add(responses)
@@ -104,7 +137,9 @@ def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
         assert low < log.predictions()[problem] < high
 
 
-def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_remembered_for_a_problem_s_own_visits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("das_adapter.core.length.WINDOW", 2)
     log = LengthLog()
     for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
@@ -119,7 +154,8 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.M
 
 
 def test_what_is_remembered_of_a_problem_takes_little_more_than_its_lengths() -> None:
-    model, problems = LengthModel(), 500
+    model = LengthModel()
+    problems = 500
     tracemalloc.start()
     for version in range(8):
         model.observe(of({problem: [300] * 4 for problem in range(problems)}, version))
@@ -136,7 +172,9 @@ def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:
     assert model.bounds == (300.0, 300.0)
 
 
-def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_problems_not_seen_for_longest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(LengthModel, "PROBLEMS", 2)
     log = LengthLog()
     for problem, version in ((1, 0), (2, 0), (1, 1), (1, 1), (3, 1)):

@@ -1,4 +1,6 @@
-"""The history of a node without a Ray cluster: a process that engines start, share and outlive."""
+"""The history of a node without a Ray cluster: a process that engines start, share and
+outlive.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.engine import alone
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
-from das_adapter.protocol.spool import ANSWER, ASK, FOLDER, GATHER_S, Answer, put, put_batch
+from das_adapter.protocol.spool import (
+    ANSWER,
+    ASK,
+    FOLDER,
+    GATHER_S,
+    Answer,
+    put,
+    put_batch,
+)
 from das_adapter.service import janitor
 from das_adapter.service.local import LocalHistory
 
@@ -68,7 +78,8 @@ def served_by(directory: str | Path) -> list[psutil.Process]:
 
 
 def test_engines_share_one_history(name: str) -> None:
-    one, two = Engine(name), Engine(name)
+    one = Engine(name)
+    two = Engine(name)
     one.write(1, TEXT, 0)
     assert tokens(one.sync()) == 30
     two.write(2, TEXT, 0)
@@ -81,19 +92,23 @@ def test_engines_share_one_history(name: str) -> None:
     assert drafted.draft([handle], [4])[0][0].tolist() == TEXT[6:10].tolist()
 
 
-def test_a_killed_history_is_taken_over_and_gets_again_what_it_had_not_published(name: str) -> None:
+def test_a_killed_history_is_taken_over_and_gets_again_what_it_had_not_published(
+    name: str,
+) -> None:
     engine = Engine(name)
     engine.write(1, TEXT, 0)
     published = engine.sync()
     for process in served_by(published.directory):
         os.kill(process.pid, signal.SIGKILL)
-    janitor.sweep(Path(published.directory).parent, besides="")  # as another history does that starts just now
+    # as another history does that starts just now
+    janitor.sweep(Path(published.directory).parent, besides="")
     engine.write(2, TEXT, 1)
     assert tokens(engine.sync()) == 60
 
 
 def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
-    early, late = Engine(name), Engine(name)
+    early = Engine(name)
+    late = Engine(name)
     for version in range(8):
         early.write(1, TEXT + version, version)
         early.sync()
@@ -104,8 +119,11 @@ def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
     assert index.draft([handle], [3])[0][0].tolist() == (TEXT[5:8] + 50).tolist()
 
 
-def test_removed_files_are_published_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alone, "AGAIN_S", alone.PATIENCE_S)  # a busy machine is no reason for another writer
+def test_removed_files_are_published_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a busy machine is no reason for another writer
+    monkeypatch.setattr(alone, "AGAIN_S", alone.PATIENCE_S)
     engine = Engine(name, grace_s=5.0)
     engine.write(1, TEXT, 0)
     published = engine.sync()
@@ -172,36 +190,53 @@ time.sleep(60)
 """
 
 
-def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(name: str) -> None:
+def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(
+    name: str,
+) -> None:
     """As vLLM ends its workers."""
-    with subprocess.Popen([sys.executable, "-c", ENGINE, name], stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE, name], stdout=subprocess.PIPE, text=True
+    ) as engine:
         directory = Path(engine.stdout.readline().strip())
-        until(lambda: len(served_by(directory)) == 1)  # on a busy machine a second one was started, and ends
+        # on a busy machine a second one was started, and ends
+        until(lambda: len(served_by(directory)) == 1)
         (writer,) = served_by(directory)
-        for process in [*psutil.Process(engine.pid).children(recursive=True), psutil.Process(engine.pid)]:
+        for process in [
+            *psutil.Process(engine.pid).children(recursive=True),
+            psutil.Process(engine.pid),
+        ]:
             process.kill()
     assert directory.exists() and writer.is_running()
     until(lambda: not directory.exists())
     until(lambda: not served_by(directory))
 
 
-def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplog: Any) -> None:
+def test_a_history_that_cannot_be_kept_is_told_and_done_without(
+    name: str, caplog: Any
+) -> None:
     engine = Engine(name + 255 * "x")  # no file may have such a name
     for version in range(3):
         engine.write(1, TEXT, version)
         published = engine.sync()
     time.sleep(2 * GATHER_S)
     assert published is None
-    assert len([record for record in caplog.records if "das: history: " in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "das: history: " in record.message])
+        == 1
+    )
 
 
-def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(tmp_path: Path) -> None:
+def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(
+    tmp_path: Path,
+) -> None:
     """It counts them as one, at its next step."""
     directory = tmp_path / "das-history-test"
     history = LocalHistory(directory, CONFIG, 0.1)
 
     def leave(engine: str, problem: int, version: int, tokens: int = 30) -> None:
-        put_batch(directory, engine, [Trajectory(problem, TEXT[:tokens].tobytes(), version)])
+        put_batch(
+            directory, engine, [Trajectory(problem, TEXT[:tokens].tobytes(), version)]
+        )
         put(directory, f"{ASK}-{engine}", b"1")
         history.work()
 
@@ -210,4 +245,5 @@ def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(tmp_pat
         if version == 0:
             leave("b", 2, version)
     leave("b", 1, 1, tokens=20)
-    assert SuffixIndex.attach(directory).tokens == 8 * 30 + 30 + 20  # of the last visits; and both of b's
+    # of the last visits; and both of b's
+    assert SuffixIndex.attach(directory).tokens == 8 * 30 + 30 + 20

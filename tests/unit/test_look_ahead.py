@@ -1,4 +1,6 @@
-"""A trainer whose next batches are looked at reads, saves and resumes as one whose are not."""
+"""A trainer whose next batches are looked at reads, saves and resumes as one whose are
+not.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,24 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from das_adapter.service.run_ahead import LookAhead
 
-ROWS, BATCH = 14, 4  # three batches an epoch, and two rows that are left out
+# three batches an epoch, and two rows that are left out
+ROWS = 14
+BATCH = 4
 
 
 def loader(workers: int = 0) -> StatefulDataLoader:
     order = RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(5))
-    return StatefulDataLoader(list(range(ROWS)), BATCH, sampler=order, num_workers=workers, drop_last=True)
+    return StatefulDataLoader(
+        list(range(ROWS)), BATCH, sampler=order, num_workers=workers, drop_last=True
+    )
 
 
-def train(batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: 0) -> list[tuple[Any, Any]]:
-    """Take batches as veRL's trainer does; return each with the state that a checkpoint behind it has. `looks`: at how
-    many batches."""
+def train(
+    batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: 0
+) -> list[tuple[Any, Any]]:
+    """Take batches as veRL's trainer does; return each with the state that a checkpoint
+    behind it has. `looks`: at how many batches.
+    """
     found = []
     for _ in range(steps):
         iterator = iter(batches) if iterator is None else iterator
@@ -36,7 +45,10 @@ def train(batches: Any, steps: int, iterator: Any = None, looks: Any = lambda: 0
             batch = next(iterator)
         seen = batches.peek(count) if (count := looks()) else []
         found.append((batch.tolist(), batches.state_dict()))
-        assert all(a is b for a, b in zip(seen, batches.peek(len(seen)) if seen else [], strict=True))
+        assert all(
+            a is b
+            for a, b in zip(seen, batches.peek(len(seen)) if seen else [], strict=True)
+        )
     return found
 
 
@@ -49,18 +61,30 @@ def test_batches_and_saved_states_are_those_of_the_loader_alone() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_a_run_resumed_from_a_state_behind_a_look_reads_the_same_batches(steps: int, count: int) -> None:
+def test_a_run_resumed_from_a_state_behind_a_look_reads_the_same_batches(
+    steps: int, count: int
+) -> None:
     alone = [batch for batch, _ in train(loader(), 11)]
     _, state = train(LookAhead(loader()), steps, looks=lambda: count)[-1]
     resumed = loader()
     resumed.load_state_dict(state)
-    assert [batch for batch, _ in train(LookAhead(resumed), 11 - steps, looks=lambda: count)] == alone[steps:]
+    assert [
+        batch for batch, _ in train(LookAhead(resumed), 11 - steps, looks=lambda: count)
+    ] == alone[steps:]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_batches_that_are_seen_are_the_next_ones_up_to_the_end_of_an_epoch(count: int) -> None:
+def test_the_batches_that_are_seen_are_the_next_ones_up_to_the_end_of_an_epoch(
+    count: int,
+) -> None:
     batches = LookAhead(loader())
-    taken, seen = zip(*((batch.tolist(), [s.tolist() for s in batches.peek(count)]) for batch in batches), strict=True)
+    taken, seen = zip(
+        *(
+            (batch.tolist(), [s.tolist() for s in batches.peek(count)])
+            for batch in batches
+        ),
+        strict=True,
+    )
     assert list(seen) == [[*taken[number : number + count]] for number in (1, 2, 3)]
 
 
@@ -97,4 +121,6 @@ def test_a_batch_that_cannot_be_read_is_an_error_when_it_is_taken() -> None:
 
 
 def test_a_copy_looks_ahead_too() -> None:
-    assert [batch.tolist() for batch in copy.copy(LookAhead(loader()))] == [b.tolist() for b in loader()]
+    assert [batch.tolist() for batch in copy.copy(LookAhead(loader()))] == [
+        b.tolist() for b in loader()
+    ]

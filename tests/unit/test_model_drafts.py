@@ -1,4 +1,6 @@
-"""Which requests the policy copy drafts for: against brute force, at the limits, and through the controller."""
+"""Which requests the policy copy drafts for: against brute force, at the limits, and
+through the controller.
+"""
 
 from __future__ import annotations
 
@@ -47,30 +49,59 @@ def planned(
     m: StepModel,
     cut: bool = True,
 ) -> StepPlan:
-    """Plan with a copy where the tokens that were found are worth so much for each request."""
+    """Plan with a copy where the tokens that were found are worth so much for each
+    request.
+    """
     chances = [
-        np.append(value / one, np.zeros(9))[:n] for value, one, n in zip(theirs, worth, found.history, strict=True)
+        np.append(value / one, np.zeros(9))[:n]
+        for value, one, n in zip(theirs, worth, found.history, strict=True)
     ]
     offsets = np.append(0, np.cumsum(found.history))
-    return with_model(Offer(limits, np.concatenate(chances), offsets, c, 0.0, cut), found, np.array(worth), m)
+    return with_model(
+        Offer(limits, np.concatenate(chances), offsets, c, 0.0, cut),
+        found,
+        np.array(worth),
+        m,
+    )
 
 
 def gain(
-    drafted: tuple[int, ...], keep: list[int], theirs: list[float], worth: list[float], c: ModelDrafts, m: StepModel
+    drafted: tuple[int, ...],
+    keep: list[int],
+    theirs: list[float],
+    worth: list[float],
+    c: ModelDrafts,
+    m: StepModel,
 ) -> float:
-    """Seconds that a step gains where the copy drafts so many tokens, by the definition."""
-    batch, total, value = len(drafted), 0, 0.0
+    """Seconds that a step gains where the copy drafts so many tokens, by the
+    definition.
+    """
+    batch = len(drafted)
+    total = 0
+    value = 0.0
     for i, count in enumerate(drafted):
         total += count or keep[i]
         mine = sum(c.acceptance.rate ** (j + 1) * worth[i] for j in range(count))
         value += mine if count else theirs[i]
-    passes = sum(c.passes.model.step(1, 1, False) for step in range(max(drafted)) if any(d > step for d in drafted))
-    return value - (m.step(batch + total, batch, total > 0) - m.step(batch, batch, False)) - passes
+    passes = sum(
+        c.passes.model.step(1, 1, False)
+        for step in range(max(drafted))
+        if any(d > step for d in drafted)
+    )
+    return (
+        value
+        - (m.step(batch + total, batch, total > 0) - m.step(batch, batch, False))
+        - passes
+    )
 
 
 @given(
     st.lists(
-        st.tuples(st.floats(0, 3), st.integers(0, 4), st.integers(0, 4), st.floats(0.1, 2)), min_size=1, max_size=3
+        st.tuples(
+            st.floats(0, 3), st.integers(0, 4), st.integers(0, 4), st.floats(0.1, 2)
+        ),
+        min_size=1,
+        max_size=3,
     ),
     st.integers(50, 990).map(lambda n: n / 1000),
     st.floats(0.0, 2.0),
@@ -79,23 +110,32 @@ def gain(
 def test_no_other_lengths_gain_more(
     rows: list[tuple[float, int, int, float]], rate: float, seconds: float, token: float
 ) -> None:
-    keep, worth = [kept for _, kept, *_ in rows], [value for *_, value in rows]
-    theirs = [value + token * kept if kept else 0.0 for value, kept, *_ in rows]  # worth more than they cost
+    keep = [kept for _, kept, *_ in rows]
+    worth = [value for *_, value in rows]
+    # worth more than they cost
+    theirs = [value + token * kept if kept else 0.0 for value, kept, *_ in rows]
     limits = np.array([limit for _, _, limit, _ in rows])
-    c, m = copy(rate, seconds), StepModel(base=1.0, token=token)
+    c = copy(rate, seconds)
+    m = StepModel(base=1.0, token=token)
     nobody = (0,) * len(rows)
-    found = StepPlan(np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, worth, c, m))
+    found = StepPlan(
+        np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, worth, c, m)
+    )
     plan = planned(c, found, theirs, worth, limits, m)
     assert (plan.model <= limits).all()
     assert not (plan.model * plan.history).any()
-    assert plan.gain == pytest.approx(gain(tuple(plan.model), list(plan.history), theirs, worth, c, m), abs=1e-9)
+    assert plan.gain == pytest.approx(
+        gain(tuple(plan.model), list(plan.history), theirs, worth, c, m), abs=1e-9
+    )
     for drafted in itertools.product(*(range(limit + 1) for limit in limits)):
         assert plan.gain >= gain(drafted, keep, theirs, worth, c, m) - 1e-9
 
 
 def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
-    c, found = copy(0.8, 0.01), nothing(3)
-    w, m = [1.0, 0.1, 0.01], StepModel(base=1.0, token=0.05)
+    c = copy(0.8, 0.01)
+    found = nothing(3)
+    w = [1.0, 0.1, 0.01]
+    m = StepModel(base=1.0, token=0.05)
     plan = planned(c, found, [0.0] * 3, w, np.array([5, 5, 5]), m)
     assert plan.model.tolist() == [5, 3, 0]
     whole = planned(c, found, [0.0] * 3, w, np.array([5, 5, 5]), m, cut=False)
@@ -149,13 +189,19 @@ def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
 def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_margin(
     model: str, tokens: int, length: float
 ) -> None:
-    """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048 tokens of context."""
-    roof, context = Roofline.of(MODELS[model], DEVICES["a100"]), 2048
-    step, of_pass = roof.line(context), roof.line(context, share=0.25)
+    """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048
+    tokens of context.
+    """
+    roof = Roofline.of(MODELS[model], DEVICES["a100"])
+    context = 2048
+    step = roof.line(context)
+    of_pass = roof.line(context, share=0.25)
     rate = brentq(lambda r: sum(r**j for j in range(tokens + 1)) - length, 0.01, 1.0)
 
     def speedup(b: int) -> float:
-        took = tokens * of_pass.step(b, b, False, b * context) + step.step(b * (1 + tokens), b, True, b * context)
+        took = tokens * of_pass.step(b, b, False, b * context) + step.step(
+            b * (1 + tokens), b, True, b * context
+        )
         return length * step.step(b, b, False, b * context) / took
 
     def predicted(b: int) -> tuple[float, bool]:
@@ -164,29 +210,51 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
         drafts.expect(of_pass)
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
         controller = Controller(das, limit=8192, prior=step, drafts=drafts)
-        slots, one = np.array([controller.open(i, 0, 8192) for i in range(b)]), np.ones(b, dtype=int)
-        plan = controller.plan(Decoded(slots, one, None, None, 1000 * one, context=context * one))
+        slots = np.array([controller.open(i, 0, 8192) for i in range(b)])
+        one = np.ones(b, dtype=int)
+        plan = controller.plan(
+            Decoded(slots, one, None, None, 1000 * one, context=context * one)
+        )
         took = step.step(b * (1 + tokens), b, True, b * context) + plan.passes_s
         return 1.0 + plan.gain / took, bool(plan.model.all())
 
     pays = max(b for b in range(1, 200) if speedup(b) >= 1.05)
-    assert [predicted(b)[1] for b in (1, 8, pays - 2, pays + 2)] == [True, True, True, False]
+    assert [predicted(b)[1] for b in (1, 8, pays - 2, pays + 2)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     for batch in (1, 4, 16):
         assert predicted(batch)[0] == pytest.approx(speedup(batch), rel=0.01)
 
 
 @pytest.mark.parametrize(("rate", "drafted"), [(0.97, True), (0.3, False)])
 def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> None:
-    """A token of each request, until enough were tried; then it drafts, or probes as rarely as others."""
-    drafts, batch, rng = ModelDrafts(5), 8, np.random.default_rng(0)
-    drafts.expect(StepModel(base=0.0075, token=0.0))  # at 0.8, the assumption, it would not pay
+    """A token of each request, until enough were tried; then it drafts, or probes as
+    rarely as others.
+    """
+    drafts = ModelDrafts(5)
+    batch = 8
+    rng = np.random.default_rng(0)
+    # at 0.8, the assumption, it would not pay
+    drafts.expect(StepModel(base=0.0075, token=0.0))
     step = StepModel(base=0.01, token=1e-5)
-    controller = Controller(DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts)
-    slots, ones = np.array([controller.open(i, 0, 8192) for i in range(batch)]), np.ones(batch, dtype=int)
-    carried, drafting = 0 * ones, list[int]()
+    controller = Controller(
+        DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts
+    )
+    slots = np.array([controller.open(i, 0, 8192) for i in range(batch)])
+    ones = np.ones(batch, dtype=int)
+    carried = 0 * ones
+    drafting = list[int]()
     for _ in range(40):
         right = rng.random((batch, 6)) < rate
-        got = 1 + np.array([np.argmin([*hits[:n], False]) for hits, n in zip(right, carried, strict=True)])
+        got = 1 + np.array(
+            [
+                np.argmin([*hits[:n], False])
+                for hits, n in zip(right, carried, strict=True)
+            ]
+        )
         some = carried if carried.any() else None
         carried = controller.plan(Decoded(slots, got, some, carried, 1000 * ones)).model
         drafting.append(int(carried.max()))
@@ -196,59 +264,102 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
     assert any(drafting[6:]) == drafted
 
 
-def alone(controller: Controller, lengths: np.ndarray, truth: StepModel, rate: float, pass_s: float) -> float:
+def alone(
+    controller: Controller,
+    lengths: np.ndarray,
+    truth: StepModel,
+    rate: float,
+    pass_s: float,
+) -> float:
     """Seconds of a rollout that nobody drafts for but the copy."""
-    return rollout(controller, lengths, truth, 0.0, 0.0, 3, rate, StepModel(base=pass_s, token=0.0))
+    return rollout(
+        controller, lengths, truth, 0.0, 0.0, 3, rate, StepModel(base=pass_s, token=0.0)
+    )
 
 
 def self_controller(speculate: Any = "auto") -> Controller:
-    return Controller(DasConfig(drafter="self", speculate=speculate), limit=2048, drafts=ModelDrafts(5))
+    return Controller(
+        DasConfig(drafter="self", speculate=speculate),
+        limit=2048,
+        drafts=ModelDrafts(5),
+    )
 
 
-@pytest.mark.parametrize(("rate", "pass_s", "bar"), [(0.9, 0.01, 0.6), (0.9, 0.047, 1.03), (0.1, 0.02, 1.03)])
+@pytest.mark.parametrize(
+    ("rate", "pass_s", "bar"), [(0.9, 0.01, 0.6), (0.9, 0.047, 1.03), (0.1, 0.02, 1.03)]
+)
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: float, bar: float, batch: int) -> None:
-    lengths, truth = np.random.default_rng(batch).integers(200, 400, batch), StepModel(base=0.048, token=0.0001)
-    off = sum(truth.step((lengths > n).sum(), (lengths > n).sum(), False) for n in range(lengths.max()))
+def test_the_controller_lets_the_copy_draft_where_it_pays(
+    rate: float, pass_s: float, bar: float, batch: int
+) -> None:
+    lengths = np.random.default_rng(batch).integers(200, 400, batch)
+    truth = StepModel(base=0.048, token=0.0001)
+    off = sum(
+        truth.step((lengths > n).sum(), (lengths > n).sum(), False)
+        for n in range(lengths.max())
+    )
     controller = self_controller()
     for version in (1, 2):
         on = alone(controller, lengths, truth, rate, pass_s)
         saved = controller.account.time.saved()
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(
+            np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
+        )
     assert on <= bar * off
     assert saved == pytest.approx(off - on, abs=0.05 * off)
 
 
-@pytest.mark.parametrize(("rate", "pass_s", "bar"), [(0.9, 0.004, 0.6), (0.05, 0.004, 0.03)])
+@pytest.mark.parametrize(
+    ("rate", "pass_s", "bar"), [(0.9, 0.004, 0.6), (0.05, 0.004, 0.03)]
+)
 @pytest.mark.parametrize("always", [0, 1])
 def test_drafts_of_one_length_for_all_are_made_where_they_pay(
     rate: float, pass_s: float, bar: float, always: int
 ) -> None:
-    """As on vLLM's V2 runner, where EAGLE makes a pass in every step: that is no reason to draft."""
-    lengths, truth = np.random.default_rng(8).integers(200, 400, 8), StepModel(base=0.048, token=0.0001)
-    off = sum(truth.step((lengths > n).sum(), (lengths > n).sum(), False) for n in range(lengths.max()))
-    drafts, lengths_there = ModelDrafts(5, narrows=False, always=always), (1, 2, 4, 5)
-    controller = Controller(DasConfig(drafter="self"), 2048, drafts=drafts, common=lengths_there)
+    """As on vLLM's V2 runner, where EAGLE makes a pass in every step: that is no reason
+    to draft.
+    """
+    lengths = np.random.default_rng(8).integers(200, 400, 8)
+    truth = StepModel(base=0.048, token=0.0001)
+    off = sum(
+        truth.step((lengths > n).sum(), (lengths > n).sum(), False)
+        for n in range(lengths.max())
+    )
+    drafts = ModelDrafts(5, narrows=False, always=always)
+    lengths_there = (1, 2, 4, 5)
+    controller = Controller(
+        DasConfig(drafter="self"), 2048, drafts=drafts, common=lengths_there
+    )
     for version in (1, 2):
         on = alone(controller, lengths, truth, rate, pass_s)
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(
+            np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
+        )
     if rate > 0.5:
         assert on <= bar * off
     else:
         assert on <= (1 + bar) * off + always * pass_s * lengths.max()
     slots = np.array([controller.open(i, 0, 500) for i in range(3)])
-    plan = controller.plan(Decoded(slots, np.ones(3, int), None, None, np.array([100, 3, 100])))
+    plan = controller.plan(
+        Decoded(slots, np.ones(3, int), None, None, np.array([100, 3, 100]))
+    )
     assert len(set(plan.model.tolist())) == 1
     assert int(plan.model[0]) in {0, *lengths_there}
     assert not plan.history.any()
 
 
-@pytest.mark.parametrize(("found", "pass_s", "by_model"), [(0.95, 0.004, False), (0.2, 0.004, True), (0.2, 0.5, False)])
+@pytest.mark.parametrize(
+    ("found", "pass_s", "by_model"),
+    [(0.95, 0.004, False), (0.2, 0.004, True), (0.2, 0.5, False)],
+)
 def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     found: float, pass_s: float, by_model: bool
 ) -> None:
-    """The model drafts where most of the history's drafts are worse than what its passes cost."""
-    drafts, running = ModelDrafts(5, narrows=False, follows=True), 8
+    """The model drafts where most of the history's drafts are worse than what its
+    passes cost.
+    """
+    drafts = ModelDrafts(5, narrows=False, follows=True)
+    running = 8
     drafts.expect(StepModel(base=pass_s, token=0.0))
     controller = Controller(
         DasConfig(max_draft_tokens=8),
@@ -261,22 +372,34 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
 
     def history(limits: Any, floor: float) -> Any:
         lengths = np.minimum(limits, 8)
-        chances = np.concatenate([found ** np.arange(1, n + 1) for n in lengths]).astype(np.float32)
+        chances = np.concatenate(
+            [found ** np.arange(1, n + 1) for n in lengths]
+        ).astype(np.float32)
         return chances, np.concatenate([[0], np.cumsum(lengths)])
 
     room = np.full(running, 100)
-    plan = controller.plan(Decoded(slots, np.ones(running, int), None, None, room), history)
+    plan = controller.plan(
+        Decoded(slots, np.ones(running, int), None, None, room), history
+    )
     chosen = plan.model if by_model else plan.history
-    assert set(chosen.tolist()) == {5 if by_model else 8} or (pass_s == 0.5 and not chosen.any())
+    assert set(chosen.tolist()) == {5 if by_model else 8} or (
+        pass_s == 0.5 and not chosen.any()
+    )
     assert not (plan.history if by_model else plan.model).any()
 
 
 @pytest.mark.parametrize(("follows", "drafted"), [(True, 0), (False, 8)])
-def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, drafted: int) -> None:
-    """A neural drafter reads in one what the history has drafted, and where that costs too much, nobody drafts."""
-    drafts, limits = ModelDrafts(5, narrows=False, follows=follows), np.full(4, 20)
+def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(
+    follows: bool, drafted: int
+) -> None:
+    """A neural drafter reads in one what the history has drafted, and where that costs
+    too much, nobody drafts.
+    """
+    drafts = ModelDrafts(5, narrows=False, follows=follows)
+    limits = np.full(4, 20)
     drafts.expect(StepModel(base=1.0, token=0.0))
-    worth, found = np.full(4, 0.01), np.tile(np.full(8, 0.9, dtype=np.float32), 4)
+    worth = np.full(4, 0.01)
+    found = np.tile(np.full(8, 0.9, dtype=np.float32), 4)
     offer = Offer(limits, found, np.arange(5) * 8, drafts, 0.0, True)
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
     assert set(plan.history.tolist()) == {drafted}
@@ -286,7 +409,9 @@ def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, draft
 
 
 def test_the_model_drafts_one_of_its_lengths() -> None:
-    """For which there are CUDA graphs; a longer one than was wanted costs its passes."""
+    """For which there are CUDA graphs; a longer one than was wanted costs its
+    passes.
+    """
     drafts = ModelDrafts(5, narrows=False, lengths=(1, 2, 4, 5, 16))
     drafts.expect(StepModel(base=0.1, token=0.0))
     assert [drafts.drafted(n) for n in range(6)] == [0, 1, 2, 4, 4, 5]
@@ -295,8 +420,12 @@ def test_the_model_drafts_one_of_its_lengths() -> None:
 
 
 @pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 16)])
-def test_fixed_budgets_have_all_tokens_that_there_can_be(drafter: Any, by_history: int) -> None:
-    """Of the history's drafts, which are looked up later, there may be as much as can be."""
+def test_fixed_budgets_have_all_tokens_that_there_can_be(
+    drafter: Any, by_history: int
+) -> None:
+    """Of the history's drafts, which are looked up later, there may be as much as can
+    be.
+    """
     drafts = ModelDrafts(5, narrows=False, follows=False)
     config = DasConfig(drafter=drafter, budget="unlimited", speculate="always")
     controller = Controller(config, 2048, drafts=drafts, common=(1, 2, 4, 5, 16))
@@ -309,7 +438,9 @@ def test_fixed_budgets_have_all_tokens_that_there_can_be(drafter: Any, by_histor
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
     c = ModelDrafts(5, narrows=False, always=1)
     c.expect(StepModel(base=0.1, token=0.0))
-    assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx([0.0, 0.0, 0.2])
+    assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx(
+        [0.0, 0.0, 0.2]
+    )
 
 
 def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
@@ -322,9 +453,13 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
         controller.drafts.expect(StepModel(base=pass_s, token=0.0))
         controller.account.look.restart()
         ones = np.ones(2, dtype=int)
-        return bool(controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any())
+        return bool(
+            controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any()
+        )
 
-    dear, cheap = 0.037, 0.02  # speed-ups of 1.03 and more than 1.05
+    # speed-ups of 1.03 and more than 1.05
+    dear = 0.037
+    cheap = 0.02
     assert not drafts_at(dear)
     assert drafts_at(cheap)
     assert drafts_at(dear)  # between 1 and the margin nothing changes
@@ -337,7 +472,9 @@ def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:
     controller.times.model = StepModel(base=0.05, token=0.0)
     for batch, drafted in ((8, False), (4, True)):
         slots = np.array([controller.open(i, 0, 500) for i in range(batch)])
-        plan = controller.plan(Decoded(slots, np.ones(batch, int), None, None, np.full(batch, 100)))
+        plan = controller.plan(
+            Decoded(slots, np.ones(batch, int), None, None, np.full(batch, 100))
+        )
         assert bool(plan.model.any()) is drafted
         for slot in slots.tolist():
             controller.close(slot)
@@ -351,6 +488,8 @@ def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
     def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         return stated(limits * (1, 0), 0.95)  # the second request has no match
 
-    plan = controller.plan(Decoded(slots, np.ones(2, int), None, None, np.array([100, 100])), history)
+    plan = controller.plan(
+        Decoded(slots, np.ones(2, int), None, None, np.array([100, 100])), history
+    )
     assert plan.history.tolist() == [8, 0]
     assert plan.model.tolist() == [0, 5]

@@ -1,4 +1,6 @@
-"""The native index under sanitizers: damaged files as input, and threads that use it at the same time."""
+"""The native index under sanitizers: damaged files as input, and threads that use it at
+the same time.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,49 @@ ROOT = Path(__file__).parents[2]
 MEMORY = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREADS = ["-O1", "-g", "-fsanitize=thread"]
 CLEAN = {"PATH": os.environ.get("PATH", os.defpath)}
-"""The sanitizer's library must be loaded first, and importing vLLM leaves others in LD_PRELOAD."""
+"""The sanitizer's library must be loaded first, and importing vLLM leaves others in
+LD_PRELOAD.
+"""
 
 
-def run(name: str, sanitizers: list[str], rounds: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Compile a program of tests/native where one of its files has changed, and run it; the test is skipped without the
-    compiler's sanitizers."""
+def run(
+    name: str, sanitizers: list[str], rounds: int, folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Compile a program of tests/native where one of its files has changed, and run it;
+    the test is skipped without the compiler's sanitizers.
+    """
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("no C++ compiler")
-    flags, probe = ["-std=c++17", "-pthread", *sanitizers], folder / "probe"
+    flags = ["-std=c++17", "-pthread", *sanitizers]
+    probe = folder / "probe"
     (folder / "probe.cpp").write_text("int main() {}\n")
     commands = [[compiler, *flags, folder / "probe.cpp", "-o", probe], [probe]]
-    if any(subprocess.run(command, capture_output=True, check=False, env=CLEAN).returncode for command in commands):
+    if any(
+        subprocess.run(command, capture_output=True, check=False, env=CLEAN).returncode
+        for command in commands
+    ):
         pytest.skip(f"{compiler} has no {sanitizers}")
-    sources = [ROOT / "tests" / "native" / f"{name}.cpp", ROOT / "csrc" / "suffix_index.cpp"]
-    read = b"".join(path.read_bytes() for path in [*sources, *sorted((ROOT / "csrc").glob("*.hpp"))])
+    sources = [
+        ROOT / "tests" / "native" / f"{name}.cpp",
+        ROOT / "csrc" / "suffix_index.cpp",
+    ]
+    read = b"".join(
+        path.read_bytes() for path in [*sources, *sorted((ROOT / "csrc").glob("*.hpp"))]
+    )
     version = subprocess.check_output([compiler, "--version"], env=CLEAN)
     digest = hashlib.sha256(read + version + repr(flags).encode()).hexdigest()
     program = ROOT / "build" / "native" / f"{name}-{digest[:16]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", folder / name], check=True)
+        subprocess.run(
+            [compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", folder / name],
+            check=True,
+        )
         shutil.move(folder / name, program)
-    return subprocess.run([program, str(rounds)], capture_output=True, text=True, check=False, env=CLEAN)
+    return subprocess.run(
+        [program, str(rounds)], capture_output=True, text=True, check=False, env=CLEAN
+    )
 
 
 def test_damaged_files_are_refused_or_harmless_under_sanitizers(tmp_path: Path) -> None:
@@ -48,7 +69,9 @@ def test_damaged_files_are_refused_or_harmless_under_sanitizers(tmp_path: Path) 
 
 @pytest.mark.long
 def test_threads_that_use_one_index_at_the_same_time_never_meet(tmp_path: Path) -> None:
-    """Without the lock of `SharedIndex` ThreadSanitizer reports races in each of its calls."""
+    """Without the lock of `SharedIndex` ThreadSanitizer reports races in each of its
+    calls.
+    """
     done = run("threads_index", THREADS, 200, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "200 rounds, 0 failures" in done.stdout

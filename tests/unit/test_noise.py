@@ -1,4 +1,6 @@
-"""Keyed noise: the compiled samplers agree with its definition, and what they draw has the right distribution."""
+"""Keyed noise: the compiled samplers agree with its definition, and what they draw has
+the right distribution.
+"""
 
 from __future__ import annotations
 
@@ -34,34 +36,50 @@ def keys(seeds: np.ndarray, positions: np.ndarray) -> Keys:
     return Keys(torch.from_numpy(seeds), torch.from_numpy(positions))
 
 
-def expected(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def expected(
+    logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
     """Draw by the definition, in float32; `argmax` takes the lowest of equals."""
-    return (logits + gumbel(seeds, positions, np.arange(logits.shape[1]))).argmax(axis=1)
+    return (logits + gumbel(seeds, positions, np.arange(logits.shape[1]))).argmax(
+        axis=1
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 96, 1000, 50_257])
 def test_the_cpu_kernel_draws_by_the_definition(vocab: int) -> None:
-    count, rng = 200 if vocab <= 1000 else 8, np.random.default_rng(vocab)
-    seeds, positions = rng.choice(ENDS, count), rng.integers(0, 2**20, count)
+    count = 200 if vocab <= 1000 else 8
+    rng = np.random.default_rng(vocab)
+    seeds = rng.choice(ENDS, count)
+    positions = rng.integers(0, 2**20, count)
     logits = rng.normal(scale=4, size=(count, vocab)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.3] = -np.inf
     drawn = keyed_sample(torch.from_numpy(logits), keys(seeds, positions))
     assert drawn.tolist() == expected(logits, seeds, positions).tolist()
 
 
-@given(st.lists(st.sampled_from([-np.inf, -1e4, 0.0, 0.5, 16.0, 1e6, 3e38]), min_size=1, max_size=300), st.integers())
+@given(
+    st.lists(
+        st.sampled_from([-np.inf, -1e4, 0.0, 0.5, 16.0, 1e6, 3e38]),
+        min_size=1,
+        max_size=300,
+    ),
+    st.integers(),
+)
 def test_ties_and_extremes_go_by_the_definition(logits: list[float], seed: int) -> None:
     """At 1e6 and above the noise falls below the last bit: most scores are equal."""
     row = np.array([logits], dtype=np.float32)
-    seeds, positions = np.array([(seed + 2**63) % 2**64 - 2**63]), np.array([7])
+    seeds = np.array([(seed + 2**63) % 2**64 - 2**63])
+    positions = np.array([7])
     drawn = keyed_sample(torch.from_numpy(row), keys(seeds, positions))
     assert drawn.tolist() == expected(row, seeds, positions).tolist()
 
 
 def test_the_noise_never_changes() -> None:
-    """Values of vLLM 0.32's `murmur3_hash32` (`tests/contract/test_vllm_noise.py` compares all of it, where that is
-    installed)."""
-    seeds, positions = np.array([0, -1, 2**40 + 5]), np.array([0, 9, 2**31])
+    """Values of vLLM 0.32's `murmur3_hash32` (`tests/contract/test_vllm_noise.py`
+    compares all of it, where that is installed).
+    """
+    seeds = np.array([0, -1, 2**40 + 5])
+    positions = np.array([0, 9, 2**31])
     assert hashed(seeds, positions, np.array([0, 151_935])).tolist() == HASHES
     assert uniform(np.array([0, 2**32 - 1], dtype=np.uint32)).tolist() == [2**-33, 1.0]
     assert np.isfinite(gumbel(seeds, positions, np.arange(10**5))).all()
@@ -96,9 +114,22 @@ assert torch.equal(triton_sample(x[3:4], keys.at(slice(3, 4))), triton_sample(x,
 def interpreted(script: str, **environment: str) -> None:
     """Run a script under Triton's interpreter, which needs no GPU."""
     pytest.importorskip("triton")
-    path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, **environment}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    path = os.pathsep.join(
+        (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    )
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": path,
+        **environment,
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -109,9 +140,13 @@ def test_the_gpu_kernel_agrees_with_the_definition() -> None:
 @pytest.mark.parametrize("seed", [0, 12345])
 def test_draws_follow_the_softmax(seed: int) -> None:
     logits = np.random.default_rng(3).normal(scale=1.5, size=16).astype(np.float32)
-    drawn = keyed_sample(torch.from_numpy(np.tile(logits, (DRAWS, 1))), keys(*rows(DRAWS, seed)))
+    drawn = keyed_sample(
+        torch.from_numpy(np.tile(logits, (DRAWS, 1))), keys(*rows(DRAWS, seed))
+    )
     p = np.exp(logits.astype(np.float64) - logits.max())
-    test = stats.chisquare(np.bincount(drawn.numpy(), minlength=16), DRAWS * p / p.sum())
+    test = stats.chisquare(
+        np.bincount(drawn.numpy(), minlength=16), DRAWS * p / p.sum()
+    )
     assert test.pvalue > 1e-4
 
 
@@ -130,7 +165,9 @@ def test_excluded_tokens_are_never_drawn_and_one_token_always() -> None:
 def test_seeds_differ_by_everything_they_are_derived_from() -> None:
     values = {
         request_seed(run, problem, step, sample, row)
-        for run, problem, step, sample, row in product(range(3), (1, 2**64 - 1), range(3), (-1, 0, 1), (0, 1))
+        for run, problem, step, sample, row in product(
+            range(3), (1, 2**64 - 1), range(3), (-1, 0, 1), (0, 1)
+        )
     }
     assert len(values) == 3 * 2 * 3 * 3 * 2
     assert all(0 <= value < 2**63 for value in values)
@@ -139,5 +176,9 @@ def test_seeds_differ_by_everything_they_are_derived_from() -> None:
 
 def test_a_prompt_has_one_identity_in_every_container() -> None:
     ids = [5, 6, 70_000]
-    assert prompt_identity(ids) == prompt_identity(np.array(ids, dtype=np.int64)) == prompt_identity(tuple(ids))
+    assert (
+        prompt_identity(ids)
+        == prompt_identity(np.array(ids, dtype=np.int64))
+        == prompt_identity(tuple(ids))
+    )
     assert prompt_identity(ids) != prompt_identity(ids[:2])

@@ -1,4 +1,6 @@
-"""Another user of the node neither reads nor writes a history, nor has this user's processes run anything."""
+"""Another user of the node neither reads nor writes a history, nor has this user's
+processes run anything.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ from das_adapter.engine import alone
 from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, places
 from das_adapter.service import janitor
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user's part, too")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can play another user's part, too"
+)
 
 
 def stranger(*command: object) -> Any:
     """Let the other user do something, see stranger.py."""
     script = Path(__file__).parent / "stranger.py"
-    run = subprocess.run([sys.executable, script, *map(str, command)], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, script, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert not run.returncode, run.stderr
     return json.loads(run.stdout)
 
@@ -43,8 +52,19 @@ ROOTS = places()
 
 def tree(*paths: Path) -> dict[str, Any]:
     """What lies at some paths and below."""
-    found = [one for path in paths for one in (path, *(path.rglob("*") if not path.is_symlink() else ()))]
-    return {str(p): (p.lstat().st_mode, p.lstat().st_uid, p.read_text() if p.is_file() else "") for p in found}
+    found = [
+        one
+        for path in paths
+        for one in (path, *(path.rglob("*") if not path.is_symlink() else ()))
+    ]
+    return {
+        str(p): (
+            p.lstat().st_mode,
+            p.lstat().st_uid,
+            p.read_text() if p.is_file() else "",
+        )
+        for p in found
+    }
 
 
 def test_nothing_of_a_history_opens_to_another_user(name: str) -> None:
@@ -55,17 +75,21 @@ def test_nothing_of_a_history_opens_to_another_user(name: str) -> None:
     until(lambda: bool(list((directory / FOLDER).glob("batch-*"))))
     inside = [str(path.relative_to(directory)) for path in directory.rglob("*")]
     assert {"users", "writer", "janitor", FOLDER} < set(inside)
-    writer, *_ = served_by(directory)  # on a busy machine a second one was started, and ends
+    # on a busy machine a second one was started, and ends
+    writer, *_ = served_by(directory)
     found = stranger("attack", directory, writer.pid, *inside)
     assert len(found) > 60
-    assert {attempt: came for attempt, came in found.items() if came != "PermissionError"} == {}
+    assert {
+        attempt: came for attempt, came in found.items() if came != "PermissionError"
+    } == {}
     assert tokens(engine.sync()) == 60
 
 
 def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(
     name: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [f"{name}{kind}" for kind in range(4)]  # with a directory, a file, a link, a pipe
+    # with a directory, a file, a link, a pipe
+    names = [f"{name}{kind}" for kind in range(4)]
     taken = [SHARED_MEMORY / name for name in names]
     stranger("take", *taken)
     before = tree(*taken)
@@ -73,16 +97,27 @@ def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(
     for engine in engines:
         engine.write(1, TEXT, 0)
         assert engine.sync() is None
-    assert sum("engines go on with what is mapped" in record.message for record in caplog.records) == 4
+    assert (
+        sum(
+            "engines go on with what is mapped" in record.message
+            for record in caplog.records
+        )
+        == 4
+    )
     janitor.sweep(SHARED_MEMORY, besides="")
     assert tree(*taken) == before
     stranger("give_up", *taken)
-    monkeypatch.setattr(alone, "IMPATIENCE_S", alone.PATIENCE_S)  # a writer starts slowly on a busy machine
+    # a writer starts slowly on a busy machine
+    monkeypatch.setattr(alone, "IMPATIENCE_S", alone.PATIENCE_S)
     assert [tokens(engine.sync()) for engine in engines] == [30] * 4
 
 
-@pytest.mark.parametrize("path", ["", os.pathsep], ids=["no path", "a path with an empty entry"])
-def test_modules_in_the_working_directory_are_not_run(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path", ["", os.pathsep], ids=["no path", "a path with an empty entry"]
+)
+def test_modules_in_the_working_directory_are_not_run(
+    path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", path)
     planted = SHARED_MEMORY / f"{name}-planted"
     stranger("plant", planted)

@@ -1,4 +1,6 @@
-"""One form for what is changed in other packages: applied once, refused twice, and no trouble where it does not fit."""
+"""One form for what is changed in other packages: applied once, refused twice, and no
+trouble where it does not fit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "patched_host.py").write_text("class Thing:\n    def size(self):\n        return 1\n")
+    (tmp_path / "patched_host.py").write_text(
+        "class Thing:\n    def size(self):\n        return 1\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("patched_host", None)
     return "patched_host"
@@ -43,9 +47,14 @@ def test_a_patch_is_applied_once(host: str) -> None:
     assert importlib.import_module(host).Thing.size.__name__ == "size"
 
 
-def test_another_patch_of_the_same_target_is_refused_with_the_first_ones_name(host: str) -> None:
+def test_another_patch_of_the_same_target_is_refused_with_the_first_ones_name(
+    host: str,
+) -> None:
     make(f"{host}:Thing.size").apply()
-    with pytest.raises(DasError, match=r"patch shrink: patched_host:Thing\.size is patched already, by enlarge"):
+    with pytest.raises(
+        DasError,
+        match=r"patch shrink: patched_host:Thing\.size is patched already, by enlarge",
+    ):
         make(f"{host}:Thing.size", "shrink").apply()
 
 
@@ -59,13 +68,17 @@ def test_one_instance_can_be_patched(host: str) -> None:
 
 def test_of_a_ray_actor_the_class_is_patched_of_which_it_was_made(host: str) -> None:
     module: Any = importlib.import_module(host)
-    module.Actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=module.Thing))
+    module.Actor = SimpleNamespace(
+        __ray_metadata__=SimpleNamespace(modified_class=module.Thing)
+    )
     make(f"{host}:Actor.size").apply()
     assert module.Thing().size() == 2
 
 
 def test_a_patch_may_have_several_targets(host: str) -> None:
-    Patch((f"{host}:Thing.size", f"{host}:Thing.weight"), make("").replacement, adds=True).when_imported()
+    Patch(
+        (f"{host}:Thing.size", f"{host}:Thing.weight"), make("").replacement, adds=True
+    ).when_imported()
     thing = importlib.import_module(host).Thing()
     assert (thing.size(), thing.weight()) == (2, 1)
 
@@ -75,7 +88,10 @@ def test_an_attribute_can_be_added(host: str) -> None:
     assert importlib.import_module(host).Thing().weight() == 1
 
 
-@pytest.mark.parametrize("target", ["patched_host:Thing.colour", "patched_host:Other.size", "patched_host:Other.x.y"])
+@pytest.mark.parametrize(
+    "target",
+    ["patched_host:Thing.colour", "patched_host:Other.size", "patched_host:Other.x.y"],
+)
 def test_a_target_that_is_gone_is_named_or_left_alone(host: str, target: str) -> None:
     with pytest.raises(UnsupportedHost, match=f"patch enlarge: found no {target}"):
         make(target).apply()
@@ -93,7 +109,11 @@ def test_every_patch_says_what_fails_without_it_since_when_and_until_when() -> N
     patches = patching.patches()
     assert sum(len(patch.targets) for patch in patches) > 60
     for patch in patches:
-        assert patch.reasons["why"].startswith(("Without it", "As `")) and patch.reasons["until"] and patch.since, patch
+        assert (
+            patch.reasons["why"].startswith(("Without it", "As `"))
+            and patch.reasons["until"]
+            and patch.since
+        ), patch
 
 
 def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
@@ -102,16 +122,27 @@ def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
     from das_adapter.verl import hooks
 
     def about(patch: Patch) -> tuple[Any, ...]:
-        return patch.replacement.__module__, patch.replacement.__name__, replace(patch, replacement=about)
+        return (
+            patch.replacement.__module__,
+            patch.replacement.__name__,
+            replace(patch, replacement=about),
+        )
 
     applied = (*plugin.AT_START, *hooks.HOOKS, *install.HOOKS)
     assert set(map(about, applied)) <= set(map(about, patching.patches()))
 
 
 def test_every_patch_that_is_listed_is_used() -> None:
-    """Where it is defined or where it is imported, by its name: the import alone is no use."""
-    used = set[tuple[str, str]]().union(*map(names_in, (ROOT / "das_adapter").rglob("*.py")))
-    listed = {(patch.replacement.__module__, patch.replacement.__name__) for patch in patching.patches()}
+    """Where it is defined or where it is imported, by its name: the import alone is no
+    use.
+    """
+    used = set[tuple[str, str]]().union(
+        *map(names_in, (ROOT / "das_adapter").rglob("*.py"))
+    )
+    listed = {
+        (patch.replacement.__module__, patch.replacement.__name__)
+        for patch in patching.patches()
+    }
     assert sorted(listed - used) == []
 
 
@@ -120,10 +151,22 @@ def names_in(file: Path) -> set[tuple[str, str]]:
     here = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    home = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
-    used = {home.get(node.id, (here, node.id)) for node in nodes if isinstance(node, ast.Name)}
+    home = {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in imports
+        for alias in node.names
+    }
+    used = {
+        home.get(node.id, (here, node.id))
+        for node in nodes
+        if isinstance(node, ast.Name)
+    }
     for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in home:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in home
+        ):
             used.add((".".join(home[node.value.id]), node.attr))
     return used
 
@@ -131,10 +174,19 @@ def names_in(file: Path) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("host", "symbol"),
     [
-        ("vllm", "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample(logits, spec_decode_metadata)"),
+        (
+            "vllm",
+            (
+                "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample(logits,"
+                " spec_decode_metadata)"
+            ),
+        ),
         ("vllm", "vllm.v1.worker.worker_base.WorkerBase"),  # to which a method is added
         ("verl", "verl.utils.tracking.Tracking.log(data, step, backend)"),
-        ("verl", "verl.experimental.fully_async_policy.fully_async_trainer.FullyAsyncTrainer.load_checkpoint"),
+        (
+            "verl",
+            "verl.experimental.fully_async_policy.fully_async_trainer.FullyAsyncTrainer.load_checkpoint",
+        ),
         ("nemo_rl", "nemo_rl.algorithms.ppo.setup(master_config, tokenizer)"),
     ],
 )
@@ -142,6 +194,8 @@ def test_what_is_patched_is_checked_at_start(host: str, symbol: str) -> None:
     assert symbol in map(str, compat.HOSTS[host].symbols)
 
 
-def test_what_only_a_cpu_or_a_newer_model_runner_needs_is_not_asked_of_every_vllm() -> None:
+def test_what_only_a_cpu_or_a_newer_model_runner_needs_is_not_asked_of_every_vllm() -> (
+    None
+):
     asked = {change.split("(")[0] for change in map(str, compat.HOSTS["vllm"].symbols)}
     assert not any(".worker.gpu." in name or "dispatch_cpu" in name for name in asked)

@@ -17,12 +17,16 @@ from das_adapter.sim import pays
 from das_adapter.sim.rollouts import Rollout
 
 GROUPS = workload.synthetic(problems=6, samples=4, mean_tokens=60, seed=3)
-DUMP = [Rollout(r.problem, step, 0, r.prompt, r.tokens) for step in range(3) for r in GROUPS]
+DUMP = [
+    Rollout(r.problem, step, 0, r.prompt, r.tokens) for step in range(3) for r in GROUPS
+]
 """Three epochs that repeat the first."""
 
 
 def test_history_pays_when_problems_come_back() -> None:
-    answer = pays.would_it_pay(DUMP, {"hardware": {"gpus": 2}, "pipeline": {"train_s": 2.0}})
+    answer = pays.would_it_pay(
+        DUMP, {"hardware": {"gpus": 2}, "pipeline": {"train_s": 2.0}}
+    )
     assert list(answer["epochs"]) == ["1", "2", "3"]
     history = [arms["history"] for arms in answer["epochs"].values()]
     ratios = [f["rollout_of_first"] for f in history]
@@ -33,7 +37,13 @@ def test_history_pays_when_problems_come_back() -> None:
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
     unlike = [
-        Rollout(i, 0, 0, r.prompt, workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"))
+        Rollout(
+            i,
+            0,
+            0,
+            r.prompt,
+            workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"),
+        )
         for i, r in enumerate(GROUPS)
     ]
     answer = pays.would_it_pay(unlike, {"hardware": {"gpus": 1}})
@@ -41,11 +51,17 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
 
 
 def test_run_ahead_is_recommended_where_it_saves_more_than_history_alone() -> None:
-    met = [replace(r, step=r.problem % 3) for r in workload.synthetic(problems=12, samples=2, mean_tokens=400, seed=5)]
+    met = [
+        replace(r, step=r.problem % 3)
+        for r in workload.synthetic(problems=12, samples=2, mean_tokens=400, seed=5)
+    ]
     large = {"model": "Qwen/Qwen2.5-72B", "hardware": {"gpus": 16, "per_engine": 4}}
     answers = [pays.would_it_pay(met, large, agreement) for agreement in (0.0, 0.9999)]
     for answer in answers:
-        assert answer["arms"].keys() == {"off", "history", "ahead"} and 0.1 < answer["idle"] < 0.9
+        assert (
+            answer["arms"].keys() == {"off", "history", "ahead"}
+            and 0.1 < answer["idle"] < 0.9
+        )
         assert all(arms["ahead"]["rollout_s"] > 0 for arms in answer["epochs"].values())
     assert ["history" in answer["das"] for answer in answers] == [False, True]
 
@@ -66,7 +82,11 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B"])
     assert done.exit_code == 0, done.output
     block = yaml.safe_load(done.output.partition("Recommended:\n")[2])
-    figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--json"]).stdout)
+    figures = json.loads(
+        CliRunner()
+        .invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--json"])
+        .stdout
+    )
     assert block["das"] == figures["das"]
     assert "--model" in CliRunner().invoke(main, command).output
     off_s = figures["epochs"]["1"]["off"]["rollout_s"]
@@ -74,10 +94,18 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     path.write_text("\n".join(map(json.dumps, rows[: len(GROUPS)])))
     chosen = ["--max-num-seqs", "2"]
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen])
-    assert done.exit_code == 0 and "Note: no problem comes back" in done.output, done.output
-    figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen, "--json"]).stdout)
+    assert done.exit_code == 0 and "Note: no problem comes back" in done.output, (
+        done.output
+    )
+    figures = json.loads(
+        CliRunner()
+        .invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen, "--json"])
+        .stdout
+    )
     assert figures["epochs"]["1"]["off"]["rollout_s"] > off_s
-    done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--agreement", "0.9"])
+    done = CliRunner().invoke(
+        main, [*command, "--model", "Qwen/Qwen2.5-7B", "--agreement", "0.9"]
+    )
     assert done.exit_code == 0 and "ahead: " in done.output, done.output
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])
     assert done.exit_code == 1 and "hardware.per_engine" in done.output

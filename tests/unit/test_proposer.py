@@ -16,40 +16,54 @@ from das_adapter.engine.v1.proposer import Proposer  # noqa: E402
 from das_adapter.protocol.engine_args import SETTINGS_KEY  # noqa: E402
 from das_adapter.protocol.messages import Refresh  # noqa: E402
 
-LOOP, LONGEST = [5, 6, 7], 400
+LOOP = [5, 6, 7]
+LONGEST = 400
 
 
 class Engine:
     """Requests that write a loop, and the drafter that looks for what follows."""
 
-    def __init__(self, step_tokens: int = 8192, **prompts: list[int] | torch.Tensor) -> None:
+    def __init__(
+        self, step_tokens: int = 8192, **prompts: list[int] | torch.Tensor
+    ) -> None:
         """`step_tokens`: that a step may have; `prompts`: token ids or embeddings."""
         block = {"drafter": "history", "speculate": "always", "budget": "unlimited"}
         model = SimpleNamespace(
-            max_model_len=LONGEST, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None
+            max_model_len=LONGEST,
+            get_vocab_size=lambda: 100,
+            enforce_eager=True,
+            quantization=None,
         )
         self.drafter = Proposer(
             SimpleNamespace(
                 additional_config={SETTINGS_KEY: block},
                 parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
                 speculative_config=SimpleNamespace(),
-                scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=step_tokens),
+                scheduler_config=SimpleNamespace(
+                    max_num_scheduled_tokens=None, max_num_batched_tokens=step_tokens
+                ),
                 model_config=model,
                 compilation_config=SimpleNamespace(cudagraph_mode=None),
             )
         )
-        self.lengths, self.tokens = np.zeros(len(prompts), np.int64), np.zeros((len(prompts), LONGEST), np.int32)
+        self.lengths = np.zeros(len(prompts), np.int64)
+        self.tokens = np.zeros((len(prompts), LONGEST), np.int32)
         requests: dict[str, Any] = {}
         for row, (req_id, prompt) in enumerate(prompts.items()):
             ids = prompt if isinstance(prompt, list) else None
             requests[req_id] = SimpleNamespace(
                 prompt_token_ids=ids,
                 prompt_embeds=None if ids else prompt,
-                sampling_params=SamplingParams(max_tokens=20, extra_args={"das_problem": row}),
+                sampling_params=SamplingParams(
+                    max_tokens=20, extra_args={"das_problem": row}
+                ),
             )
-            self.tokens[row, : len(prompt)] = 99 if ids is None else ids  # what another request has left there
+            # what another request has left there
+            self.tokens[row, : len(prompt)] = 99 if ids is None else ids
             self.lengths[row] = len(prompt)
-        self.drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=[*requests]))
+        self.drafter.runner = SimpleNamespace(
+            requests=requests, input_batch=SimpleNamespace(req_ids=[*requests])
+        )
         self._written = 0
 
     def end_last(self) -> None:
@@ -76,7 +90,9 @@ class Engine:
         for row, length in enumerate(self.lengths):
             self.tokens[row, length] = token
         self.lengths += 1
-        drafts = self.drafter.propose([[token]] * len(self.lengths), self.lengths, self.tokens)
+        drafts = self.drafter.propose(
+            [[token]] * len(self.lengths), self.lengths, self.tokens
+        )
         self.drafter.settle()
         return drafts
 
@@ -85,7 +101,8 @@ def test_a_prompt_of_embeddings_is_drafted_for_as_any_other() -> None:
     engine = Engine(embedded=torch.zeros(300, 8), plain=[1, 2, 99, 99])
     drafts = [engine.step() for _ in range(19)]
     assert engine.drafter.stats()["error"] is None
-    assert drafts[6] == [(LOOP * 5)[1:13]] * 2  # as far as the next step may write, which adds a token of its own
+    # as far as the next step may write, which adds a token of its own
+    assert drafts[6] == [(LOOP * 5)[1:13]] * 2
     assert drafts[18] == [[], []]
 
 
@@ -95,12 +112,22 @@ def test_drafts_leave_room_in_a_step_for_all_requests_and_for_prompts() -> None:
     engine.end_last()
     after = [engine.step() for _ in range(2)]
     assert engine.drafter.stats()["error"] is None
-    assert [max(map(len, drafts)) for drafts in (before[-1], *after)] == [7, 5, 7]  # of 16 that there are
+    # of 16 that there are
+    assert [max(map(len, drafts)) for drafts in (before[-1], *after)] == [
+        7,
+        5,
+        7,
+    ]
 
 
-def test_a_weight_sync_is_no_part_of_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seconds = Engine(first=[1, 2], second=[3]), []
-    monkeypatch.setattr(engine.drafter.engine, "timed", lambda step, _: seconds.append(step.seconds))
+def test_a_weight_sync_is_no_part_of_a_decode_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(first=[1, 2], second=[3])
+    seconds = []
+    monkeypatch.setattr(
+        engine.drafter.engine, "timed", lambda step, _: seconds.append(step.seconds)
+    )
     for now in (1.0, 1.5, 2.0, 9.0, 9.25):
         if now == 9.0:  # requests are under way
             engine.drafter.refresh(Refresh(1))
@@ -109,9 +136,14 @@ def test_a_weight_sync_is_no_part_of_a_decode_step(monkeypatch: pytest.MonkeyPat
     assert seconds == [0.5, 0.5, 0.25]
 
 
-def test_a_step_that_verifies_no_drafts_is_neither_drafted_for_nor_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, timed = Engine(first=[1, 2], second=[3]), []
-    monkeypatch.setattr(engine.drafter.engine, "timed", lambda step, _: timed.append(step.seconds))
+def test_a_step_that_verifies_no_drafts_is_neither_drafted_for_nor_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(first=[1, 2], second=[3])
+    timed = []
+    monkeypatch.setattr(
+        engine.drafter.engine, "timed", lambda step, _: timed.append(step.seconds)
+    )
     drafts = []
     for now in range(12):
         engine.begin(float(now))

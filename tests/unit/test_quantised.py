@@ -1,4 +1,6 @@
-"""Quantised linear layers: the codes are those of the definition, and every form of the kernel uses them."""
+"""Quantised linear layers: the codes are those of the definition, and every form of the
+kernel uses them.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,15 @@ def reference(weight: np.ndarray, bits: int) -> np.ndarray:
     out = np.zeros(weight.shape)
     for g in range(0, weight.shape[1], GROUP):
         w = weight[:, g : g + GROUP].astype(np.float32)
-        low, high = np.minimum(w.min(1), 0), np.maximum(w.max(1), 0)
-        scale = np.where(high > low, (high - low) / np.float32(2**bits - 1), 1).astype(np.float32)[:, None]
+        low = np.minimum(w.min(1), 0)
+        high = np.maximum(w.max(1), 0)
+        scale = np.where(high > low, (high - low) / np.float32(2**bits - 1), 1).astype(
+            np.float32
+        )[:, None]
         zero = np.round(-low[:, None] / scale)
-        out[:, g : g + GROUP] = scale * (np.clip(np.round(w / scale) + zero, 0, 2**bits - 1) - zero)
+        out[:, g : g + GROUP] = scale * (
+            np.clip(np.round(w / scale) + zero, 0, 2**bits - 1) - zero
+        )
     return out
 
 
@@ -43,15 +50,22 @@ def rounded_inputs(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", BITS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_multiplies_by_the_rounded_weight(shape: tuple[int, int], weights: str, dtype: Any) -> None:
+def test_it_multiplies_by_the_rounded_weight(
+    shape: tuple[int, int], weights: str, dtype: Any
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(dtype)
     copy = quantised(weight, weights)
     for tokens in (1, 2, 3, 8, 15):
         x = torch.randn(tokens, shape[1], generator=generator).to(dtype)
-        expected = rounded_inputs(x.float().numpy()) @ reference(weight.float().numpy(), BITS[weights]).T
+        expected = (
+            rounded_inputs(x.float().numpy())
+            @ reference(weight.float().numpy(), BITS[weights]).T
+        )
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        np.testing.assert_allclose(copy.linear(x).float().numpy(), expected, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(
+            copy.linear(x).float().numpy(), expected, rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("weights", BITS)
@@ -61,15 +75,30 @@ def test_the_portable_kernel_gives_the_same_bits(weights: str) -> None:
     copy = quantised(weight, weights)
     out = torch.empty(11, 48)
     addresses = [t.data_ptr() for t in copy.kept]
-    _native.quantised_linear(x.data_ptr(), False, 11, 48, 300, BITS[weights], *addresses, out.data_ptr(), 1, True)
+    _native.quantised_linear(
+        x.data_ptr(),
+        False,
+        11,
+        48,
+        300,
+        BITS[weights],
+        *addresses,
+        out.data_ptr(),
+        1,
+        True,
+    )
     assert torch.equal(out, copy.linear(x))
 
 
 def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
-    copy = quantised(torch.randn(64, 384, generator=torch.Generator().manual_seed(3)), "int4")
+    copy = quantised(
+        torch.randn(64, 384, generator=torch.Generator().manual_seed(3)), "int4"
+    )
     x = torch.randn(13, 384, generator=torch.Generator().manual_seed(4))
     together = copy.linear(x)
-    assert all(torch.equal(copy.linear(x[i : i + 1])[0], together[i]) for i in range(13))
+    assert all(
+        torch.equal(copy.linear(x[i : i + 1])[0], together[i]) for i in range(13)
+    )
 
 
 def test_quantising_anew_equals_a_fresh_copy_and_moves_nothing() -> None:
@@ -83,7 +112,9 @@ def test_quantising_anew_equals_a_fresh_copy_and_moves_nothing() -> None:
 
 
 def test_constant_and_zero_weights_are_exact() -> None:
-    copy = quantised(torch.cat([torch.zeros(ROWS, GROUP), torch.full((ROWS, GROUP), 0.5)]), "int4")
+    copy = quantised(
+        torch.cat([torch.zeros(ROWS, GROUP), torch.full((ROWS, GROUP), 0.5)]), "int4"
+    )
     y = copy.linear(torch.ones(1, GROUP))
     assert torch.equal(y[0, :ROWS], torch.zeros(ROWS))
     torch.testing.assert_close(y[0, ROWS:], torch.full((ROWS,), 64.0))
@@ -91,29 +122,42 @@ def test_constant_and_zero_weights_are_exact() -> None:
 
 def test_memory_is_what_the_bits_say() -> None:
     weight = torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    shares = {w: sum(t.nbytes for t in quantised(weight, w).kept) / weight.nbytes for w in BITS}
+    shares = {
+        w: sum(t.nbytes for t in quantised(weight, w).kept) / weight.nbytes
+        for w in BITS
+    }
     assert shares["int8"] < 0.53
     assert shares["int4"] < 0.28
 
 
 def test_what_a_cpu_lacks_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"das\.self\.weights: found 'fp8', allowed on cpu: 'int8', 'int4'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"das\.self\.weights: found 'fp8', allowed on cpu: 'int8', 'int4'",
+    ):
         quantised(torch.zeros(16, 128), "fp8")
-    with pytest.raises(ConfigError, match=r"torch\.float16, allowed on a CPU: torch\.float32, torch\.bfloat16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"torch\.float16, allowed on a CPU: torch\.float32, torch\.bfloat16",
+    ):
         quantised(torch.zeros(16, 128, dtype=torch.float16), "int8")
 
 
 def test_packing_on_the_device_is_vllms() -> None:
     """On any device; vLLM's own functions do it on the host."""
     pytest.importorskip("vllm")
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_zero_points
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+        marlin_zero_points,
+    )
     from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
 
     from das_adapter.engine.quantised_gpu import pack, pack_zeros
 
     codes = torch.randint(0, 16, (256, 128), generator=torch.Generator().manual_seed(0))
     assert torch.equal(pack(codes.float()), awq_pack(codes, 4, 256, 128))
-    assert torch.equal(pack_zeros(codes[:4].float()), marlin_zero_points(codes[:4], 4, 128, 4))
+    assert torch.equal(
+        pack_zeros(codes[:4].float()), marlin_zero_points(codes[:4], 4, 128, 4)
+    )
 
 
 def test_experts_are_left_as_they_are() -> None:
@@ -131,17 +175,25 @@ def test_experts_are_left_as_they_are() -> None:
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w13_weight = torch.nn.Parameter(torch.randn(4, 64, 128), requires_grad=False)
+            self.w13_weight = torch.nn.Parameter(
+                torch.randn(4, 64, 128), requires_grad=False
+            )
 
     policy = torch.nn.Module()
-    policy.gate, policy.experts, policy.conv = Linear(), Experts(), torch.nn.Conv1d(8, 8, 4)
+    policy.gate = Linear()
+    policy.experts = Experts()
+    policy.conv = torch.nn.Conv1d(8, 8, 4)
     copy = PolicyCopy(policy, "int8")
     assert copy.model.experts is policy.experts
     assert [layer for layer, _ in copy.layers] == [policy.gate]
 
 
-def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what vLLM's kernels promise in their place: a scale per row, and a second matrix that lies by columns."""
+def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With what vLLM's kernels promise in their place: a scale per row, and a second
+    matrix that lies by columns.
+    """
     pytest.importorskip("vllm")
     from das_adapter.engine import quantised_gpu
 
@@ -157,7 +209,9 @@ def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest
 
     monkeypatch.setattr(quantised_gpu.ops, "scaled_fp8_quant", quant)
     monkeypatch.setattr(quantised_gpu.ops, "cutlass_scaled_mm", product)
-    old, new = torch.randn(2, 48, 128, generator=torch.Generator().manual_seed(8)).bfloat16()
+    old, new = torch.randn(
+        2, 48, 128, generator=torch.Generator().manual_seed(8)
+    ).bfloat16()
     copy = quantised_gpu.Fp8(old)
     copy.quantise(old)
     places = [t.data_ptr() for t in copy.kept]
@@ -169,7 +223,9 @@ def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest
     assert copy.linear(x).shape == expected.shape and 0.0 < error < 0.06
 
 
-def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """But for Marlin's own order of the codes, which only its kernel on a GPU makes."""
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
@@ -177,13 +233,20 @@ def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(mon
     from das_adapter.engine import quantised_gpu
 
     workspace = torch.ones(4)
-    monkeypatch.setattr(quantised_gpu, "marlin_make_workspace_new", lambda device: workspace)
-    monkeypatch.setattr(quantised_gpu.ops, "awq_marlin_repack", lambda packed, *_: packed, raising=False)
+    monkeypatch.setattr(
+        quantised_gpu, "marlin_make_workspace_new", lambda device: workspace
+    )
+    monkeypatch.setattr(
+        quantised_gpu.ops, "awq_marlin_repack", lambda packed, *_: packed, raising=False
+    )
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(6))
-    weight[7], weight[9] = 0.0, 0.5
+    weight[7] = 0.0
+    weight[9] = 0.5
     codes, scales, zeros = quantised_gpu.rounded(weight)
     value = (codes.view(256, 3, 128) - zeros[..., None]) * scales[..., None]
-    np.testing.assert_allclose(value.view(256, 384), reference(weight.numpy(), 4), atol=1e-6)
+    np.testing.assert_allclose(
+        value.view(256, 384), reference(weight.numpy(), 4), atol=1e-6
+    )
     whole = quantised_gpu.Int4(weight)
     whole.quantise(weight)
     assert torch.equal(whole.kept[0], awq_pack(codes.t().int(), 4, 384, 256))

@@ -1,4 +1,6 @@
-"""What an engine with a drafter refuses before it starts: settings of vLLM under which drafting would be wrong."""
+"""What an engine with a drafter refuses before it starts: settings of vLLM under which
+drafting would be wrong.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,38 @@ from das_adapter.engine.runner import refuse
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
 
-TORCHRUN = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-"""Ranks that are started one by one, each with a scheduler of its own, as in TRL's colocate mode."""
+TORCHRUN = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "external_launcher",
+}
+"""Ranks that are started one by one, each with a scheduler of its own, as in TRL's
+colocate mode.
+"""
 
 
-def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: Any) -> Any:
+def engine(
+    model: dict[str, bool],
+    adapters: bool = False,
+    device: str = "cuda",
+    **parallel: Any,
+) -> Any:
     """vLLM's config, as far as it is looked at."""
-    traits = dict.fromkeys(("is_hybrid", "is_attention_free", "is_multimodal_model", "uses_mrope", "is_moe"), False)
-    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False}
+    traits = dict.fromkeys(
+        (
+            "is_hybrid",
+            "is_attention_free",
+            "is_multimodal_model",
+            "uses_mrope",
+            "is_moe",
+        ),
+        False,
+    )
+    sizes = {
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+    }
     sizes |= {"distributed_executor_backend": "mp", **parallel}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**traits, **model}),
@@ -34,7 +60,10 @@ def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda",
 @pytest.mark.parametrize("drafter", ["self", "history+self"])
 def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
     config = parse({"drafter": drafter})
-    with pytest.raises(ConfigError, match=rf"das\.drafter='{re.escape(drafter)}' does not work with LoRA adapters"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"das\.drafter='{re.escape(drafter)}' does not work with LoRA adapters",
+    ):
         refuse(config, engine({}, adapters=True))
     refuse(config, engine({}))
 
@@ -47,13 +76,48 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
         ({"drafter": "mtp"}, {}, TORCHRUN, "das.speculate=always does"),
         ({"drafter": "self"}, {"is_hybrid": True}, {}, "recurrent state"),
         ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
-        ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
-        ({"drafter": "self"}, {"is_moe": True}, {"enable_eplb": True}, "enable_eplb=True"),
-        ({"drafter": "self"}, {}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"drafter": "mtp"}, {}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-        ({"drafter": "self"}, {}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"drafter": "history"}, {}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-        ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.speculate=always does"),
+        (
+            {"drafter": "self"},
+            {"is_moe": True},
+            {"data_parallel_size": 4},
+            "experts over data_parallel_size=4",
+        ),
+        (
+            {"drafter": "self"},
+            {"is_moe": True},
+            {"enable_eplb": True},
+            "enable_eplb=True",
+        ),
+        (
+            {"drafter": "self"},
+            {},
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size=2",
+        ),
+        (
+            {"drafter": "mtp"},
+            {},
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size=2",
+        ),
+        (
+            {"drafter": "self"},
+            {},
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size=2",
+        ),
+        (
+            {"drafter": "history"},
+            {},
+            {"prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size=2",
+        ),
+        (
+            {"drafter": "mtp"},
+            {"is_moe": True},
+            {"data_parallel_size": 4},
+            "das.speculate=always does",
+        ),
         ({"drafter": "mtp"}, {"is_multimodal_model": True}, {}, "a multimodal policy"),
     ],
 )
@@ -61,7 +125,10 @@ def test_what_a_drafter_cannot_do_is_named(
     block: dict[str, Any], model: dict[str, bool], parallel: dict[str, Any], named: str
 ) -> None:
     config = parse(block)
-    with pytest.raises(ConfigError, match=rf"das\.drafter={config.drafter!r}.*{named}".replace("+", r"\+")):
+    with pytest.raises(
+        ConfigError,
+        match=rf"das\.drafter={config.drafter!r}.*{named}".replace("+", r"\+"),
+    ):
         refuse(config, engine(model, **parallel))
 
 
@@ -74,14 +141,27 @@ def test_keyed_noise_is_refused_beside_a_watermark() -> None:
     refuse(stock, marked)
 
 
-def test_installed_logits_processors_are_refused_where_vllm_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_logits_processors_are_refused_where_vllm_leaves_them_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group = "vllm.logits_processors"
-    installed = importlib.metadata.EntryPoints([importlib.metadata.EntryPoint("mine", "some.module:Mine", group)])
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **wanted: installed.select(**wanted))
-    drafts, off = parse({}), parse({"drafter": "none", "verify": {"noise": "keyed"}})
-    v1, v2 = engine({}), engine({})
+    installed = importlib.metadata.EntryPoints(
+        [importlib.metadata.EntryPoint("mine", "some.module:Mine", group)]
+    )
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **wanted: installed.select(**wanted)
+    )
+    drafts = parse({})
+    off = parse({"drafter": "none", "verify": {"noise": "keyed"}})
+    v1 = engine({})
+    v2 = engine({})
     v2.use_v2_model_runner = True
-    with pytest.raises(ConfigError, match=r"found installed logits processors \(mine\).*allowed: das\.drafter='none'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"found installed logits processors \(mine\).*allowed: das\.drafter='none'"
+        ),
+    ):
         refuse(drafts, v1)
     refuse(off, v1)
     refuse(drafts, v2)
@@ -94,26 +174,43 @@ def test_what_it_can_do_is_allowed() -> None:
 
 @pytest.mark.parametrize("trait", ["is_hybrid", "is_attention_free"])
 def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) -> None:
-    drafts, always = parse({}), parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
+    drafts = parse({})
+    always = parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
     for v2 in (False, True):
         policy = engine({trait: True})
         policy.use_v2_model_runner = v2
         with pytest.raises(
-            ConfigError, match=r"das\.drafter='history' does not work with a policy with recurrent state"
+            ConfigError,
+            match=(
+                r"das\.drafter='history' does not work with a policy with recurrent"
+                r" state"
+            ),
         ):
             refuse(drafts, policy)
         refuse(always, policy)
-    with pytest.raises(ConfigError, match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU"):
+    with pytest.raises(
+        ConfigError,
+        match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU",
+    ):
         refuse(always, engine({trait: True}, device="cpu"))
 
 
-@pytest.mark.parametrize(("rust", "parent", "refused"), [("1", True, True), ("1", False, False), ("0", True, False)])
+@pytest.mark.parametrize(
+    ("rust", "parent", "refused"),
+    [("1", True, True), ("1", False, False), ("0", True, False)],
+)
 def test_vllms_rust_front_end_is_refused(
     rust: str, parent: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the place of vLLM's API servers, whose parent starts the engines, and labels no request."""
+    """It takes the place of vLLM's API servers, whose parent starts the engines, and
+    labels no request.
+    """
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", rust)
-    args = SimpleNamespace(additional_config={}, speculative_config=None, _api_process_rank=-1 if parent else 0)
+    args = SimpleNamespace(
+        additional_config={},
+        speculative_config=None,
+        _api_process_rank=-1 if parent else 0,
+    )
     config = parse({"drafter": "history"})
     if refused:
         with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND: found '1'"):

@@ -1,4 +1,6 @@
-"""What a release needs agrees, and the address of the repository is filled in where it belongs."""
+"""What a release needs agrees, and the address of the repository is filled in where it
+belongs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import release
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("README.md", "pyproject.toml", "CITATION.cff", "CHANGELOG.md", "das_adapter/__init__.py")
+FILES = (
+    "README.md",
+    "pyproject.toml",
+    "CITATION.cff",
+    "CHANGELOG.md",
+    "das_adapter/__init__.py",
+)
 
 
 @pytest.fixture
@@ -42,7 +50,11 @@ def test_version_changelog_and_citation_agree() -> None:
 def test_a_tag_asks_for_the_day_of_the_release_and_the_same_version(copy: Path) -> None:
     ours = release.version()
     changelog = copy / "CHANGELOG.md"
-    heading = next(line for line in changelog.read_text().splitlines() if line.startswith(f"## [{ours}]"))
+    heading = next(
+        line
+        for line in changelog.read_text().splitlines()
+        if line.startswith(f"## [{ours}]")
+    )
     replace(changelog, heading, f"## [{ours}] - unreleased")
     (problem,) = release.problems(f"v{ours}", copy)
     assert "'unreleased'" in problem
@@ -52,7 +64,9 @@ def test_a_tag_asks_for_the_day_of_the_release_and_the_same_version(copy: Path) 
     assert "v9.9.9" in problem
 
 
-@pytest.mark.parametrize(("file", "old"), [("CITATION.cff", "version: "), ("CHANGELOG.md", "## [")])
+@pytest.mark.parametrize(
+    ("file", "old"), [("CITATION.cff", "version: "), ("CHANGELOG.md", "## [")]
+)
 def test_another_version_in_one_file_is_named(copy: Path, file: str, old: str) -> None:
     ours = release.version()
     replace(copy / file, f"{old}{ours}", f"{old}8.8.8")
@@ -70,31 +84,51 @@ def test_the_address_is_written_once_however_often_it_is_given(copy: Path) -> No
     cited = yaml.safe_load((copy / "CITATION.cff").read_text())
     assert cited["repository-code"] == "https://example.org/b/das-adapter"
     readme = (copy / "README.md").read_text()
-    assert "](https://example.org/a/das-adapter/raw/main/docs/pictures/chart_epochs.svg)" in readme
+    assert (
+        "](https://example.org/a/das-adapter/raw/main/docs/pictures/chart_epochs.svg)"
+        in readme
+    )
     assert "](https://example.org/a/das-adapter/blob/main/docs/install.md)" in readme
     assert not re.findall(r"\]\((?!http)", readme)
 
 
 def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    runs = {job: "\n".join(step.get("run", "") for step in jobs[job]["steps"]) for job in jobs}
+    runs = {
+        job: "\n".join(step.get("run", "") for step in jobs[job]["steps"])
+        for job in jobs
+    }
     for job in ("wheels", "sdist"):
         assert "python3 tools/release.py --repository" in runs[job], job
     assert "python3 tools/release.py --tag" in runs["ready"]
     assert "ready" in jobs["publish"]["needs"]
     assert "mike deploy" in runs["site"] and "ready" in jobs["site"]["needs"]
-    assert {"ubuntu-latest", "ubuntu-24.04-arm"} == set(jobs["wheels"]["strategy"]["matrix"]["runner"])
+    assert {"ubuntu-latest", "ubuntu-24.04-arm"} == set(
+        jobs["wheels"]["strategy"]["matrix"]["runner"]
+    )
 
 
 def test_the_site_is_made_where_the_package_is_not_installed() -> None:
     for package in ("mkdocs", "matplotlib"):
         pytest.importorskip(package, reason="the extra 'docs' is not installed")
-    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["site"]["steps"]
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"][
+        "site"
+    ]["steps"]
     (step,) = (step for step in steps if "mike deploy" in step.get("run", ""))
-    given = step.get("env", {}).get("PYTHONPATH", "/").replace("${{ github.workspace }}", str(ROOT))
+    given = (
+        step.get("env", {})
+        .get("PYTHONPATH", "/")
+        .replace("${{ github.workspace }}", str(ROOT))
+    )
     path = os.pathsep.join([given, sysconfig.get_path("purelib"), str(ROOT / "tools")])
     made = [sys.executable, "-P", "-S", "-c", "import docs_hooks"]
-    done = subprocess.run(made, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        made,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -104,16 +138,32 @@ def test_the_site_is_kept_for_each_version_and_can_be_searched(tmp_path: Path) -
     pytest.importorskip("mike", reason="the extra 'docs' is not installed")
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", *who, "commit", "-q", "--allow-empty", "-m", "first"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["git", *who, "commit", "-q", "--allow-empty", "-m", "first"],
+        cwd=tmp_path,
+        check=True,
+    )
     bin_ = str(Path(sys.executable).parent)
-    deploy = [f"{bin_}/mike", "deploy", "-F", str(ROOT / "mkdocs.yml"), "--update-aliases", "0.2", "latest"]
+    deploy = [
+        f"{bin_}/mike",
+        "deploy",
+        "-F",
+        str(ROOT / "mkdocs.yml"),
+        "--update-aliases",
+        "0.2",
+        "latest",
+    ]
     env = {**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}"}  # mike runs mkdocs
-    done = subprocess.run(deploy, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        deploy, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
     def published(path: str) -> str:
         show = ["git", "show", f"gh-pages:{path}"]
-        return subprocess.run(show, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            show, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     (entry,) = json.loads(published("versions.json"))
     assert (entry["version"], entry["aliases"]) == ("0.2", ["latest"])

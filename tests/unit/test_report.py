@@ -14,7 +14,13 @@ from das_adapter.cli import main
 from das_adapter.engine.settings import settings
 from das_adapter.errors import DasError
 from das_adapter.protocol import decision_log
-from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, read
+from das_adapter.protocol.decision_log import (
+    DecisionLog,
+    Request,
+    Step,
+    WeightSync,
+    read,
+)
 
 
 def logged(directory: Path, steps: int = 300) -> DecisionLog:
@@ -23,7 +29,17 @@ def logged(directory: Path, steps: int = 300) -> DecisionLog:
     for version in (1, 2):
         for i in range(steps):
             log.add(Step(100.0 + i, 4, 10, 6, 3, 0.5, 0.4 if version == 2 else None))
-        log.add(Request(2**63, length_class=2, begin=100.0, end=250.0, tokens=700, drafted=900, accepted=450))
+        log.add(
+            Request(
+                2**63,
+                length_class=2,
+                begin=100.0,
+                end=250.0,
+                tokens=700,
+                drafted=900,
+                accepted=450,
+            )
+        )
         if version == 1:
             log.add(WeightSync(version, {"base": 0.1}, saved=12.5, stopped=None))
     log.flush()
@@ -39,7 +55,9 @@ def test_what_was_logged_is_read_back(tmp_path: Path) -> None:
     assert first.requests[0].problem == 2**63
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
@@ -56,14 +74,20 @@ def test_logs_of_hosts_that_share_a_directory_are_two(tmp_path: Path) -> None:
     assert len({rollout.source for rollout in read(tmp_path)}) == 2
 
 
-def test_a_long_log_has_a_bound_and_keeps_what_came_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_has_a_bound_and_keeps_what_came_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decision_log, "MOST", 20_000)
     log = DecisionLog(str(tmp_path))
     for version in range(200):
         for i in range(10):
             log.add(Step(100.0 * version + i, 4, 10, 6, 3, 0.5, None))
         log.add(WeightSync(version, None, 0.0, None))
-    assert 20_000 <= sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 20_000 + 1_000
+    assert (
+        20_000
+        <= sum(path.stat().st_size for path in tmp_path.iterdir())
+        < 2 * 20_000 + 1_000
+    )
     rollouts = read(tmp_path)
     assert [r.version for r in rollouts] == list(range(rollouts[0].version, 200))
     assert {len(r.steps) for r in rollouts} == {10}
@@ -72,15 +96,21 @@ def test_a_long_log_has_a_bound_and_keeps_what_came_last(tmp_path: Path, monkeyp
 
 def test_the_command_writes_the_page_or_prints_the_figures(tmp_path: Path) -> None:
     log = logged(tmp_path / "run")
-    result = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(
+        main, ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     assert "Saved: about 12.5 s of 312.5 s of decoding (4%)" in result.output
     assert "Rollouts: 2;" in (tmp_path / "out" / "report.html").read_text()
     log.add(WeightSync(2, None, 1.0, None))  # the run goes on
     log.add(Step(200.0, 4, 10, 6, 3, 0.5, None))
     log.flush()
-    rows = json.loads(CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--json"]).stdout)
-    assert [(row["version"], row["requests"], row["saved_seconds"]) for row in rows] == [
+    rows = json.loads(
+        CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--json"]).stdout
+    )
+    assert [
+        (row["version"], row["requests"], row["saved_seconds"]) for row in rows
+    ] == [
         (-1, 0, 0),
         (1, 1, 12.5),
         (2, 1, 1),
@@ -99,8 +129,11 @@ def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -
     assert "no record" in " ".join(result.output.split())
 
 
-def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    log, there = logged(tmp_path, steps=3).path, tmp_path / "there"
+def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(
+    tmp_path: Path,
+) -> None:
+    log = logged(tmp_path, steps=3).path
+    there = tmp_path / "there"
     there.touch()
     result = CliRunner().invoke(main, ["report", str(tmp_path), "--out", str(there)])
     assert result.exit_code == 1 and f"File exists: '{there}'" in result.output
@@ -123,17 +156,25 @@ def test_logs_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a")) == 2
 
 
-def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_name(tmp_path: Path) -> None:
+def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_name(
+    tmp_path: Path,
+) -> None:
     def engine(instance: str, **named: str) -> str:
         block = {"drafter": "history", "log_dir": str(tmp_path)}
-        das = settings(SimpleNamespace(additional_config={"das": block, **named}, instance_id=instance))
+        das = settings(
+            SimpleNamespace(
+                additional_config={"das": block, **named}, instance_id=instance
+            )
+        )
         return str(logged(Path(das.log_dir), steps=3).path.parent)
 
-    one, other = engine("1"), engine("2")
+    one = engine("1")
+    other = engine("2")
     assert len(read(Path(one))) == len(read(Path(other))) == 2
     with pytest.raises(DasError, match="logs of 2 runs"):
         read(tmp_path)
     assert engine("3", das_run="../a run") == engine("4", das_run="../a run")
-    assert engine("6_dp0") == engine("6_dp1")  # as vLLM calls data-parallel siblings under Ray
+    # as vLLM calls data-parallel siblings under Ray
+    assert engine("6_dp0") == engine("6_dp1")
     hosted = engine("5", das_refresher="host")  # a host gives each run its directory
     assert Path(hosted) == tmp_path

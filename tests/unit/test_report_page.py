@@ -1,4 +1,6 @@
-"""The page of `das-adapter report`, as a browser draws it, and the series behind its figures."""
+"""The page of `das-adapter report`, as a browser draws it, and the series behind its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
+from das_adapter.protocol.decision_log import (
+    Counts,
+    DecisionLog,
+    Request,
+    Rollout,
+    Step,
+    WeightSync,
+    read,
+)
 from das_adapter.tools import report, run_series
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-# What a browser has drawn: per figure its traces with decoded coordinates, and its axes' titles.
+BROWSER = next(
+    filter(
+        None,
+        map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")),
+    ),
+    None,
+)
+# What a browser has drawn: per figure its traces with decoded coordinates, and its
+# axes' titles.
 READ_BACK = """<script>
 window.addEventListener("load", () => {
   const drawn = {};
@@ -39,18 +56,25 @@ window.addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
-    """Four training steps over two problems in two engines: each problem has two visits, of which the second is
-    accepted better; in the third step the drafter costs more than it saves."""
+    """Four training steps over two problems in two engines: each problem has two
+    visits, of which the second is accepted better; in the third step the drafter costs
+    more than it saves.
+    """
     directory = tmp_path_factory.mktemp("run")
     for engine in range(2):
         log = DecisionLog(str(directory))
         log.path = directory / f"decisions-{engine}.jsonl"
         for version, problem in ((1, 7), (2, 8), (3, 7), (4, 8)):
-            begin, kept = 100.0 * version, 6 if version > 2 else 2
+            begin = 100.0 * version
+            kept = 6 if version > 2 else 2
             for i in range(40):
                 log.add(Step(begin + i, 4, 12, 8, kept, 0.5, 0.4))
             for i in range(4):
-                log.add(Request(problem, i % 3, 100, 80, 10 * kept, begin, begin + 10 * (i + 1)))
+                log.add(
+                    Request(
+                        problem, i % 3, 100, 80, 10 * kept, begin, begin + 10 * (i + 1)
+                    )
+                )
             stats = {
                 "request_forwards": 160,
                 "drafted_forwards": 160,
@@ -65,14 +89,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "neural_counts": (100, 60),
             }
             log.add(Counts(stats))
-            stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
+            stopped = (
+                "speculation cost 1.00 s in 2.00 s of drafted steps"
+                if version == 3
+                else None
+            )
             log.add(WeightSync(version, None, saved=2.5, stopped=stopped))
     return read(directory)
 
 
 def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -> None:
     steps = run_series.by_training_step(run)
-    assert [(s["version"], s["acceptance"].share, s["history_hits"]) for s in steps] == [
+    assert [
+        (s["version"], s["acceptance"].share, s["history_hits"]) for s in steps
+    ] == [
         (1, 0.25, 0.0),
         (2, 0.25, 0.0),
         (3, 0.75, 1.0),
@@ -80,7 +110,9 @@ def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -
     ]
     assert [(s["engines"], s["requests"]) for s in steps] == [(2, 8)] * 4
     assert [s["tokens_per_forward"] for s in steps] == [1.5, 1.5, 2.5, 2.5]
-    assert [(s["decode_seconds"], s["saved_seconds"]) for s in steps] == [(40.0, 5.0)] * 4
+    assert [(s["decode_seconds"], s["saved_seconds"]) for s in steps] == [
+        (40.0, 5.0)
+    ] * 4
     assert run_series.by_epoch(run) == [("1", 1280, 320), ("2", 1280, 960)]
     assert [(r.kind, r.share) for r in run_series.by_source(run)] == [
         ("history", pytest.approx((1280 - 480) / (2560 - 800))),
@@ -88,31 +120,61 @@ def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -
     ]
 
 
-def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollout], tmp_path: Path) -> None:
-    assert run_series.notes(run) == [("note", "speculation cost 1.00 s in 2.00 s of drafted steps", [3])]
+def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(
+    run: list[Rollout], tmp_path: Path
+) -> None:
+    assert run_series.notes(run) == [
+        ("note", "speculation cost 1.00 s in 2.00 s of drafted steps", [3])
+    ]
     report.write(run, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "No alarm" in page and '<div class="alarm">' not in page
     assert '<div class="note"><b>Training step 3:</b> speculation cost 1.00 s' in page
     useless = {"draft_tokens": 1000, "drafted_forwards": 200, "accepted_tokens": 0}
-    ((kind, reason, _),) = run_series.notes([Rollout("a", counts=[useless]), Rollout("b", counts=[useless])])
-    assert kind == "alarm" and reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
-    collapsed = {**useless, "drafted_forwards": 400, "alarm": (why := "acceptance collapsed: 0 of 400 drafts")}
-    over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
+    ((kind, reason, _),) = run_series.notes(
+        [Rollout("a", counts=[useless]), Rollout("b", counts=[useless])]
+    )
+    assert (
+        kind == "alarm"
+        and reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
+    )
+    collapsed = {
+        **useless,
+        "drafted_forwards": 400,
+        "alarm": (why := "acceptance collapsed: 0 of 400 drafts"),
+    }
+    over = [
+        Rollout(
+            "a",
+            run[0].steps,
+            run[0].requests,
+            [collapsed],
+            WeightSync(1, None, 0.0, why),
+        )
+    ]
     report.write(over, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count(f'<div class="alarm"><b>Training step 1:</b> {why}') == 1
-    assert f"<b>To change:</b> begin with the alarm: {why}." in page and page.count(why) == 2
+    assert (
+        f"<b>To change:</b> begin with the alarm: {why}." in page
+        and page.count(why) == 2
+    )
 
 
 def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change(
     run: list[Rollout], tmp_path: Path
 ) -> None:
     saved, lost, change = (text for _, text in report.sentences(run))
-    assert saved == "about 20.0 s of 180.0 s of decoding (11%); a request got 2.00 tokens from a forward pass."
-    assert lost == (
-        "0% of the decoding time passed in steps without drafts, 50% of the draft tokens were rejected, 50% of the "
-        "requests began without history of their problem."
+    assert (
+        saved
+        == "about 20.0 s of 180.0 s of decoding (11%); a request got 2.00 tokens from a"
+        " forward pass."
+    )
+    assert (
+        lost
+        == "0% of the decoding time passed in steps without drafts, 50% of the draft"
+        " tokens were rejected, 50% of the requests began without history of their"
+        " problem."
     )
     assert change == "nothing: drafts are accepted and pay."
     report.write(run, tmp_path)
@@ -123,48 +185,83 @@ def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change
 
 def changed(run: list[Rollout], **counts: Any) -> str:
     """What is advised where every engine counts this as well."""
-    over = [Rollout(r.source, r.steps, r.requests, [{**c, **counts} for c in r.counts], r.end) for r in run]
+    over = [
+        Rollout(
+            r.source, r.steps, r.requests, [{**c, **counts} for c in r.counts], r.end
+        )
+        for r in run
+    ]
     return report.sentences(over)[2][1]
 
 
 def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
-    assert changed(run, neural_counts=(100, 20)).startswith("das.draft.weights: trainer; 20% of")
-    assert changed(run, alarm="the drafter's weights were not synced").startswith("begin with the alarm")
-    assert changed(run[:4]).startswith("nothing yet: 100% of the requests were the first of their problem")
-    costly = [Rollout(r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0)) for r in run if r.end]
-    assert report.sentences(costly)[0][1].startswith("nothing; drafts cost 8.0 s beside 152.0 s of decoding")
+    assert changed(run, neural_counts=(100, 20)).startswith(
+        "das.draft.weights: trainer; 20% of"
+    )
+    assert changed(run, alarm="the drafter's weights were not synced").startswith(
+        "begin with the alarm"
+    )
+    assert changed(run[:4]).startswith(
+        "nothing yet: 100% of the requests were the first of their problem"
+    )
+    costly = [
+        Rollout(r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0))
+        for r in run
+        if r.end
+    ]
+    assert report.sentences(costly)[0][1].startswith(
+        "nothing; drafts cost 8.0 s beside 152.0 s of decoding"
+    )
     assert "`drafter: none`" in changed(costly)
     plain = [s._replace(drafted=0, accepted=0, requests=30) for s in run[0].steps]
     resting = [Rollout(r.source, plain, r.requests, r.counts, r.end) for r in run]
-    assert "fewer requests an engine: 30 ran in steps without drafts" in changed(resting)
+    assert "fewer requests an engine: 30 ran in steps without drafts" in changed(
+        resting
+    )
     begun = report.sentences([Rollout("a", run[0].steps, run[0].requests)])
     assert begun[0][1].startswith("not known before the first weight sync")
 
 
 def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) -> None:
     over = run_series.timeline([r for r in run if r.version == 1])
-    running = [int(over["running"][np.searchsorted(over["at"], t, side="right") - 1]) for t in (5, 15, 25, 35, 45)]
+    running = [
+        int(over["running"][np.searchsorted(over["at"], t, side="right") - 1])
+        for t in (5, 15, 25, 35, 45)
+    ]
     assert running == [8, 6, 4, 2, 0]
     assert over["rejected"].sum() > 0
     assert np.allclose(over["accepted"][over["accepted"] > 0], 2)
 
 
-def test_a_run_of_which_no_request_has_ended_has_a_page(run: list[Rollout], tmp_path: Path) -> None:
+def test_a_run_of_which_no_request_has_ended_has_a_page(
+    run: list[Rollout], tmp_path: Path
+) -> None:
     report.write([Rollout("a", run[0].steps)], tmp_path)
     assert '"timeline"' not in (tmp_path / "report.html").read_text()
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(run: list[Rollout], tmp_path: Path) -> None:
-    stopped = run[0].end._replace(stopped="<script>alert(1)</script>") if run[0].end else None
-    report.write([Rollout(run[0].source, run[0].steps, run[0].requests, run[0].counts, stopped)], tmp_path)
+def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(
+    run: list[Rollout], tmp_path: Path
+) -> None:
+    stopped = (
+        run[0].end._replace(stopped="<script>alert(1)</script>") if run[0].end else None
+    )
+    report.write(
+        [Rollout(run[0].source, run[0].steps, run[0].requests, run[0].counts, stopped)],
+        tmp_path,
+    )
     page = (tmp_path / "report.html").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: apt-get install chromium"
+)
+def test_a_browser_draws_the_figures_of_the_run(
+    run: list[Rollout], tmp_path: Path
+) -> None:
     report.write(run, tmp_path)
     page = tmp_path / "report.html"
     page.write_text(page.read_text().replace("</body>", READ_BACK + "</body>"))
@@ -178,7 +275,9 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
         "--dump-dom",
         page.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300
+    )
     answer = re.search(r'<pre id="read-back">(.*?)</pre>', done.stdout, re.DOTALL)
     assert answer, done.stderr[-2000:]
     drawn: dict[str, Any] = json.loads(html.unescape(answer[1]))
@@ -186,22 +285,45 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     def trace(figure: str, name: str) -> dict[str, Any]:
         return next(t for t in drawn[figure]["traces"] if t["name"] == name and t["x"])
 
-    assert all(figure["marks"] for figure in drawn.values()), "every figure has drawn something"
+    assert all(figure["marks"] for figure in drawn.values()), (
+        "every figure has drawn something"
+    )
     assert trace("acceptance", "by epoch")["y"] == [25, 75]
     assert trace("acceptance", "by training step")["x"] == [1, 2, 3, 4]
     assert trace("acceptance", "by source")["x"] == ["history", "neural drafter"]
-    assert list(drawn) == ["saved", "acceptance", "history", "timeline"], "as the sentences have it"
+    assert list(drawn) == [
+        "saved",
+        "acceptance",
+        "history",
+        "timeline",
+    ], "as the sentences have it"
     assert trace("saved", "saved")["y"] == [5, 5, 5, 5]
     assert trace("saved", "spent with drafts")["y"] == [40, 40, 40, 40]
     assert trace("saved", "spent without drafts")["y"] == [0, 0, 0, 0]
     assert trace("history", "history hits")["y"] == [0, 0, 100, 100]
     assert max(trace("timeline", "running requests")["y"]) == 8
-    assert len([y for t in drawn["timeline"]["traces"] if t["name"] == "predicted short" for y in t["y"]]) == 2 * 4
-    assert drawn["timeline"]["buttons"] == ["whole rollout", "tail: after 80 % have ended"]
+    assert (
+        len(
+            [
+                y
+                for t in drawn["timeline"]["traces"]
+                if t["name"] == "predicted short"
+                for y in t["y"]
+            ]
+        )
+        == 2 * 4
+    )
+    assert drawn["timeline"]["buttons"] == [
+        "whole rollout",
+        "tail: after 80 % have ended",
+    ]
     for figure, axis in (
         ("timeline", "seconds since the rollout began"),
         ("saved", "seconds, all engines"),
         ("acceptance", "accepted, %"),
     ):
         assert axis in drawn[figure]["axes"]
-    assert "Training step 3:</b> speculation cost 1.00 s in 2.00 s of drafted steps" in done.stdout
+    assert (
+        "Training step 3:</b> speculation cost 1.00 s in 2.00 s of drafted steps"
+        in done.stdout
+    )

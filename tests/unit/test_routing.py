@@ -1,4 +1,6 @@
-"""Groups stay together where the rollout ends no later, and a group's first sample leads."""
+"""Groups stay together where the rollout ends no later, and a group's first sample
+leads.
+"""
 
 from __future__ import annotations
 
@@ -19,40 +21,68 @@ from hypothesis import strategies as st
 
 from das_adapter.config import parse
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import QUIET_S, Replicas, StartOrder, Turn, following, plan, rounds, start_order
+from das_adapter.core.routing import (
+    QUIET_S,
+    Replicas,
+    StartOrder,
+    Turn,
+    following,
+    plan,
+    rounds,
+    start_order,
+)
 
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
 LENGTHS = st.dictionaries(st.integers(0, 19), st.integers(1, 10_000).map(float))
 
 
-def knowing(lengths: dict[int, float], names: Iterable[Any] = (), **about: Any) -> Replicas[Any]:
+def knowing(
+    lengths: dict[int, float], names: Iterable[Any] = (), **about: Any
+) -> Replicas[Any]:
     """Replicas for responses of these lengths."""
     replicas = Replicas(names, **about)
     replicas.expected = Expected(lengths)
     return replicas
 
 
-def makespan(shares: Sequence[Sequence[int]], problems: Sequence[int], lengths: dict[int, float]) -> float:
+def makespan(
+    shares: Sequence[Sequence[int]], problems: Sequence[int], lengths: dict[int, float]
+) -> float:
     """The end of a plan by the model: the longest request's rounds, and all work."""
-    model, ends = knowing(lengths), []
+    model = knowing(lengths)
+    ends = []
     for rows in shares:
         samples = Counter(problems[row] for row in rows)
-        longest = max((rounds(p, model.expected, True, n - 1) for p, n in samples.items()), default=0.0)
+        longest = max(
+            (rounds(p, model.expected, True, n - 1) for p, n in samples.items()),
+            default=0.0,
+        )
         ends.append(longest + sum(model.work(p, n - 1) * n for p, n in samples.items()))
     return max(ends)
 
 
-@given(GROUPS, LENGTHS, st.integers(1, 5), st.integers(1, 40), st.randoms(use_true_random=False))
+@given(
+    GROUPS,
+    LENGTHS,
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.randoms(use_true_random=False),
+)
 @example({0: 7, 1: 8}, {0: 3.0, 1: 3.0}, 5, 1, random.Random(0))
 def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
-    groups: dict[int, int], lengths: dict[int, float], workers: int, slots: int, shuffle: random.Random
+    groups: dict[int, int],
+    lengths: dict[int, float],
+    workers: int,
+    slots: int,
+    shuffle: random.Random,
 ) -> None:
     problems = [p for p, n in groups.items() for _ in range(n)]
     shuffle.shuffle(problems)
     shares = plan(problems, Expected(lengths), workers, slots=slots)
     assert len(shares) == workers
     assert sorted(row for rows in shares for row in rows) == list(range(len(problems)))
-    # Graham's bound of greedy scheduling, for requests that have no sibling; parts of a group are coarser than rows
+    # Graham's bound of greedy scheduling, for requests that have no sibling; parts of a
+    # group are coarser than rows
     shares = plan(problems, Expected(lengths), workers)
     model = knowing(lengths)
     alone = [rounds(p, model.expected, True, 0) for p in problems]
@@ -63,10 +93,17 @@ def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> None:
-    problems = np.random.default_rng(workers).permutation([p for p in range(8 * workers) for _ in range(8)]).tolist()
+    problems = (
+        np.random.default_rng(workers)
+        .permutation([p for p in range(8 * workers) for _ in range(8)])
+        .tolist()
+    )
     shares = plan(problems, Expected(), workers)
     assert sum(len({problems[row] for row in rows}) for rows in shares) == 8 * workers
-    scattered = [[int(row) for row in rows] for rows in np.array_split(np.arange(len(problems)), workers)]
+    scattered = [
+        [int(row) for row in rows]
+        for rows in np.array_split(np.arange(len(problems)), workers)
+    ]
     assert makespan(shares, problems, {}) < 0.98 * makespan(scattered, problems, {})
 
 
@@ -78,15 +115,24 @@ def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int) -> No
     replicas = knowing(lengths, range(workers), group=8)
     for _ in range(2):  # in the second the work is known
         places = [(replicas.pick(p), p) for p in arrivals]
-        assert len(set(places)) <= len(lengths) + 1  # one may be divided to the rollout's good
+        # one may be divided to the rollout's good
+        assert len(set(places)) <= len(lengths) + 1
         for replica, problem in places:
             replicas.done(replica, problem)
     assert all(replicas.load(replica) == (0, 0) for replica in range(workers))
 
 
 def test_a_group_is_spread_where_its_work_decides_the_end() -> None:
-    assert [len(rows) for rows in plan([7] * 8, Expected(), 2)] == [8, 0]  # a long request's rounds decide
-    assert [len(rows) for rows in plan([7] * 8, Expected(), 2, slots=4)] == [4, 4]  # two waves or one
+    # a long request's rounds decide
+    assert [len(rows) for rows in plan([7] * 8, Expected(), 2)] == [
+        8,
+        0,
+    ]
+    # two waves or one
+    assert [len(rows) for rows in plan([7] * 8, Expected(), 2, slots=4)] == [
+        4,
+        4,
+    ]
     lengths = {0: 4000.0, 1: 100.0, 2: 100.0}
     problems = [p for p in range(3) for _ in range(16)]
     shares = plan(problems, Expected(lengths), 2, slots=8)
@@ -98,22 +144,29 @@ def test_a_group_does_not_queue_behind_itself_while_replicas_are_idle() -> None:
     sent = [(replicas.pick(p), p) for p in range(40) for _ in range(3)]
     for replica, problem in sent:
         replicas.done(replica, problem)
-    homes_of_one = [replicas.pick(99) for _ in range(3)]  # a burst that is smaller than the one before
+    # a burst that is smaller than the one before
+    homes_of_one = [replicas.pick(99) for _ in range(3)]
     assert max(Counter(homes_of_one).values()) <= 2
 
 
 def test_without_siblings_worth_anything_only_the_end_counts() -> None:
     lengths = {p: 100.0 for p in range(3)}
-    shares = plan([p for p in range(3) for _ in range(4)], Expected(lengths), 2, False, slots=1)
+    shares = plan(
+        [p for p in range(3) for _ in range(4)], Expected(lengths), 2, False, slots=1
+    )
     assert [len(rows) for rows in shares] == [6, 6]
     replicas = Replicas("ab", False)
     assert Counter(replicas.pick(5, group=1) for _ in range(6)) == {"a": 3, "b": 3}
 
 
-@pytest.mark.parametrize("group", [1, None], ids=["validation", "prompt_twice_in_a_batch"])
+@pytest.mark.parametrize(
+    "group", [1, None], ids=["validation", "prompt_twice_in_a_batch"]
+)
 def test_more_samples_of_one_problem_make_no_group_larger(group: int | None) -> None:
     def homes(before: int) -> list[int]:
-        """Replicas of two groups of 8, after so many samples of a problem were in flight."""
+        """Replicas of two groups of 8, after so many samples of a problem were in
+        flight.
+        """
         replicas = Replicas(range(8), group=8, slots=4)
         for replica in [replicas.pick(0, group) for _ in range(before)]:
             replicas.done(replica, 0)
@@ -130,7 +183,9 @@ def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
-def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[tuple[int, bool]]) -> None:
+def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(
+    events: list[tuple[int, bool]],
+) -> None:
     replicas = Replicas("ab", group=3)
     running: list[tuple[str, int]] = []
     for number, (problem, starts) in enumerate(events):
@@ -140,7 +195,9 @@ def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[t
             replicas.remove("a")
         if starts or not running:
             running.append((replicas.pick(problem), problem))
-            assert running[-1][0] in ("ab" if number < 20 else "abc" if number < 40 else "bc")
+            assert running[-1][0] in (
+                "ab" if number < 20 else "abc" if number < 40 else "bc"
+            )
         else:
             replicas.done(*running.pop(problem % len(running)))
     for replica, problem in running:
@@ -152,14 +209,20 @@ def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[t
 @pytest.mark.parametrize("seed", range(30))
 def test_a_replica_that_comes_and_goes_at_once_changes_no_choice(seed: int) -> None:
     draw = random.Random(seed)
-    workers, group = draw.randint(2, 4), draw.randint(1, 4)
-    kept, counted_again = (Replicas[int | str](range(workers), group=group, slots=4) for _ in range(2))
-    kept.expected = counted_again.expected = Expected({p: float(draw.randint(1, 10_000)) for p in range(4)})
+    workers = draw.randint(2, 4)
+    group = draw.randint(1, 4)
+    kept, counted_again = (
+        Replicas[int | str](range(workers), group=group, slots=4) for _ in range(2)
+    )
+    kept.expected = counted_again.expected = Expected(
+        {p: float(draw.randint(1, 10_000)) for p in range(4)}
+    )
     running: list[tuple[int | str, int]] = []
     for _ in range(60):
         counted_again.add("new")
         counted_again.remove("new")
-        problem, event = draw.randrange(8), draw.choice(["pick", "pick", "stay", "done"])
+        problem = draw.randrange(8)
+        event = draw.choice(["pick", "pick", "stay", "done"])
         if event == "done" and running:
             ended = running.pop(problem % len(running))
             kept.done(*ended)
@@ -176,7 +239,12 @@ def test_a_replica_that_comes_and_goes_at_once_changes_no_choice(seed: int) -> N
 def test_a_rows_way_into_a_plan_is_as_short_beside_many_workers() -> None:
     def calls(workers: int) -> int:
         profile = cProfile.Profile()
-        profile.runcall(plan, [p for p in range(512) for _ in range(8)], Expected({0: 50.0, 1: 2000.0}), workers)
+        profile.runcall(
+            plan,
+            [p for p in range(512) for _ in range(8)],
+            Expected({0: 50.0, 1: 2000.0}),
+            workers,
+        )
         return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
     assert calls(256) < 1.5 * calls(16)
@@ -192,8 +260,11 @@ def test_a_trajectorys_next_turn_counts_where_it_is() -> None:
     assert replicas.pick(3) == first
 
 
-def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    replicas, now = Replicas("ab", slots=2), 100.0
+def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replicas = Replicas("ab", slots=2)
+    now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     homes = [replicas.pick(trajectory) for trajectory in range(2)]
     assert homes == [*"ab"]
@@ -210,19 +281,37 @@ def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(monkeypatch: p
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.data())
-def test_next_turns_follow_their_own_texts_and_nothing_else_does(responses: list[int], data: Any) -> None:
-    """The samples of a problem are on a worker each; some of their responses are equal, and some samples have ended."""
+def test_next_turns_follow_their_own_texts_and_nothing_else_does(
+    responses: list[int], data: Any
+) -> None:
+    """The samples of a problem are on a worker each; some of their responses are equal,
+    and some samples have ended.
+    """
     prompt = np.array([7, 7])
-    turns = [Turn(5, 2, np.append(prompt, [response]), worker) for worker, response in enumerate(responses)]
+    turns = [
+        Turn(5, 2, np.append(prompt, [response]), worker)
+        for worker, response in enumerate(responses)
+    ]
     goes_on = sorted(data.draw(st.sets(st.integers(0, len(responses) - 1))))
     prompts = [np.append(turns[i].text, [9, i]) for i in goes_on]
     workers = following(turns, [5] * len(goes_on), prompts)
-    assert [responses[workers[row]] for row in range(len(goes_on))] == [responses[i] for i in goes_on]
+    assert [responses[workers[row]] for row in range(len(goes_on))] == [
+        responses[i] for i in goes_on
+    ]
     assert len(set(workers.values())) == len(goes_on)
-    edited = [np.array([7, 7, 50, i]) for i in goes_on]  # the host has changed the responses
-    assert len(set(following(turns, [5] * len(goes_on), edited).values())) == len(goes_on)
-    begins_anew, of_another = following(turns, [5], [prompt]), following(turns, [6], prompts[:1] or [prompt])
-    assert begins_anew == of_another == following(turns, [5], [np.array([7, 8, responses[0], 9])]) == {}
+    # the host has changed the responses
+    edited = [np.array([7, 7, 50, i]) for i in goes_on]
+    assert len(set(following(turns, [5] * len(goes_on), edited).values())) == len(
+        goes_on
+    )
+    begins_anew = following(turns, [5], [prompt])
+    of_another = following(turns, [6], prompts[:1] or [prompt])
+    assert (
+        begins_anew
+        == of_another
+        == following(turns, [5], [np.array([7, 8, responses[0], 9])])
+        == {}
+    )
 
 
 def test_rows_that_stay_count_where_they_are() -> None:
@@ -235,13 +324,18 @@ def test_rows_that_stay_count_where_they_are() -> None:
 # Which starts first
 
 
-def end_of(rows: Sequence[int], problems: Sequence[int], lengths: dict[int, float], slots: int) -> float:
-    """Rounds until the rows have ended, in their order on so many slots; finished siblings count for those that start
-    later."""
-    expected, ended = Expected(lengths), defaultdict[int, list[float]](list)
+def end_of(
+    rows: Sequence[int], problems: Sequence[int], lengths: dict[int, float], slots: int
+) -> float:
+    """Rounds until the rows have ended, in their order on so many slots; finished
+    siblings count for those that start later.
+    """
+    expected = Expected(lengths)
+    ended = defaultdict[int, list[float]](list)
     free = [0.0] * slots
     for row in rows:
-        start, problem = heapq.heappop(free), problems[row]
+        start = heapq.heappop(free)
+        problem = problems[row]
         finished = sum(end <= start for end in ended[problem])
         growing = len(ended[problem]) - finished
         end = start + rounds(problem, expected, True, growing, finished)
@@ -260,8 +354,11 @@ def test_a_batch_that_fits_in_one_wave_starts_longest_first(
     for rows in shares:
         tokens = [expected[problems[row]] for row in rows]
         assert tokens == sorted(tokens, reverse=True)
-        in_turn = [problem for problem, _ in itertools.groupby(problems[row] for row in rows)]
-        assert len(in_turn) == len(set(in_turn))  # nobody leads, among problems of equal length neither
+        in_turn = [
+            problem for problem, _ in itertools.groupby(problems[row] for row in rows)
+        ]
+        # nobody leads, among problems of equal length neither
+        assert len(in_turn) == len(set(in_turn))
 
 
 def test_one_sample_of_each_new_problem_leads() -> None:
@@ -276,14 +373,17 @@ def test_one_sample_of_each_new_problem_leads() -> None:
 def test_leaders_do_not_hold_back_much_longer_problems() -> None:
     order = StartOrder(group=8)
     order.refresh(Expected({1: 1000.0, 2: 700.0, 3: 100.0}), version=0)
-    leader, follower = order.priority(1), order.priority(1)
+    leader = order.priority(1)
+    follower = order.priority(1)
     assert leader < follower < order.priority(3)
-    assert follower < order.priority(2)  # with history, a leader saves the others little
+    # with history, a leader saves the others little
+    assert follower < order.priority(2)
 
 
 def test_what_has_begun_and_what_is_older_goes_first() -> None:
     order = StartOrder(group=4)
-    lead, follow = order.priority(1), order.priority(1)
+    lead = order.priority(1)
+    follow = order.priority(1)
     assert order.priority(1, begun=True) == lead < follow
     order.refresh(Expected({2: 1e5}), version=1)
     assert follow < order.priority(2)
@@ -295,6 +395,10 @@ def test_the_block_says_who_leads() -> None:
 
     on = made()
     assert on is not None and on.priority(1) < on.priority(1)
-    for other in (made(drafter="ngram"), made(history={"scope": "request"})):  # which read no siblings
+    # which read no siblings
+    for other in (
+        made(drafter="ngram"),
+        made(history={"scope": "request"}),
+    ):
         assert other is not None and other.priority(1) == other.priority(1)
     assert made(routing="host") is None

@@ -1,4 +1,6 @@
-"""What veRL's workers write ahead is what the requests of the next steps will write, and travels with these."""
+"""What veRL's workers write ahead is what the requests of the next steps will write,
+and travels with these.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,16 @@ class Server:
     """A replica that writes a few tokens of a response at a time."""
 
     def __init__(self, *answers: tuple[list[int], bool]) -> None:
-        self.answers, self.asked = list(answers), list[tuple[list[int], dict[str, Any]]]()
+        self.answers = list(answers)
+        self.asked = list[tuple[list[int], dict[str, Any]]]()
 
     @property
     def write_ahead(self) -> Any:
         return SimpleNamespace(remote=self.answer)
 
-    async def answer(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], bool]:
+    async def answer(
+        self, prompt: list[int], params: dict[str, Any]
+    ) -> tuple[list[int], bool]:
         self.asked.append((prompt, params))
         return self.answers.pop(0) if self.answers else ([9], True)
 
@@ -45,7 +50,8 @@ class Balancer:
     """It lends a replica as often as it is asked."""
 
     def __init__(self, server: Server) -> None:
-        self.server, self.lent = server, 0
+        self.server = server
+        self.lent = 0
 
     @property
     def lend(self) -> Any:
@@ -68,25 +74,40 @@ async def _server(*_: Any, **__: Any) -> None:
 
 
 class Worker:
-    """The part of veRL's agent loop worker that is used; its agent loop asks once, and again for a next turn."""
+    """The part of veRL's agent loop worker that is used; its agent loop asks once, and
+    again for a next turn.
+    """
 
     def __init__(self, server: Server | None = None, images: Any = None) -> None:
         self.rollout_config = SimpleNamespace(
-            temperature=0.7, top_p=0.9, top_k=-1, n=2, agent=SimpleNamespace(default_agent_loop="single")
+            temperature=0.7,
+            top_p=0.9,
+            top_k=-1,
+            n=2,
+            agent=SimpleNamespace(default_agent_loop="single"),
         )
         self.balancer = Balancer(server or Server())
         self.llm_client = SimpleNamespace(config=ON, _load_balancer=self.balancer)
-        self.images, self.silent = images, False
+        self.images = images
+        self.silent = False
         self.turns: list[int] = []
 
-    async def ask_twice(self, params: Any, trajectory: Any, *, agent_name: str, trace: bool, **_: Any) -> None:
+    async def ask_twice(
+        self, params: Any, trajectory: Any, *, agent_name: str, trace: bool, **_: Any
+    ) -> None:
         if self.silent:
             return await self._agent_loop_postprocess()
         for _ in range(2):
             self.turns.append(1)
-            call = {"prompt_ids": PROMPT, "sampling_params": dict(params), "image_data": self.images}
+            call = {
+                "prompt_ids": PROMPT,
+                "sampling_params": dict(params),
+                "image_data": self.images,
+            }
             try:
-                await identity.label_requests.replacement(_server)(self.llm_client, "id", **call)
+                await identity.label_requests.replacement(_server)(
+                    self.llm_client, "id", **call
+                )
             except Exception:  # an agent loop may catch whatever tools raise
                 raise AssertionError from None
 
@@ -113,7 +134,9 @@ async def write(worker: Worker, batch: Any) -> None:
 @pytest.mark.parametrize("make", [tensors, proto])
 def test_the_noise_is_that_of_the_requests_to_come(make: Any) -> None:
     pytest.importorskip("verl")
-    run, server, batch = Run(), Server(), make(ROWS, 2, False)
+    run = Run()
+    server = Server()
+    batch = make(ROWS, 2, False)
     run.generate_sequences(make(ROWS, 1, False))
     earlier = len(run.seeds)
     run.generate_sequences(make(ROWS, 2, False))
@@ -124,7 +147,10 @@ def test_the_noise_is_that_of_the_requests_to_come(make: Any) -> None:
     assert sorted(label.seed or 0 for label in labels) == sorted(run.seeds[earlier:])
     assert {label.problem for label in labels} == run.problems
     assert not any(label.record for label in labels)
-    assert all(params["temperature"] == 0.7 and params["top_p"] == 0.9 for _, params in server.asked)
+    assert all(
+        params["temperature"] == 0.7 and params["top_p"] == 0.9
+        for _, params in server.asked
+    )
 
 
 def test_the_first_samples_of_all_rows_come_first() -> None:
@@ -134,7 +160,9 @@ def test_the_first_samples_of_all_rows_come_first() -> None:
         identity.name_rows(batch)
         jobs, step = asyncio.run(ahead.jobs_of(Worker(), batch))
         assert step == 2
-        numbers = [job.fields.get("session_id", job.trajectory["rollout_n"]) for job in jobs]
+        numbers = [
+            job.fields.get("session_id", job.trajectory["rollout_n"]) for job in jobs
+        ]
         assert len(jobs) == 8
         assert numbers == sorted(numbers)
 
@@ -146,7 +174,11 @@ def test_an_interrupted_response_is_gone_on_with_and_the_agent_loop_asks_once() 
     batch = proto([("gsm8k", 3)], 2, False)[:1]
     identity.name_rows(batch)
     asyncio.run(write(worker, batch))
-    assert [prompt for prompt, _ in server.asked] == [PROMPT, [*PROMPT, 1, 2], [*PROMPT, 1, 2]]
+    assert [prompt for prompt, _ in server.asked] == [
+        PROMPT,
+        [*PROMPT, 1, 2],
+        [*PROMPT, 1, 2],
+    ]
     assert len(worker.turns) == 3
     assert worker.balancer.lent == 0
     label = asyncio.run(sampled(TRAJECTORY, das_row="2/gsm8k/3/0"))
@@ -158,13 +190,17 @@ def test_an_interrupted_response_is_gone_on_with_and_the_agent_loop_asks_once() 
 
 def test_an_agent_loop_that_asks_in_tasks_of_its_own_is_ended_too() -> None:
     pytest.importorskip("verl")
-    worker, one = Worker(), Worker.ask_twice
+    worker = Worker()
+    one = Worker.ask_twice
 
     async def in_tasks(*given: Any, **fields: Any) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(one(worker, *given, **fields))
 
-    worker._run_agent_loop = partial(identity.follow_samples.replacement(lambda _, *a, **k: in_tasks(*a, **k)), worker)
+    worker._run_agent_loop = partial(
+        identity.follow_samples.replacement(lambda _, *a, **k: in_tasks(*a, **k)),
+        worker,
+    )
     batch = proto([("gsm8k", 3)], 2, False)[:1]
     identity.name_rows(batch)
     asyncio.run(write(worker, batch))
@@ -200,9 +236,13 @@ async def add(worker: Worker, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("shown", [(2, 3), (3, 2)])
-def test_a_later_step_is_written_when_the_one_before_it_is(shown: tuple[int, ...]) -> None:
+def test_a_later_step_is_written_when_the_one_before_it_is(
+    shown: tuple[int, ...],
+) -> None:
     pytest.importorskip("verl")
-    server = Server(([1], False), ([2], True), ([3], True), ([4], True), ([], False), ([5], True))
+    server = Server(
+        ([1], False), ([2], True), ([3], True), ([4], True), ([], False), ([5], True)
+    )
     worker = Worker(server)
 
     async def check() -> None:
@@ -220,8 +260,10 @@ def test_a_later_step_is_written_when_the_one_before_it_is(shown: tuple[int, ...
 
 def test_no_more_is_written_at_once_than_a_step_has_samples() -> None:
     pytest.importorskip("verl")
-    server, go_on = Server(), asyncio.Event()
-    worker, answer = Worker(server), server.answer
+    server = Server()
+    go_on = asyncio.Event()
+    worker = Worker(server)
+    answer = server.answer
 
     async def slow(*request: Any) -> tuple[list[int], bool]:
         await go_on.wait()
@@ -259,7 +301,11 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
 def test_texts_of_earlier_steps_are_forgotten() -> None:
     for step in range(run_ahead.STEPS + 3):
         run_ahead.texts.append({10 + step: array("i", [step])})
-    assert [run_ahead.take(10 + step) is not None for step in range(3)] == [False, False, True]
+    assert [run_ahead.take(10 + step) is not None for step in range(3)] == [
+        False,
+        False,
+        True,
+    ]
     assert run_ahead.take(12) is None  # it was taken
 
 
@@ -279,7 +325,8 @@ def test_a_request_drafts_its_own_text_until_it_writes_something_else() -> None:
     index.extend(handle, written[1:40])
     assert index.draft([handle], [32], 0.0)[0][0].tolist() == written[40:]
     index.extend(handle, [9, 8, 100])
-    assert index.draft([handle], [1], 0.0)[0][0].tolist() == [7]  # as most texts have it
+    # as most texts have it
+    assert index.draft([handle], [1], 0.0)[0][0].tolist() == [7]
     index.extend(handle, written[10:20])  # it votes like a finished sibling's text
     assert index.draft([handle], [8], 0.0)[0][0].tolist() == written[20:28]
     index.extend(others[0], written[10:20])
@@ -291,7 +338,8 @@ def test_a_request_drafts_its_own_text_until_it_writes_something_else() -> None:
 
 
 def test_the_chance_of_what_was_written_ahead_is_learned() -> None:
-    index, chances = SuffixIndex(), []
+    index = SuffixIndex()
+    chances = []
     for _ in range(40):
         handle = index.open(1, [], prefix=[1], ahead=[1, 2, 3])
         chances.append(float(index.draft([handle], [1], 0.0)[1][0][0]))
@@ -303,10 +351,15 @@ def test_the_chance_of_what_was_written_ahead_is_learned() -> None:
 
 def test_figures_say_how_much_was_repeated() -> None:
     clocks = [RolloutClock() for _ in range(3)]
-    texts = {name: np.array(ids, dtype=np.int32).tobytes() for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()}
+    texts = {
+        name: np.array(ids, dtype=np.int32).tobytes()
+        for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()
+    }
     for clock, text in zip(clocks, ("a", "b"), strict=False):
         clock.finished(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
-    found = figures([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
+    found = figures(
+        [{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks]
+    )
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
     assert "das/run_ahead_tokens" not in figures([clocks[0].take()])
@@ -320,7 +373,9 @@ def trainer(**config: Any) -> Any:
     return SimpleNamespace(
         **({"trainer_mode": mode} if (mode := config.get("mode", "sync")) else {}),
         train_dataloader=loader,
-        config=SimpleNamespace(data=data, algorithm=SimpleNamespace(**algorithm, get=algorithm.get)),
+        config=SimpleNamespace(
+            data=data, algorithm=SimpleNamespace(**algorithm, get=algorithm.get)
+        ),
     )
 
 
@@ -336,7 +391,9 @@ def trainer(**config: Any) -> Any:
         ({"adv_estimator": "remax"}, "greedy samples"),
     ],
 )
-def test_where_the_next_batch_is_not_known_it_says_so(config: dict[str, Any], why: str | None) -> None:
+def test_where_the_next_batch_is_not_known_it_says_so(
+    config: dict[str, Any], why: str | None
+) -> None:
     said = ahead.no_effect(trainer(**config))
     assert said is None if why is None else why in (said or "")
 
@@ -344,17 +401,22 @@ def test_where_the_next_batch_is_not_known_it_says_so(config: dict[str, Any], wh
 def test_it_rests_where_nothing_is_repeated() -> None:
     batches = run_ahead.LookAhead([])
     batches.peek = lambda count: [None] * count  # type: ignore[method-assign]
-    coming, shown = run_ahead.Coming(batches), list[bool]()
+    coming = run_ahead.Coming(batches)
+    shown = list[bool]()
     for step in range(40):
-        written = any(shown[-1 - run_ahead.STEPS : -1])  # steps after the one that begins were shown, too
+        # steps after the one that begins were shown, too
+        written = any(shown[-1 - run_ahead.STEPS : -1])
         coming.repeated = 0.01 if written else None
         shown.append(bool([*coming.show(step, 100)]))
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
 
 
-def test_a_batch_is_dispatched_before_the_next_ones_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_dispatched_before_the_next_ones_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("verl")
-    order, batch = list[str](), proto(ROWS, 1, False)
+    order = list[str]()
+    batch = proto(ROWS, 1, False)
 
     async def stock(manager: Any, prompts: Any) -> Any:
         order.append("dispatched")
@@ -362,12 +424,24 @@ def test_a_batch_is_dispatched_before_the_next_ones_are_read(monkeypatch: pytest
         order.append("written")
         return prompts
 
-    monkeypatch.setattr(ahead.Ahead, "running", SimpleNamespace(show=lambda *_: order.append("shown")))
-    assert identity.name_awaited_batches.replacement(stock)(SimpleNamespace(config=ON), batch) is batch
+    monkeypatch.setattr(
+        ahead.Ahead, "running", SimpleNamespace(show=lambda *_: order.append("shown"))
+    )
+    assert (
+        identity.name_awaited_batches.replacement(stock)(
+            SimpleNamespace(config=ON), batch
+        )
+        is batch
+    )
     assert order == ["dispatched", "shown", "written"]
 
 
 def test_an_engine_without_a_host_refuses_it() -> None:
     config = parse({"history": {"run_ahead": "auto"}})
-    with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host"):
-        prepare_standalone(SimpleNamespace(additional_config={}, speculative_config=None), config)
+    with pytest.raises(
+        ConfigError,
+        match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host",
+    ):
+        prepare_standalone(
+            SimpleNamespace(additional_config={}, speculative_config=None), config
+        )

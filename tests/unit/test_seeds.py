@@ -1,4 +1,6 @@
-"""Two different requests of a run never draw the same noise, by whichever way they come in."""
+"""Two different requests of a run never draw the same noise, by whichever way they come
+in.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,15 @@ PROMPT = [5, 6, 7]
 ROWS = st.lists(
     st.tuples(
         st.sampled_from(["gsm8k", "aime"]),
-        st.sampled_from([0, 1, None, "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079", "11111111-2222-3333-4444-555555555555"]),
+        st.sampled_from(
+            [
+                0,
+                1,
+                None,
+                "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079",
+                "11111111-2222-3333-4444-555555555555",
+            ]
+        ),
     ),
     min_size=1,
     max_size=12,
@@ -46,14 +56,19 @@ def no_training() -> Iterator[None]:
 
 async def sampled(trajectory: dict[str, Any], **kwargs: Any) -> Label:
     """The label that reaches the server when veRL's worker runs an agent loop."""
-    client, sent = SimpleNamespace(config=ON), []
+    client = SimpleNamespace(config=ON)
+    sent = []
 
-    async def server(self: Any, request_id: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
+    async def server(
+        self: Any, request_id: str, *, sampling_params: dict[str, Any], **_: Any
+    ) -> SimpleNamespace:
         sent.append(sampling_params)
         return SimpleNamespace(token_ids=[1], stop_reason="completed")
 
     async def loop(self: Any, params: Any, trajectory: Any, **passed: Any) -> None:
-        assert identity.ROW not in passed, "an agent loop may take no arguments that it does not know"
+        assert identity.ROW not in passed, (
+            "an agent loop may take no arguments that it does not know"
+        )
         call = {"prompt_ids": PROMPT, "sampling_params": {}}
         await identity.label_requests.replacement(server)(client, "id", **call)
 
@@ -76,18 +91,29 @@ class Run:
             asyncio.run(self._work(chunk))
 
     async def _work(self, chunk: Any) -> None:
-        """Sample as veRL's workers do: those of a `TensorDict` repeat a row, a `DataProto` comes with rows repeated."""
+        """Sample as veRL's workers do: those of a `TensorDict` repeat a row, a
+        `DataProto` comes with rows repeated.
+        """
         tensors = not hasattr(chunk, "non_tensor_batch")
-        columns, about = (chunk, chunk) if tensors else (chunk.non_tensor_batch, chunk.meta_info)
+        columns, about = (
+            (chunk, chunk) if tensors else (chunk.non_tensor_batch, chunk.meta_info)
+        )
         indices = list(columns["index"])
         step = about["global_steps"] if "global_steps" in about.keys() else -1
         validate = about["validate"] if "validate" in about.keys() else False
         for row, index in enumerate(indices):
             kwargs = {identity.ROW: columns[identity.ROW][row]}
             number = row - indices.index(index)  # within the worker's part of the batch
-            trajectory = {"step": step, "sample_index": index, "rollout_n": number, "validate": validate}
+            trajectory = {
+                "step": step,
+                "sample_index": index,
+                "rollout_n": number,
+                "validate": validate,
+            }
             for session in range(2 if tensors else 1):
-                label = await sampled(trajectory, **kwargs, **({"session_id": session} if tensors else {}))
+                label = await sampled(
+                    trajectory, **kwargs, **({"session_id": session} if tensors else {})
+                )
                 assert label.seed is not None and label.problem is not None
                 self.seeds.append(label.seed)
                 self.problems.add(label.problem)
@@ -96,7 +122,10 @@ class Run:
 def tensors(rows: Sequence[tuple[str, Any]], step: int, validate: bool) -> Any:
     """A batch as veRL's trainers make it."""
     tu = pytest.importorskip("verl.utils.tensordict_utils")
-    columns = {"data_source": [source for source, _ in rows], "index": [index for _, index in rows]}
+    columns = {
+        "data_source": [source for source, _ in rows],
+        "index": [index for _, index in rows],
+    }
     batch = tu.get_tensordict({"dummy_tensor": torch.zeros(len(rows), 1), **columns})
     tu.assign_non_tensor_data(batch, "global_steps", step)
     if validate:
@@ -104,8 +133,12 @@ def tensors(rows: Sequence[tuple[str, Any]], step: int, validate: bool) -> Any:
     return batch
 
 
-def proto(rows: Sequence[tuple[str, Any]], step: int | None, validate: bool, uid: str = "") -> Any:
-    """A batch as its older and its asynchronous trainers make it, each row twice in a row."""
+def proto(
+    rows: Sequence[tuple[str, Any]], step: int | None, validate: bool, uid: str = ""
+) -> Any:
+    """A batch as its older and its asynchronous trainers make it, each row twice in a
+    row.
+    """
     protocol = pytest.importorskip("verl.protocol")
     columns = {
         "data_source": np.array([source for source, _ in rows], dtype=object),
@@ -114,12 +147,16 @@ def proto(rows: Sequence[tuple[str, Any]], step: int | None, validate: bool, uid
     if uid:
         columns["uid"] = np.array([uid] * len(rows), dtype=object)
     about = {"validate": validate, **({} if step is None else {"global_steps": step})}
-    batch = protocol.DataProto.from_dict({"dummy": torch.zeros(len(rows), 1)}, columns, about)
+    batch = protocol.DataProto.from_dict(
+        {"dummy": torch.zeros(len(rows), 1)}, columns, about
+    )
     return batch.repeat(repeat_times=2, interleave=True)
 
 
 def runs_of_verl(rows: Sequence[tuple[str, Any]]) -> Iterator[Run]:
-    """A run of each of veRL's pipelines: training and validation in batches of two steps, two batches a step."""
+    """A run of each of veRL's pipelines: training and validation in batches of two
+    steps, two batches a step.
+    """
     for make in (tensors, proto):
         run = Run()
         for step in (1, 2):
@@ -127,19 +164,34 @@ def runs_of_verl(rows: Sequence[tuple[str, Any]]) -> Iterator[Run]:
                 run.generate_sequences(make(rows, step, validate))
         yield run
     run = Run()
-    for step, validate in ((None, False), (1, True), (None, False), (2, True), (None, False)):
+    for step, validate in (
+        (None, False),
+        (1, True),
+        (None, False),
+        (2, True),
+        (None, False),
+    ):
         run.generate_sequences(proto(rows, step, validate))
     yield run
     run = Run()
     for epoch in (0, 1):
         for number, row in enumerate(rows):
-            run.generate_sequences(proto([row], None, False, uid=f"uid_sample_{epoch}_{epoch * len(rows) + number}"))
+            run.generate_sequences(
+                proto(
+                    [row],
+                    None,
+                    False,
+                    uid=f"uid_sample_{epoch}_{epoch * len(rows) + number}",
+                )
+            )
     yield run
 
 
 @settings(max_examples=10, deadline=None)
 @given(rows=ROWS)
-def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]]) -> None:
+def test_rows_of_verl_draw_apart_whatever_their_index(
+    rows: list[tuple[str, Any]],
+) -> None:
     seeds: list[int] = []
     for run, again in zip(runs_of_verl(rows), runs_of_verl(rows), strict=True):
         assert run.seeds == again.seeds
@@ -149,7 +201,9 @@ def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]
     assert seeds
 
 
-def test_batches_that_name_no_step_are_of_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_name_no_step_are_of_the_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As DAPO's: a run that resumes goes on with other noise than it began with."""
     monkeypatch.setattr(training, "trainer", trainer := SimpleNamespace())
     seeds = list[int]()
@@ -161,7 +215,9 @@ def test_batches_that_name_no_step_are_of_the_trainers(monkeypatch: pytest.Monke
     assert len(set(seeds)) == len(seeds) == 5 * 2
 
 
-def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_seed() -> None:
+def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_seed() -> (
+    None
+):
     said = [1] * 5
 
     async def loop(ask: Any) -> None:
@@ -177,7 +233,8 @@ def test_an_agent_loop_that_asks_again_draws_anew_and_what_goes_on_keeps_its_see
 
 
 def test_what_is_asked_again_after_it_was_given_up_draws_anew() -> None:
-    said, tool = [1] * 5, [2] * 4
+    said = [1] * 5
+    tool = [2] * 4
 
     async def loop(ask: Any) -> None:
         for turn in (PROMPT, [*PROMPT, *said, *tool]):
@@ -195,9 +252,12 @@ def test_what_is_asked_again_after_it_was_given_up_draws_anew() -> None:
     assert len({*draws}) == len(draws)
 
 
-def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_between() -> None:
+def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_between() -> (
+    None
+):
     """By a sub-agent, or of a judge."""
-    said, tool = [1] * 5, [2] * 4
+    said = [1] * 5
+    tool = [2] * 4
 
     async def loop(ask: Any) -> None:
         await ask(PROMPT)
@@ -206,7 +266,12 @@ def test_a_conversation_is_recorded_once_although_something_shorter_is_asked_in_
         await ask([*PROMPT, *said, *tool, *said])  # the same, resumed
 
     asked = asked_by(loop, said)
-    assert [prompt[label.start_in(len(prompt)) :] for label, prompt in asked] == [[], [], tool, tool + said]
+    assert [prompt[label.start_in(len(prompt)) :] for label, prompt in asked] == [
+        [],
+        [],
+        tool,
+        tool + said,
+    ]
     drawn = [(label.seed, label.start) for label, _ in asked]
     assert len({*drawn}) == 3 and drawn[2] == drawn[3]
 
@@ -220,11 +285,15 @@ def test_what_else_is_asked_twice_is_not_recorded() -> None:
 
 
 def asked_by(loop: Any, said: list[int]) -> list[tuple[Label, list[int]]]:
-    """The labels and prompts that reach the server when veRL's worker runs an agent loop, which is given what it asks
-    with; all answers are equal."""
-    client, asked = SimpleNamespace(config=ON), list[tuple[Label, list[int]]]()
+    """The labels and prompts that reach the server when veRL's worker runs an agent
+    loop, which is given what it asks with; all answers are equal.
+    """
+    client = SimpleNamespace(config=ON)
+    asked = list[tuple[Label, list[int]]]()
 
-    async def server(self: Any, reason: str, *, prompt_ids: Any, sampling_params: Any, **_: Any) -> SimpleNamespace:
+    async def server(
+        self: Any, reason: str, *, prompt_ids: Any, sampling_params: Any, **_: Any
+    ) -> SimpleNamespace:
         asked.append((Label.of(sampling_params["extra_args"]), prompt_ids))
         await asyncio.sleep(0)
         return SimpleNamespace(token_ids=said, stop_reason=reason)
@@ -236,7 +305,11 @@ def asked_by(loop: Any, said: list[int]) -> list[tuple[Label, list[int]]]:
     async def run(self: Any, params: Any, trajectory: Any) -> None:
         await loop(ask)
 
-    asyncio.run(identity.follow_samples.replacement(run)(None, {}, {"step": 1, "sample_index": 0}))
+    asyncio.run(
+        identity.follow_samples.replacement(run)(
+            None, {}, {"step": 1, "sample_index": 0}
+        )
+    )
     return asked
 
 
@@ -247,7 +320,11 @@ def front_end(seed: int = 0, rank: int = 0, process: int = 0) -> RequestLabels:
 def engine_config(seed: int = 0, rank: int = 0, process: int = 0) -> Any:
     """What is read of vLLM's config of an engine without a host."""
     parallel = SimpleNamespace(data_parallel_rank=rank, _api_process_rank=process)
-    return SimpleNamespace(model_config=SimpleNamespace(seed=seed), parallel_config=parallel, additional_config={})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(seed=seed),
+        parallel_config=parallel,
+        additional_config={},
+    )
 
 
 def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
@@ -256,7 +333,9 @@ def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
     for number in range(times):
         params = SimpleNamespace(extra_args=None, seed=None, n=samples)
         prompt = dict(prompt_token_ids=PROMPT, prompt_embeds=None, cache_salt=None)
-        labels.complete(SimpleNamespace(sampling_params=params, request_id=f"{number}", **prompt))
+        labels.complete(
+            SimpleNamespace(sampling_params=params, request_id=f"{number}", **prompt)
+        )
         seeds += [params.seed + i for i in range(samples)]
     return seeds
 
@@ -274,9 +353,16 @@ def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
         (2**63, [-(2**63), 1 - 2**63]),
     ],
 )
-def test_no_sample_has_the_seed_that_vllm_takes_for_none(seed: int, expected: list[int]) -> None:
+def test_no_sample_has_the_seed_that_vllm_takes_for_none(
+    seed: int, expected: list[int]
+) -> None:
     params = SimpleNamespace(extra_args={"das_record": 0}, seed=seed, n=2)
-    request = SimpleNamespace(sampling_params=params, request_id="0", prompt_token_ids=PROMPT, prompt_embeds=None)
+    request = SimpleNamespace(
+        sampling_params=params,
+        request_id="0",
+        prompt_token_ids=PROMPT,
+        prompt_embeds=None,
+    )
     request.cache_salt = None
     front_end().complete(request)
     assert [params.seed, params.seed + 1] == expected
@@ -300,9 +386,14 @@ def test_servers_that_see_the_same_devices_draw_apart_where_ray_gives_them_bundl
     assert not {*first} & {*second}
 
 
-def test_threads_of_a_front_end_that_begin_together_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them finds that nobody counts, as with vLLM's `renderer_num_workers`; then they go on one by one."""
-    together, turn = threading.Barrier(3), threading.Lock()
+def test_threads_of_a_front_end_that_begin_together_draw_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them finds that nobody counts, as with vLLM's `renderer_num_workers`;
+    then they go on one by one.
+    """
+    together = threading.Barrier(3)
+    turn = threading.Lock()
 
     def in_turn(_: Any) -> DasConfig:
         together.wait()
@@ -327,20 +418,39 @@ def test_threads_of_a_front_end_that_begin_together_draw_apart(monkeypatch: pyte
 
 
 def test_labellers_of_nemo_rl_and_of_strangers_draw_apart() -> None:
-    labellers = [Labeller(0), Labeller(0, "worker 0"), Labeller(0, "worker 1"), Labeller(0, resumed=3)]
-    labellers += [Labeller(0, f"replica {replica}, node {node}") for replica in (0, 1) for node in (0, 1)]
-    made = [one.label(PROMPT, validate).seed for one in labellers for validate in (False, True) for _ in range(9)]
+    labellers = [
+        Labeller(0),
+        Labeller(0, "worker 0"),
+        Labeller(0, "worker 1"),
+        Labeller(0, resumed=3),
+    ]
+    labellers += [
+        Labeller(0, f"replica {replica}, node {node}")
+        for replica in (0, 1)
+        for node in (0, 1)
+    ]
+    made = [
+        one.label(PROMPT, validate).seed
+        for one in labellers
+        for validate in (False, True)
+        for _ in range(9)
+    ]
     assert len(set(made)) == len(made)
     assert not set(made) & set(next(runs_of_verl([("gsm8k", 0)])).seeds)
 
 
 def test_equal_noise_on_any_replica_is_a_fault() -> None:
-    """Also a validation's, which no history takes: a mean over 32 samples would be one sample 32 times."""
+    """Also a validation's, which no history takes: a mean over 32 samples would be one
+    sample 32 times.
+    """
 
     def draw(clock: RolloutClock, seed: int, problem: int, start: int) -> None:
-        clock.finished(Label(problem, seed, start=start, record=clock is first), 0.0, 1.0, b"")
+        clock.finished(
+            Label(problem, seed, start=start, record=clock is first), 0.0, 1.0, b""
+        )
 
-    first, second = RolloutClock(), RolloutClock()
+    first = RolloutClock()
+    second = RolloutClock()
     draw(first, seed=7, problem=1, start=3)
     draw(first, seed=7, problem=1, start=9)  # a later turn
     draw(first, seed=8, problem=1, start=3)
@@ -352,8 +462,14 @@ def test_equal_noise_on_any_replica_is_a_fault() -> None:
     assert "1 of 2 responses drew the noise of another request" in found["draws"]
 
 
-def test_counts_that_were_dropped_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_were_dropped_are_not_drawn_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Labeller, "COUNTED", 4)
     labeller = Labeller(0)
-    seeds = [labeller.label([prompt], validate=False).seed for _ in range(3) for prompt in range(10)]
+    seeds = [
+        labeller.label([prompt], validate=False).seed
+        for _ in range(3)
+        for prompt in range(10)
+    ]
     assert len(set(seeds)) == len(seeds)

@@ -32,21 +32,34 @@ ROLLOUT: dict[str, Any] = {
 
 
 def simulated(**keys: Any) -> Simulation:
-    return Simulation(parse({"rollout": ROLLOUT, "arms": {"off": OFF}, "hardware": {"gpus": 2}} | keys))
+    return Simulation(
+        parse(
+            {"rollout": ROLLOUT, "arms": {"off": OFF}, "hardware": {"gpus": 2}} | keys
+        )
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
+    ("model", "billions", "active"),
+    [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)],
 )
-def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
+def test_a_model_s_sizes_give_its_parameters(
+    model: str, billions: float, active: float
+) -> None:
     roof = Roofline.of(sizes(model), DEVICES["h100"])
-    assert (roof.weight_bytes + roof.table_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
+    assert (
+        roof.weight_bytes + roof.table_bytes + roof.expert_bytes
+    ) / 2e9 == pytest.approx(billions, rel=0.01)
     embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_a_model_whose_layers_the_roofline_does_not_know_is_refused() -> None:
-    plain = {key: value for key, value in sizes("Qwen/Qwen2.5-7B").items() if key != "head_dim"}
+    plain = {
+        key: value
+        for key, value in sizes("Qwen/Qwen2.5-7B").items()
+        if key != "head_dim"
+    }
     for keys in (
         {},
         {"model_type": "qwen2"},
@@ -57,7 +70,10 @@ def test_a_model_whose_layers_the_roofline_does_not_know_is_refused() -> None:
     for keys, message in (
         (
             {"model_type": "deepseek_v3"},
-            "model: found model_type='deepseek_v3', allowed: llama, mistral, .* or none",
+            (
+                "model: found model_type='deepseek_v3', allowed: llama, mistral, .* or"
+                " none"
+            ),
         ),
         ({"kv_lora_rank": 512}, "model: found kv_lora_rank=512, allowed: none"),
         ({"n_routed_experts": 256}, "model: found n_routed_experts=256, allowed: none"),
@@ -71,8 +87,15 @@ def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
     roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
     read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
-    assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
-    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], bytes_per_weight=1.0)
+    assert (
+        read[0]
+        < read[1]
+        < read[2]
+        == pytest.approx(roof.weight_bytes + roof.expert_bytes)
+    )
+    half = Roofline.of(
+        sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], bytes_per_weight=1.0
+    )
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
 
 
@@ -81,43 +104,72 @@ def test_what_devices_exchange_takes_its_time_beside_the_kernels() -> None:
     many = np.array([1024.0])
     exchange = engine.waits_s + engine.token_s * 6 * 1024
     kernels = float(engine.roof.seconds(1024, 4000, 5))
-    assert engine.decode(many, 6 * many, 4000 * many) == pytest.approx(kernels + exchange)
+    assert engine.decode(many, 6 * many, 4000 * many) == pytest.approx(
+        kernels + exchange
+    )
     assert exchange - engine.waits_s > 0.2 * kernels
 
 
-@pytest.mark.parametrize(("drafter", "share"), [("eagle3", 1 / 28), ("mtp", 1 / 28), ("draft_model", 0.1)])
-def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float) -> None:
-    simulation = simulated(model="Qwen/Qwen2.5-7B", steps={"kind": "roofline", "pass_overhead_ms": 0.5})
-    b, none, plain = np.array([8.0, 64.0]), np.zeros(2), simulation.steps.decode
+@pytest.mark.parametrize(
+    ("drafter", "share"), [("eagle3", 1 / 28), ("mtp", 1 / 28), ("draft_model", 0.1)]
+)
+def test_a_neural_drafter_reads_a_context_of_its_own(
+    drafter: str, share: float
+) -> None:
+    simulation = simulated(
+        model="Qwen/Qwen2.5-7B", steps={"kind": "roofline", "pass_overhead_ms": 0.5}
+    )
+    b = np.array([8.0, 64.0])
+    none = np.zeros(2)
+    plain = simulation.steps.decode
     read = plain(b, b, 5000 * b) - plain(b, b, none)
     expected = 0.5e-3 + 0.1 * plain(b, b, none) + share * read
-    assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
+    assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(
+        expected
+    )
 
 
 def test_a_line_is_simulated_as_it_is() -> None:
     line = {"base": 0.01, "token": 1e-4, "context": 1e-7}
-    model, arms = StepModel(**line), {"off": OFF, "self": {"das": {"drafter": "self"}}}
+    model = StepModel(**line)
+    arms = {"off": OFF, "self": {"das": {"drafter": "self"}}}
     simulation = simulated(steps={"kind": "line", "line": line}, arms=arms)
     b = np.array([4.0, 16.0])
-    assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(model.seconds(4 * b, b, True, 100 * b))
-    off, ours = (sum(step.rollout_s for step in simulation.run(arm).steps) for arm in ("off", "self"))
+    assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(
+        model.seconds(4 * b, b, True, 100 * b)
+    )
+    off, ours = (
+        sum(step.rollout_s for step in simulation.run(arm).steps)
+        for arm in ("off", "self")
+    )
     plain = model.seconds(b, b, False, 100 * b)
     assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(0.4 * plain)
     assert ours < 1.05 * off
-    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(0.05 * plain)
+    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(
+        0.05 * plain
+    )
     half = simulation.steps.neural_pass(0.5, "eagle3")(b, 100 * b)
     assert half == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
 
 
 @pytest.mark.parametrize(
-    ("weights", "precision", "share"), [("int4", "bf16", 0.25), ("int8", "bf16", 0.5), ("fp8", "fp8", 1.0)]
+    ("weights", "precision", "share"),
+    [("int4", "bf16", 0.25), ("int8", "bf16", 0.5), ("fp8", "fp8", 1.0)],
 )
-def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str, share: float) -> None:
+def test_a_policy_copy_has_the_bytes_of_its_format(
+    weights: str, precision: str, share: float
+) -> None:
     das = {"drafter": "self", "self": {"weights": weights}}
-    simulation = simulated(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
-    passes, b = simulation.fleet("a")[0].drafting.pass_seconds, np.ones(1)
+    simulation = simulated(
+        steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}}
+    )
+    passes = simulation.fleet("a")[0].drafting.pass_seconds
+    b = np.ones(1)
     assert isinstance(simulation.steps, Instance) and passes is not None
-    expected = simulation.steps.roof.seconds(1, 100, 0, share) + simulation.steps.pass_overhead_s
+    expected = (
+        simulation.steps.roof.seconds(1, 100, 0, share)
+        + simulation.steps.pass_overhead_s
+    )
     assert passes(b, 100 * b)[0] == pytest.approx(expected)
 
 
@@ -135,7 +187,9 @@ def test_the_rate_of_a_draft_gives_its_length() -> None:
 
 def test_controllers_know_before_the_first_step_what_those_of_a_run_know() -> None:
     line = {"kind": "line", "line": LINE}
-    assert not controllers(simulated(steps=line, arms={"a": {}}))[0].times.known  # steps that belong to no GPU
+    assert not controllers(simulated(steps=line, arms={"a": {}}))[
+        0
+    ].times.known  # steps that belong to no GPU
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
     begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])

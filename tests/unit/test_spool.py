@@ -20,7 +20,15 @@ from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.protocol.messages import Trajectory, pack, unpack
-from das_adapter.protocol.spool import AWAY, BATCH, FOLDER, TEXTS, Gathered, put, put_batch
+from das_adapter.protocol.spool import (
+    AWAY,
+    BATCH,
+    FOLDER,
+    TEXTS,
+    Gathered,
+    put,
+    put_batch,
+)
 from das_adapter.service.writer import Writer
 
 SOME = [
@@ -36,7 +44,9 @@ def written(problem: int) -> Trajectory:
 
 
 def take(writer: Writer) -> int:
-    """Let a writer keep what has arrived; return how many tokens are published after that."""
+    """Let a writer keep what has arrived; return how many tokens are published after
+    that.
+    """
     for file, texts in writer.read():
         writer.keep(file, texts)
     writer.publish()
@@ -44,7 +54,9 @@ def take(writer: Writer) -> int:
 
 
 def opened(root: Path, max_bytes: int = 2**24) -> Writer:
-    return Writer(HistoryConfig(max_bytes=max_bytes), root / "das-history-test", grace_s=5.0)
+    return Writer(
+        HistoryConfig(max_bytes=max_bytes), root / "das-history-test", grace_s=5.0
+    )
 
 
 def test_trajectories_survive_the_way() -> None:
@@ -71,7 +83,10 @@ def test_a_file_goes_when_its_texts_are_published(tmp_path: Path) -> None:
     assert [path.name for path in writer.waiting(BATCH, TEXTS)] == [first, third]
     writer.publish()
     assert SuffixIndex.attach(writer.directory).tokens == 30
-    assert [path.name for path in writer.waiting(BATCH, TEXTS, AWAY)] == [f"{AWAY}-peer-1", third]
+    assert [path.name for path in writer.waiting(BATCH, TEXTS, AWAY)] == [
+        f"{AWAY}-peer-1",
+        third,
+    ]
     writer.store.close()  # the process ends
     again = opened(tmp_path)
     assert take(again) == 60
@@ -100,7 +115,9 @@ def test_a_damaged_history_begins_anew_where_it_lies_with_what_engines_left(
     assert caplog.text.count("; the history begins anew") == 1
 
 
-def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(tmp_path: Path, caplog: Any) -> None:
+def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(
+    tmp_path: Path, caplog: Any
+) -> None:
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1)])
     take(writer)
@@ -108,7 +125,9 @@ def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(t
     writer.store.close()  # the process ends
     for file in writer.directory.glob("segments-*"):
         content = bytearray(file.read_bytes())
-        content[-3] ^= 1  # in the body, which nobody reads before the problem comes again
+        content[-3] ^= (
+            1  # in the body, which nobody reads before the problem comes again
+        )
         file.write_bytes(content)
     again = opened(tmp_path)
     put_batch(again.directory, "engine", [written(1)._replace(version=1), written(2)])
@@ -120,7 +139,9 @@ def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(t
 
 
 @pytest.mark.parametrize("problems", [[], [1]])
-def test_a_history_whose_files_went_is_there_again_once_there_is_room(tmp_path: Path, problems: list[int]) -> None:
+def test_a_history_whose_files_went_is_there_again_once_there_is_room(
+    tmp_path: Path, problems: list[int]
+) -> None:
     """A limit on the size of files stands for a full disk."""
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(problem) for problem in problems])
@@ -139,7 +160,9 @@ def test_a_history_whose_files_went_is_there_again_once_there_is_room(tmp_path: 
     writer.store.close()
 
 
-def test_a_history_that_is_damaged_and_whose_files_went_begins_anew(tmp_path: Path, caplog: Any) -> None:
+def test_a_history_that_is_damaged_and_whose_files_went_begins_anew(
+    tmp_path: Path, caplog: Any
+) -> None:
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1)])
     take(writer)
@@ -168,7 +191,9 @@ def test_texts_that_come_twice_are_kept_once(tmp_path: Path) -> None:
     writer.store.close()
 
 
-def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(tmp_path: Path) -> None:
+def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(
+    tmp_path: Path,
+) -> None:
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1), written(2)])
     (file,) = writer.waiting(BATCH)
@@ -182,21 +207,40 @@ def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(tmp_pat
     again = opened(tmp_path)
     assert take(again) == 60 + 31 + 30
     assert not again.waiting(BATCH)
-    put_batch(writer.directory, "engine", [written(1)])  # another sample that is the same
+    # another sample that is the same
+    put_batch(writer.directory, "engine", [written(1)])
     assert take(again) == 60 + 31 + 30 + 30
     again.store.close()
 
 
-@pytest.mark.parametrize("left", [b"", b"half of a", pack(SOME)[:-1], b"\xff" * 8 + pack(SOME)[8:]])
-def test_a_damaged_file_is_told_and_dropped(tmp_path: Path, caplog: Any, left: bytes) -> None:
+@pytest.mark.parametrize(
+    "left", [b"", b"half of a", pack(SOME)[:-1], b"\xff" * 8 + pack(SOME)[8:]]
+)
+def test_a_damaged_file_is_told_and_dropped(
+    tmp_path: Path, caplog: Any, left: bytes
+) -> None:
     writer = opened(tmp_path)
     put(writer.directory, f"{BATCH}-a-1", left)
     put_batch(writer.directory, "b", [written(1)])
-    (writer.directory / FOLDER / f"{BATCH}-c.123.tmp").write_bytes(pack([written(2)])[:9])  # not yet complete
+    # not yet complete
+    (writer.directory / FOLDER / f"{BATCH}-c.123.tmp").write_bytes(
+        pack([written(2)])[:9]
+    )
     (writer.directory / FOLDER / "last-abc").write_text("")
     assert take(writer) == 30
-    assert [path.name for path in (writer.directory / FOLDER).glob(f"{BATCH}-*")] == [f"{BATCH}-c.123.tmp"]
-    assert len([record for record in caplog.records if record.message.startswith("das: history: ")]) == 1
+    assert [path.name for path in (writer.directory / FOLDER).glob(f"{BATCH}-*")] == [
+        f"{BATCH}-c.123.tmp"
+    ]
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if record.message.startswith("das: history: ")
+            ]
+        )
+        == 1
+    )
     writer.store.close()
 
 
@@ -220,9 +264,16 @@ def test_what_cannot_be_left_is_kept_for_the_next_time(caplog: Any) -> None:
     assert left == SOME
 
 
-def test_what_could_not_be_left_is_left_with_what_is_written_next(monkeypatch: Any) -> None:
-    left, timers = [], []
-    monkeypatch.setattr(spool.threading, "Timer", lambda _, act: SimpleNamespace(start=lambda: timers.append(act)))
+def test_what_could_not_be_left_is_left_with_what_is_written_next(
+    monkeypatch: Any,
+) -> None:
+    left = []
+    timers = []
+    monkeypatch.setattr(
+        spool.threading,
+        "Timer",
+        lambda _, act: SimpleNamespace(start=lambda: timers.append(act)),
+    )
     gathered = Gathered(lambda batch: left.extend(batch) if len(timers) > 1 else 1 / 0)
     for text in SOME:
         gathered.add(text)
@@ -236,7 +287,9 @@ def test_a_file_that_two_threads_leave_is_one_of_theirs(tmp_path: Path) -> None:
     contents = [bytes([i]) * 2**20 for i in range(2)]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(100):
-            list(threads.map(lambda content: put(tmp_path, "texts-1", content), contents))
+            list(
+                threads.map(lambda content: put(tmp_path, "texts-1", content), contents)
+            )
             assert (tmp_path / FOLDER / "texts-1").read_bytes() in contents
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["texts-1"]
 
@@ -251,8 +304,13 @@ def test_a_spool_that_is_another_thing_is_refused(tmp_path: Path) -> None:
 def test_others_have_their_turn_between_slices_of_thinning_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    writer, rng, slices = opened(tmp_path, max_bytes=100_000), np.random.default_rng(0), list[bool]()
-    texts = [Trajectory(problem, rng.integers(0, 9, 2000).astype(np.int32).tobytes(), 0) for problem in range(10)]
+    writer = opened(tmp_path, max_bytes=100_000)
+    rng = np.random.default_rng(0)
+    slices = list[bool]()
+    texts = [
+        Trajectory(problem, rng.integers(0, 9, 2000).astype(np.int32).tobytes(), 0)
+        for problem in range(10)
+    ]
     put_batch(writer.directory, "engine", texts)
     assert take(writer) == 20_000
     shrink = HistoryStore.shrink
@@ -269,16 +327,22 @@ def test_others_have_their_turn_between_slices_of_thinning_out(
             pass
     assert len(slices) > 3 and all(slices)
     assert SuffixIndex.attach(writer.directory).nbytes == writer.store.nbytes <= 100_000
-    assert f"{20_000 - writer.store.tokens} of 20000 tokens were dropped; {len(slices)} problems" in caplog.text
+    assert (
+        f"{20_000 - writer.store.tokens} of 20000 tokens were dropped; {len(slices)}"
+        " problems" in caplog.text
+    )
     assert caplog.text.count("above das.history.max_bytes=100000") == 1
 
 
 def test_what_is_published_while_a_history_is_thinned_out_is_looked_at_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, tidy = opened(tmp_path, max_bytes=2**16), HistoryPolicy.tidy
+    writer = opened(tmp_path, max_bytes=2**16)
+    tidy = HistoryPolicy.tidy
 
-    def published_meanwhile(policy: HistoryPolicy, store: HistoryStore, room: float) -> bool:
+    def published_meanwhile(
+        policy: HistoryPolicy, store: HistoryStore, room: float
+    ) -> bool:
         more = tidy(policy, store, room)
         take(writer)
         return more
@@ -295,9 +359,15 @@ def test_what_is_published_while_a_history_is_thinned_out_is_looked_at_too(
 def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, most, at_once = opened(tmp_path), 0, list[int]()
+    writer = opened(tmp_path)
+    most = 0
+    at_once = list[int]()
     seal = HistoryStore.seal
-    monkeypatch.setattr(HistoryStore, "seal", lambda store, *how: (at_once.append(store.staged), seal(store, *how))[1])
+    monkeypatch.setattr(
+        HistoryStore,
+        "seal",
+        lambda store, *how: (at_once.append(store.staged), seal(store, *how))[1],
+    )
     for number in range(1000):
         put_batch(writer.directory, "engine", [written(number)])
         if number % 50 == 49:
@@ -306,5 +376,6 @@ def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(
             writer.work(1.0)
             most = max(most, len(writer.waiting(BATCH)))
     assert most < 250
-    assert set(at_once) == {0}  # all was sealed in slices before, for which no weight sync waits
+    # all was sealed in slices before, for which no weight sync waits
+    assert set(at_once) == {0}
     assert take(writer) == 1000 * 30

@@ -1,4 +1,6 @@
-"""A worker of an engine without a host: what it does when it seals texts, and what at a weight sync."""
+"""A worker of an engine without a host: what it does when it seals texts, and what at a
+weight sync.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ from das_adapter.protocol.messages import Refresh, Refreshed
 
 
 class Writer(WorkerState):
-    """A worker whose requests have ended with these texts behind a prompt of three tokens."""
+    """A worker whose requests have ended with these texts behind a prompt of three
+    tokens.
+    """
 
     def __init__(self, texts: dict[str, list[int]], **params: Any) -> None:
-        super().__init__(None, parse({"drafter": "eagle3", "draft": {"model": "a head"}}), None)
-        self.texts, self.params = texts, SamplingParams(max_tokens=6, stop_token_ids=[9], **params)
+        super().__init__(
+            None, parse({"drafter": "eagle3", "draft": {"model": "a head"}}), None
+        )
+        self.texts = texts
+        self.params = SamplingParams(max_tokens=6, stop_token_ids=[9], **params)
         self.lengths: list[int] = []
 
     def response(self, req_id: str) -> LiveRequest:
@@ -44,7 +51,11 @@ class Writer(WorkerState):
         """What lengths the engine learns at a weight sync."""
         self.stand_alone(None, "no history")
         self.standalone.weights_changed()
-        self.begin_standalone(SimpleNamespace(finished_req_ids=sorted(self.texts), total_num_scheduled_tokens=1))
+        self.begin_standalone(
+            SimpleNamespace(
+                finished_req_ids=sorted(self.texts), total_num_scheduled_tokens=1
+            )
+        )
         return self.lengths
 
 
@@ -57,19 +68,34 @@ class Worker(WorkerState):
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    monkeypatch.setattr(
+        "vllm.distributed.get_tp_group", lambda: SimpleNamespace(rank_in_group=0)
+    )
 
 
 def test_no_length_is_learnt_from_a_response_that_was_aborted() -> None:
-    texts = {"aborted": [4, 5], "stopped": [4, 9], "drafted beyond": [4, 9, 5, 5], "full": [4] * 6}
+    texts = {
+        "aborted": [4, 5],
+        "stopped": [4, 9],
+        "drafted beyond": [4, 9, 5, 5],
+        "full": [4] * 6,
+    }
     assert Writer(texts).learnt() == [4, 6, 2]
     strings = {"stop": ["."], "detokenize": True}
     assert Writer({"stopped by the front end": [4, 5]}, **strings).learnt() == [2]
 
 
-def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(alone, "MOST_LIVE_TOKENS", 5)
-    state = Worker(None, parse({"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}}), None)
+    state = Worker(
+        None,
+        parse(
+            {"drafter": "eagle3", "draft": {"model": "a head", "weights": "trainer"}}
+        ),
+        None,
+    )
     state.stand_alone(None, "no history")
     step = SimpleNamespace(finished_req_ids={"a"}, total_num_scheduled_tokens=1)
     state.begin_standalone(step)
@@ -91,7 +117,9 @@ def test_a_weight_sync_is_no_part_of_the_step_that_follows() -> None:
     state = Synced(SimpleNamespace(), parse({"drafter": "ngram"}))
     state.stand_alone(None, "no history")
     state.standalone.weights_changed()
-    state.begin_step(SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1))
+    state.begin_step(
+        SimpleNamespace(finished_req_ids=set(), total_num_scheduled_tokens=1)
+    )
     assert 0.0 < state.at < state.began
 
 
@@ -120,5 +148,7 @@ def test_a_history_that_all_problems_share_lies_apart() -> None:
     names = {}
     for scope in ("problem", "trusted", "global"):
         block = {"history": {"scope": scope}}
-        names[scope] = history_name(SimpleNamespace(additional_config={RUN_KEY: "run", SETTINGS_KEY: block}))
+        names[scope] = history_name(
+            SimpleNamespace(additional_config={RUN_KEY: "run", SETTINGS_KEY: block})
+        )
     assert names["problem"] == names["trusted"] != names["global"]

@@ -23,6 +23,8 @@ def test_arms_are_compared_step_by_step_and_epoch_by_epoch() -> None:
 
 
 def test_an_arm_of_fewer_steps_is_compared_with_the_first_ones() -> None:
-    found = training.compare(figures([0.5, 0.5, 0.9, 0.9], "abcd"), figures([0.5, 0.3], "ax"), epoch=2)
+    found = training.compare(
+        figures([0.5, 0.5, 0.9, 0.9], "abcd"), figures([0.5, 0.3], "ax"), epoch=2
+    )
     assert found["steps_with_same_tokens"] == 1
     assert found["epochs_apart_rms"] == pytest.approx(0.1)

@@ -1,4 +1,6 @@
-"""A history beside a drafting model on a modelled engine: together they are at least as fast as the better alone."""
+"""A history beside a drafting model on a modelled engine: together they are at least as
+fast as the better alone.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,26 @@ def rollout(
     rate: float = 0.6,
     of_pass: StepModel = PASS,
 ) -> float:
-    """Seconds of a rollout; in `coverage` of the stretches of 20 tokens the history has drafts, whose tokens survive
-    with `chance`, a model's with `rate`. Coverage 0: there is no history."""
-    rng, shape = np.random.default_rng(seed), (len(lengths), int(lengths.max()) + 40)
-    history_right, model_right = rng.random(shape) < chance, rng.random(shape) < rate
-    known = np.repeat(rng.random((len(lengths), shape[1] // 20 + 1)) < coverage, 20, axis=1)
-    done, seconds = np.zeros(len(lengths), dtype=int), 0.0
+    """Seconds of a rollout; in `coverage` of the stretches of 20 tokens the history has
+    drafts, whose tokens survive with `chance`, a model's with `rate`. Coverage 0: there
+    is no history.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (len(lengths), int(lengths.max()) + 40)
+    history_right = rng.random(shape) < chance
+    model_right = rng.random(shape) < rate
+    known = np.repeat(
+        rng.random((len(lengths), shape[1] // 20 + 1)) < coverage, 20, axis=1
+    )
+    done = np.zeros(len(lengths), dtype=int)
+    seconds = 0.0
     slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
-    history, model = dict.fromkeys(slots, 0), dict.fromkeys(slots, 0)
+    history = dict.fromkeys(slots, 0)
+    model = dict.fromkeys(slots, 0)
     while slots:
         live = list(slots)
-        carried, by_model = np.array([history[i] or model[i] for i in live]), np.array([model[i] for i in live])
+        carried = np.array([history[i] or model[i] for i in live])
+        by_model = np.array([model[i] for i in live])
         right = [
             (model_right if model[i] else history_right)[i, done[i] : done[i] + n]
             for i, n in zip(live, carried, strict=True)
@@ -45,9 +56,12 @@ def rollout(
         accepted = np.array([int(np.argmin([*hits, False])) for hits in right])
         got = np.minimum(accepted + 1, lengths[live] - done[live])
         done[live] += got
-        at, room = np.array([slots[i] for i in live]), np.maximum(lengths[live] - done[live] - 1, 0)
+        at = np.array([slots[i] for i in live])
+        room = np.maximum(lengths[live] - done[live] - 1, 0)
 
-        def offer(limits: np.ndarray, floor: float, live: list[int] = live) -> tuple[np.ndarray, np.ndarray]:
+        def offer(
+            limits: np.ndarray, floor: float, live: list[int] = live
+        ) -> tuple[np.ndarray, np.ndarray]:
             counts = np.where(known[live, done[live]], limits, 0)
             offsets = np.concatenate([[0], np.cumsum(counts)])
             place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
@@ -57,9 +71,15 @@ def rollout(
         decoded = Decoded(at, got, some, by_model if controller.drafts else None, room)
         plan = controller.plan(decoded, offer if coverage else None)
         tokens = len(live) + int(carried.sum())
-        took, drafting = truth.step(tokens, len(live), some is not None), 0.0
-        history, model = (dict(zip(live, of.tolist(), strict=True)) for of in (plan.history, plan.model))
-        if controller.drafts and (longest := max(int(plan.model.max()), controller.drafts.always)):
+        took = truth.step(tokens, len(live), some is not None)
+        drafting = 0.0
+        history, model = (
+            dict(zip(live, of.tolist(), strict=True))
+            for of in (plan.history, plan.model)
+        )
+        if controller.drafts and (
+            longest := max(int(plan.model.max()), controller.drafts.always)
+        ):
             asked = max(1, int(np.count_nonzero(plan.model)))
             drafting = longest * of_pass.step(asked, 0, False)
             controller.drafts.timed_pass(asked, drafting / longest)
@@ -70,13 +90,21 @@ def rollout(
     return seconds
 
 
-def second(lengths: np.ndarray, truth: StepModel, chance: float, coverage: float, with_model: bool) -> float:
+def second(
+    lengths: np.ndarray,
+    truth: StepModel,
+    chance: float,
+    coverage: float,
+    with_model: bool,
+) -> float:
     """Seconds of the second of two rollouts."""
     drafts = ModelDrafts(5, narrows=False) if with_model else None
     controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     for version in (1, 2):
         seconds = rollout(controller, lengths, truth, chance, coverage, version)
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(
+            np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
+        )
     return seconds
 
 
@@ -86,32 +114,45 @@ def second(lengths: np.ndarray, truth: StepModel, chance: float, coverage: float
 def test_two_sources_are_at_least_as_fast_as_the_better(
     truth: StepModel, chance: float, coverage: float, batch: int
 ) -> None:
-    lengths = np.clip(np.random.default_rng(batch).lognormal(5.3, 0.45, batch), 64, 500).astype(int)
+    lengths = np.clip(
+        np.random.default_rng(batch).lognormal(5.3, 0.45, batch), 64, 500
+    ).astype(int)
     both = second(lengths, truth, chance, coverage, True)
-    alone = second(lengths, truth, chance, coverage, False), second(lengths, truth, chance, 0.0, True)
+    alone = (
+        second(lengths, truth, chance, coverage, False),
+        second(lengths, truth, chance, 0.0, True),
+    )
     assert both <= 1.02 * min(alone)
     if batch == 1 or (truth is MEMORY_BOUND and batch == 8):
         assert both < 0.99 * min(alone)
 
 
-def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) -> tuple[str, list[float]]:
-    """Rollouts with a model that reads prompts for `reading` seconds, beside a history: in which of them it rests (s),
-    and the seconds of each."""
+def rollouts(
+    count: int, lengths: np.ndarray, truth: StepModel, reading: float
+) -> tuple[str, list[float]]:
+    """Rollouts with a model that reads prompts for `reading` seconds, beside a history:
+    in which of them it rests (s), and the seconds of each.
+    """
     drafts = ModelDrafts(5, narrows=False)
     controller = Controller(DasConfig(), limit=2048, drafts=drafts)
-    rests, seconds = "", list[float]()
+    rests = ""
+    seconds = list[float]()
     for version in range(count):
         rests += "s" if controller.account.model_rest.reason else "-"
         read = 0.0 if controller.account.model_rest.reason else reading
         controller.account.time.add(read)
         controller.account.model(took=read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(
+            np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
+        )
         controller.sync(np.zeros(0, RESPONSE))  # nothing lies between them
     return rests, seconds
 
 
-def test_a_model_that_reads_prompts_for_longer_than_it_saves_rests_and_the_history_goes_on() -> None:
+def test_a_model_that_reads_prompts_for_longer_than_it_saves_rests_and_the_history_goes_on() -> (
+    None
+):
     lengths = np.full(32, 300)
     alone = second(lengths, COMPUTE_BOUND, 0.6, 0.3, False)
     rests, seconds = rollouts(9, lengths, COMPUTE_BOUND, 0.05 * alone)

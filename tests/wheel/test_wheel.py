@@ -1,4 +1,6 @@
-"""The package as pip installs it: sdist, the wheel that is built of it, and an environment that has nothing else."""
+"""The package as pip installs it: sdist, the wheel that is built of it, and an
+environment that has nothing else.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,26 @@ pytestmark = pytest.mark.wheel
 
 
 @pytest.fixture(scope="module")
-def dist(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the sdist, and the wheel built of it with the tools of this environment."""
-    out = Path(request.config.getoption("--wheel-dir") or tmp_path_factory.mktemp("dist")).absolute()
+def dist(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A directory with the sdist, and the wheel built of it with the tools of this
+    environment.
+    """
+    out = Path(
+        request.config.getoption("--wheel-dir") or tmp_path_factory.mktemp("dist")
+    ).absolute()
     for old in out.glob("das_adapter-*"):
         old.unlink()
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(out),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, capture_output=True, text=True)
     return out
 
@@ -43,19 +59,42 @@ def test_the_sdist_has_the_source_and_no_weights(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"CMakeLists.txt", "LICENSE", "csrc/module.cpp", "das_adapter/cli.py", "tests/conftest.py"} <= names
-    assert not {name for name in names if name.endswith((".safetensors", ".so")) or name.startswith((".ci", "runs"))}
+    assert {
+        "CMakeLists.txt",
+        "LICENSE",
+        "csrc/module.cpp",
+        "das_adapter/cli.py",
+        "tests/conftest.py",
+    } <= names
+    assert not {
+        name
+        for name in names
+        if name.endswith((".safetensors", ".so")) or name.startswith((".ci", "runs"))
+    }
     assert path.stat().st_size < 2**20
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
-        entry_points = archive.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
-    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"das_adapter"}
+        metadata = archive.read(
+            next(name for name in names if name.endswith("/METADATA"))
+        ).decode()
+        entry_points = archive.read(
+            next(name for name in names if name.endswith("/entry_points.txt"))
+        ).decode()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "das_adapter"
+    }
     package = {name for name in names if "dist-info" not in name}
-    assert {Path(name).suffix for name in package} == {".html", ".json", ".py", ".so", ".typed", ".yaml"}
+    assert {Path(name).suffix for name in package} == {
+        ".html",
+        ".json",
+        ".py",
+        ".so",
+        ".typed",
+        ".yaml",
+    }
     assert not {name for name in package if "test" in name or "benchmark" in name}
     assert len([name for name in package if name.endswith(".so")]) == 1
     assert "das_adapter/nemo_rl/das.yaml" in package, "NeMo-RL's overlay"
@@ -75,13 +114,28 @@ def test_one_wheel_serves_all_versions_from_3_12_on(wheel: Path) -> None:
 def prefix_with(wheel: Path, at: Path) -> Path:
     """Make an environment that has the wheel and what it requires; return its `bin`."""
     venv.create(at, with_pip=False)
-    install = [sys.executable, "-m", "pip", "--python", str(at / "bin" / "python"), "install", "-q"]
-    subprocess.run([*install, "--only-binary", ":all:", str(wheel)], check=True, capture_output=True, text=True)
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(at / "bin" / "python"),
+        "install",
+        "-q",
+    ]
+    subprocess.run(
+        [*install, "--only-binary", ":all:", str(wheel)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return at / "bin"
 
 
 def run(bin_: Path, *command: str, **env: str) -> str:
-    """Run a command of an environment, without a compiler and without the source tree; return what it printed."""
+    """Run a command of an environment, without a compiler and without the source tree;
+    return what it printed.
+    """
     kept = ("HOME", "LANG", "LD_LIBRARY_PATH")
     bare = {
         "PATH": str(bin_),
@@ -90,7 +144,9 @@ def run(bin_: Path, *command: str, **env: str) -> str:
         **env,
         **{name: os.environ[name] for name in kept if name in os.environ},
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=bin_.parent, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=bare, cwd=bin_.parent, check=False
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -98,17 +154,26 @@ def run(bin_: Path, *command: str, **env: str) -> str:
 def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
     bin_ = prefix_with(wheel, tmp_path / "prefix")
     python = str(bin_ / "python")
-    assert "drafted [10, 11, 12, 13]" in run(bin_, python, str(ROOT / "tests/wheel/draft_once.py"))
-    doctor = "import das_adapter.tools.doctor as d; print(*(f'{f.name} {f.state}' for f in d.examine()), sep=', ')"
+    assert "drafted [10, 11, 12, 13]" in run(
+        bin_, python, str(ROOT / "tests/wheel/draft_once.py")
+    )
+    doctor = (
+        "import das_adapter.tools.doctor as d; print(*(f'{f.name} {f.state}' for f in"
+        " d.examine()), sep=', ')"
+    )
     assert {"das-adapter ok", "native core ok", "vllm broken"} <= set(
         run(bin_, python, "-c", doctor).strip().split(", ")
     )
     assert "das-adapter" in run(bin_, str(bin_ / "das-adapter"), "--help")
-    assert "das-adapter bench gate" in run(bin_, str(bin_ / "das-adapter"), "bench", "--help")
+    assert "das-adapter bench gate" in run(
+        bin_, str(bin_ / "das-adapter"), "bench", "--help"
+    )
 
 
 @pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(installer: str, tmp_path: Path) -> None:
+def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(
+    installer: str, tmp_path: Path
+) -> None:
     """Less what it requires, of which the other tests install all."""
     venv.create(tmp_path / "prefix", with_pip=False)
     python = tmp_path / "prefix" / "bin" / "python"
@@ -116,16 +181,48 @@ def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(instal
     before = sorted(packages.iterdir())
     tools = Path(sys.executable).parent
     install = {
-        "pip": [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(ROOT)],
-        "uv": [str(tools / "uv"), "pip", "install", "-q", "--no-deps", "--python", str(python), str(ROOT)],
+        "pip": [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "-q",
+            "--no-deps",
+            str(ROOT),
+        ],
+        "uv": [
+            str(tools / "uv"),
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--python",
+            str(python),
+            str(ROOT),
+        ],
     }
     subprocess.run(install[installer], check=True, capture_output=True, text=True)
     found = run(
-        python.parent, str(python), "-c", "import das_adapter._native as native; print(native.__file__)"
+        python.parent,
+        str(python),
+        "-c",
+        "import das_adapter._native as native; print(native.__file__)",
     ).strip()
     assert Path(found).parent == packages / "das_adapter"
     assert (python.parent / "das-adapter").exists()
-    uninstall = [sys.executable, "-m", "pip", "--python", str(python), "uninstall", "-q", "-y", "das-adapter"]
+    uninstall = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "uninstall",
+        "-q",
+        "-y",
+        "das-adapter",
+    ]
     subprocess.run(uninstall, check=True, capture_output=True, text=True)
     assert sorted(packages.iterdir()) == before
     assert not (python.parent / "das-adapter").exists()
@@ -134,31 +231,52 @@ def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(instal
 def test_nemo_rls_environments_get_the_wheel_by_one_command(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))  # with uv
+    # with uv
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    )
     name = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
     venv.create(tmp_path / name, with_pip=False)
     command = ["install", "nemo-rl", "--venvs", str(tmp_path)]
     done = CliRunner().invoke(main, [*command, "--from", str(wheel)])
     assert done.exit_code == 0, done.output
     bin_ = tmp_path / name / "bin"
-    assert "drafted [10, 11, 12, 13]" in run(bin_, str(bin_ / "python"), str(ROOT / "tests/wheel/draft_once.py"))
+    assert "drafted [10, 11, 12, 13]" in run(
+        bin_, str(bin_ / "python"), str(ROOT / "tests/wheel/draft_once.py")
+    )
 
 
-def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place(wheel: Path, tmp_path: Path) -> None:
-    """In an environment that has the wheel, and borrows vLLM's packages from this one."""
+def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """In an environment that has the wheel, and borrows vLLM's packages from this
+    one.
+    """
     vllm = pytest.importorskip("vllm")
     bin_ = prefix_with(wheel, tmp_path / "prefix")
     (packages,) = (tmp_path / "prefix" / "lib").glob("python*/site-packages")
     (packages / "borrowed.pth").write_text(f"{Path(vllm.__file__).parents[1]}\n")
     (bin_ / "lscpu").symlink_to(shutil.which("lscpu") or "")  # vLLM asks it
-    python, example = str(bin_ / "python"), ROOT / "examples" / "vllm" / "in_place_update.py"
-    where = run(bin_, python, "-c", "import das_adapter, os; print(os.path.dirname(das_adapter.__file__))").strip()
+    python = str(bin_ / "python")
+    example = ROOT / "examples" / "vllm" / "in_place_update.py"
+    where = run(
+        bin_,
+        python,
+        "-c",
+        "import das_adapter, os; print(os.path.dirname(das_adapter.__file__))",
+    ).strip()
     assert Path(where) == packages / "das_adapter"
     assert "broken" not in run(bin_, str(bin_ / "das-adapter"), "doctor")
     # Without the controller, whose decisions depend on how long steps take.
     block = {"drafter": "history", "budget": "uniform", "speculate": "always"}
-    printed = run(bin_, python, str(example), DAS_CONFIG=json.dumps(block), HF_HUB_OFFLINE="1")
-    history = [int(found) for found in re.findall(r"from a history of (\d+) tokens", printed)]
-    per_forward = [float(found) for found in re.findall(r"(\S+) tokens per forward", printed)]
+    printed = run(
+        bin_, python, str(example), DAS_CONFIG=json.dumps(block), HF_HUB_OFFLINE="1"
+    )
+    history = [
+        int(found) for found in re.findall(r"from a history of (\d+) tokens", printed)
+    ]
+    per_forward = [
+        float(found) for found in re.findall(r"(\S+) tokens per forward", printed)
+    ]
     assert history[0] == 0 < history[1] < history[2]
     assert per_forward[-1] > 1.5

@@ -1,7 +1,9 @@
-"""Suffix index: drafts a request's next tokens from its problem's history, its live siblings and its own text.
+"""Suffix index: drafts a request's next tokens from its problem's history, its live
+siblings and its own text.
 
-`SuffixIndex` is the native index; `tests/unit/reference_index.py` is the same in plain Python.
-`das_adapter.core.index.store.HistoryStore` writes a node's history once, for every `SuffixIndex.attach` to map.
+`SuffixIndex` is the native index; `tests/unit/reference_index.py` is the same in plain
+Python. `das_adapter.core.index.store.HistoryStore` writes a node's history once, for
+every `SuffixIndex.attach` to map.
 """
 
 from __future__ import annotations
@@ -30,21 +32,25 @@ __all__ = ["IndexFileError", "SuffixIndex"]
 
 
 class SuffixIndex:
-    """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
+    """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes
+    per token), and live text.
 
-    The history is what a `HistoryStore` publishes (`map`, `refresh`): the index reads it, and the store writes it.
-    Equal calls give equal drafts on every process, however the history is cut into segments.
+    The history is what a `HistoryStore` publishes (`map`, `refresh`): the index reads
+    it, and the store writes it. Equal calls give equal drafts on every process, however
+    the history is cut into segments.
 
-    Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
-    that take long release the GIL.
+    Any thread may call: each call waits for those before it, the drafting that
+    `draft_rows` has begun included. Calls that take long release the GIL.
 
-    The longest matches of the request's context in each source vote on the continuation; where these are short, places
-    that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
-    The index learns it from what requests wrote after their drafts, separately for tokens that only the request's own
-    text suggests and for all others.
+    The longest matches of the request's context in each source vote on the
+    continuation; where these are short, places that match except for the last token
+    vote as well. Each draft token has an estimated chance to survive verification. The
+    index learns it from what requests wrote after their drafts, separately for tokens
+    that only the request's own text suggests and for all others.
 
-    Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers raise a ValueError or a
-    TypeError, and the handle of a request that is not open a ValueError.
+    Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers
+    raise a ValueError or a TypeError, and the handle of a request that is not open a
+    ValueError.
     """
 
     def __init__(self) -> None:
@@ -57,7 +63,8 @@ class SuffixIndex:
         """Read a file that `HistoryStore.save` wrote, and keep nothing of it.
 
         Raises:
-            IndexFileError: not an index file, of another format version, truncated or damaged.
+            IndexFileError: not an index file, of another format version, truncated or
+                damaged.
             OSError: the file can't be read.
         """
         native().read_index_file(os.fspath(path), True)
@@ -70,54 +77,64 @@ class SuffixIndex:
         return index
 
     def map(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the history by what a `HistoryStore` publishes in `directory`, nothing at first; live requests and
-        learned chances stay. Raises as `refresh`, and an IndexFileError if the directory is a link or another user's.
+        """Replace the history by what a `HistoryStore` publishes in `directory`,
+        nothing at first; live requests and learned chances stay. Raises as `refresh`,
+        and an IndexFileError if the directory is a link or another user's.
         """
         check_owner(Path(directory))
         self._core.attach(os.fspath(directory), False)
 
     def refresh(self, generation: int = 0) -> int:
-        """Map what the store has published since, at a weight sync; live requests stay open, and draft from it.
+        """Map what the store has published since, at a weight sync; live requests stay
+        open, and draft from it.
 
         Args:
-            generation: which of the store's last three generations; 0: the newest. All ranks of an engine must map the
-                same one to draft the same tokens.
+            generation: which of the store's last three generations; 0: the newest. All
+                ranks of an engine must map the same one to draft the same tokens.
 
         Returns:
             The generation that is mapped now; 0 as long as nothing is published.
 
         Raises:
-            IndexFileError: a file is truncated, damaged, foreign or of another format version. The history is
-                then what it was. Headers, tables and sizes are checked here; a problem's own arrays when it is first
-                used: here if it has live requests, else in `open`.
+            IndexFileError: a file is truncated, damaged, foreign or of another format
+                version. The history is then what it was. Headers, tables and sizes are
+                checked here; a problem's own arrays when it is first used: here if it
+                has live requests, else in `open`.
             OSError: a file can't be read; FileNotFoundError: that generation is gone.
         """
         self._core.refresh(generation)
         return self.generation
 
     def visit(self, path: str | os.PathLike[str]) -> None:
-        """Map the history of problems that have none here, as `HistoryStore.give` wrote it; each keeps it until the
-        `clear_live` that finds no live text of it, or until `refresh` brings history of its own. The file may be
-        removed afterwards. Raises as `refresh`; nothing is mapped then.
+        """Map the history of problems that have none here, as `HistoryStore.give` wrote
+        it; each keeps it until the `clear_live` that finds no live text of it, or until
+        `refresh` brings history of its own. The file may be removed afterwards. Raises
+        as `refresh`; nothing is mapped then.
         """
         self._core.visit(os.fspath(path))
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = (), ahead: Tokens = ()) -> int:
+    def open(
+        self, problem: int, prompt_ids: Tokens, prefix: Tokens = (), ahead: Tokens = ()
+    ) -> int:
         """Start a request; return its handle, above 0 and never used again.
 
         Args:
             problem: requests of one problem are siblings and draft from each other.
             prompt_ids: searched for this request only. May be empty.
             prefix: response token ids that exist already (a resumed request).
-            ahead: response token ids that were written ahead with this request's noise. Drafts repeat them until the
-                request writes something else; siblings draft from them as from a closed request's.
+            ahead: response token ids that were written ahead with this request's noise.
+                Drafts repeat them until the request writes something else; siblings
+                draft from them as from a closed request's.
 
         Raises:
-            IndexFileError: the problem's mapped history is damaged; the request is not opened.
+            IndexFileError: the problem's mapped history is damaged; the request is not
+                opened.
         """
-        return int(self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead))))
+        return int(
+            self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead)))
+        )
 
     def extend(self, handle: int, ids: Tokens) -> None:
         """Append token ids to a request."""
@@ -126,11 +143,19 @@ class SuffixIndex:
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
-        """Draft as `draft_rows` does, for texts as they are; return one array of tokens and one of chances per
-        request."""
-        given, none = integers(handles), np.zeros(np.size(handles), dtype=np.int64)
+        """Draft as `draft_rows` does, for texts as they are; return one array of tokens
+        and one of chances per request.
+        """
+        given = integers(handles)
+        none = np.zeros(np.size(handles), dtype=np.int64)
         looking = self.draft_rows(
-            given, np.zeros((1, 0), np.int32), none, none, none, integers(budgets), min_chance=min_chance
+            given,
+            np.zeros((1, 0), np.int32),
+            none,
+            none,
+            none,
+            integers(budgets),
+            min_chance=min_chance,
         )
         tokens, chances, offsets = looking.result()
         return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
@@ -145,53 +170,70 @@ class SuffixIndex:
         budgets: Int64,
         min_chance: float = 0.15,
     ) -> Any:
-        """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
-        both in a thread without the GIL, or, if that has not begun by then, or they are few, where the result is taken
-        or the index is used again. Where anything is wrong, nothing is appended.
+        """Append accepted token ids to a batch of requests, from where an engine keeps
+        their texts, and draft for them, both in a thread without the GIL, or, if that
+        has not begun by then, or they are few, where the result is taken or the index
+        is used again. Where anything is wrong, nothing is appended.
 
         Args:
             handles: shape (b,), int64; each request once.
             tokens: shape (m, n), int32, contiguous.
-            rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
-            budgets: most tokens to draft per request, shape (b,), int64; 0 (or less): none, at no cost.
-            min_chance: a draft ends before the token whose chance falls under this. 0: never.
+            rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i],
+                begins[i]:ends[i]]`.
+            budgets: most tokens to draft per request, shape (b,), int64; 0 (or less):
+                none, at no cost.
+            min_chance: a draft ends before the token whose chance falls under this. 0:
+                never.
 
         Returns:
-            What waits for the drafts. Its method `result` returns (tokens, chances, offsets):
+            What waits for the drafts. Its method `result` returns (tokens, chances,
+            offsets):
                 tokens: shape (n,), int32, the drafts one after the other.
-                chances: shape (n,), float32, in (0, 1], not increasing within a draft: the estimated chance that this
-                    token and all before it in the draft are accepted.
-                offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
-            `put(rows, keep, largest, lists)` puts the first `keep` tokens of each draft, those above `largest` as that,
-            into the list's `rows`.
+                chances: shape (n,), float32, in (0, 1], not increasing within a draft:
+                    the estimated chance that this token and all before it in the draft
+                    are accepted.
+                offsets: shape (b + 1,), int64; request i's draft is
+                    `tokens[offsets[i]:offsets[i + 1]]`.
+            `put(rows, keep, largest, lists)` puts the first `keep` tokens of each
+            draft, those above `largest` as that, into the list's `rows`.
 
         Raises:
-            ValueError: a request is not open, token ids or stretches are wrong, or arrays differ in length.
+            ValueError: a request is not open, token ids or stretches are wrong, or
+                arrays differ in length.
         """
-        return self._core.draft_rows(handles, tokens, rows, begins, ends, budgets, min_chance)
+        return self._core.draft_rows(
+            handles, tokens, rows, begins, ends, budgets, min_chance
+        )
 
     def close(self, handle: int, keep: bool = True) -> None:
-        """End a request. `keep`: its siblings draft from its response until `clear_live`; else it is forgotten."""
+        """End a request. `keep`: its siblings draft from its response until
+        `clear_live`; else it is forgotten.
+        """
         self._core.close(handle, keep)
 
     def age(self, handle: int) -> int | None:
-        """Return the weight versions from the newest history of a request's problem to the newest of all problems;
-        None: the problem has no history."""
+        """Return the weight versions from the newest history of a request's problem to
+        the newest of all problems; None: the problem has no history.
+        """
         return None if (age := int(self._core.age(handle))) < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
-        """Return a problem's history as one segment, as a device searches it: the newest visits that have 16 million
-        tokens together, or a part of a visit that has more. Empty arrays where there is no history. Other calls do not
-        wait for it.
+        """Return a problem's history as one segment, as a device searches it: the
+        newest visits that have 16 million tokens together, or a part of a visit that
+        has more. Empty arrays where there is no history. Other calls do not wait for
+        it.
 
         Args:
             problem: whose.
-            most: words of 32 bits that both arrays may take together; above that the history is thinned out.
+            most: words of 32 bits that both arrays may take together; above that the
+                history is thinned out.
 
         Returns:
-            tokens: int32 [t]; -1 before each text and at the end, -2 before a stretch whose beginning is not there.
-            places: uint32 [p], ordered by reversed left context, equal ones latest first: in 24 bits the position in
-                `tokens` of the last context token, above it in 8 bits the text's age in visits, 255 at most.
+            tokens: int32 [t]; -1 before each text and at the end, -2 before a stretch
+                whose beginning is not there.
+            places: uint32 [p], ordered by reversed left context, equal ones latest
+                first: in 24 bits the position in `tokens` of the last context token,
+                above it in 8 bits the text's age in visits, 255 at most.
 
         Raises:
             IndexFileError: the problem's mapped history is damaged.
@@ -199,13 +241,17 @@ class SuffixIndex:
         return self._core.flat(problem, most)
 
     def clear_live(self) -> None:
-        """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
+        """Forget the closed requests' responses (at a weight sync, once they are added
+        and sealed); open ones stay.
+        """
         self._core.clear_live()
 
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
     nbytes = Number("nbytes")
-    """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
+    """Bytes of the sealed history; of an attached index, bytes that it shares with all
+    others.
+    """
     live_bytes = Number("live_bytes")
     """Bytes of the live text and what finds places in it."""
     tokens = Number("tokens")

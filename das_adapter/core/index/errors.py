@@ -6,4 +6,6 @@ from das_adapter.errors import DasError
 
 
 class IndexFileError(DasError):
-    """A file that is not a saved index, is of another format version, truncated or damaged."""
+    """A file that is not a saved index, is of another format version, truncated or
+    damaged.
+    """

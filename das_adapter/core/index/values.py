@@ -18,7 +18,9 @@ ALL = 2**63 - 1
 
 
 class Number:
-    """A number of the native index, read from `_core` of its owner, under `_lock` where that has one."""
+    """A number of the native index, read from `_core` of its owner, under `_lock` where
+    that has one.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -34,7 +36,9 @@ class Shrunk(NamedTuple):
     tokens: int
     """Tokens that went."""
     thinned: int
-    """Problems of which the stretches that few of their rollouts have went, or the oldest visits."""
+    """Problems of which the stretches that few of their rollouts have went, or the
+    oldest visits.
+    """
     dropped: int
     """Problems that went whole."""
     kept: int

@@ -1,8 +1,9 @@
 """Keyed-noise sampling of a batch of logits: in C++ on a CPU, in Triton on a GPU.
 
-A token is drawn as ``argmax_v(logits[v] + G(seed, position, v))`` with standard Gumbel noise ``G`` that is a hash of
-its key (drafter-invariant verification, arXiv 2408.07978): a draw depends on nothing else, so no drafter can change a
-token. It is the noise of vLLM's V2 sampler since 0.31. On a GPU the logits are read from memory once.
+A token is drawn as ``argmax_v(logits[v] + G(seed, position, v))`` with standard Gumbel
+noise ``G`` that is a hash of its key (drafter-invariant verification, arXiv
+2408.07978): a draw depends on nothing else, so no drafter can change a token. It is the
+noise of vLLM's V2 sampler since 0.31. On a GPU the logits are read from memory once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Keys(NamedTuple):
 
 
 def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
-    """Draw one token per row, int64 [rows]: `argmax_v(logits[v] + G(seed, position, v))`; of equals the lowest.
+    """Draw one token per row, int64 [rows]: `argmax_v(logits[v] + G(seed, position,
+    v))`; of equals the lowest.
 
     Args:
         logits: float32 [rows, vocab]; need not be normalised; -inf excludes a token.
@@ -45,10 +47,14 @@ def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
     """
     if logits.device.type == "cpu":
         tokens = torch.empty(len(logits), dtype=torch.int64)
-        native().keyed_sample(*(x.contiguous().numpy() for x in (logits.detach(), *keys)), tokens.numpy())
+        native().keyed_sample(
+            *(x.contiguous().numpy() for x in (logits.detach(), *keys)), tokens.numpy()
+        )
         return tokens
     if triton is None:
-        raise UnsupportedHost(f"das.verify.noise='keyed' needs Triton on {logits.device.type}, found none")
+        raise UnsupportedHost(
+            f"das.verify.noise='keyed' needs Triton on {logits.device.type}, found none"
+        )
     return triton_sample(logits, keys)
 
 
@@ -65,7 +71,8 @@ if triton is not None:
 
     @triton.jit
     def _gumbel(seed, position, token):  # type: ignore[no-untyped-def]
-        # As vLLM's V2 sampler, operation for operation: `murmur3_uniform32` and `_log1p_neg_stable`.
+        # As vLLM's V2 sampler, operation for operation: `murmur3_uniform32` and
+        # `_log1p_neg_stable`.
         h = (seed ^ seed).to(tl.uint32)
         h = _mix(h, (seed & 0xFFFFFFFF).to(tl.uint32))
         h = _mix(h, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
@@ -76,7 +83,8 @@ if triton is not None:
         h ^= h >> 13
         h *= 0xC2B2AE35
         h ^= h >> 16
-        high, low = (h >> 16).to(tl.int32).to(tl.float32), (h & 0xFFFF).to(tl.int32).to(tl.float32)
+        high = (h >> 16).to(tl.int32).to(tl.float32)
+        low = (h & 0xFFFF).to(tl.int32).to(tl.float32)
         u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
         series = 1.0 / 8.0
         series = 1.0 / 7.0 + u * series
@@ -91,16 +99,26 @@ if triton is not None:
 
     @triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
     def _draw_blocks(  # type: ignore[no-untyped-def]
-        logits, stride, seeds, positions, scores, tokens, vocab, blocks, BLOCK: tl.constexpr
+        logits,
+        stride,
+        seeds,
+        positions,
+        scores,
+        tokens,
+        vocab,
+        blocks,
+        BLOCK: tl.constexpr,
     ):
         """Each block's best score, and its token."""
-        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        row = tl.program_id(0).to(tl.int64)
+        block = tl.program_id(1)
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < vocab
         logit = tl.load(logits + row * stride + token, mask=valid, other=-float("inf"))
         noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), token)
         score = tl.where(valid, logit + noise, -float("inf"))
-        score = tl.where(score == score, score, -float("inf"))  # NaN would win at a place that is no token's
+        # NaN would win at a place that is no token's
+        score = tl.where(score == score, score, -float("inf"))
         value, at = tl.max(score, axis=0, return_indices=True)
         tl.store(scores + row * blocks + block, value)
         tl.store(tokens + row * blocks + block, block * BLOCK + at)
@@ -114,5 +132,14 @@ if triton is not None:
         tokens = logits.new_empty(rows, blocks, dtype=torch.int64)
         if rows:
             keyed = (key.contiguous() for key in keys)
-            _draw_blocks[(rows, blocks)](logits, logits.stride(0), *keyed, scores, tokens, vocab, blocks, BLOCK=_BLOCK)
+            _draw_blocks[(rows, blocks)](
+                logits,
+                logits.stride(0),
+                *keyed,
+                scores,
+                tokens,
+                vocab,
+                blocks,
+                BLOCK=_BLOCK,
+            )
         return tokens.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)

@@ -1,4 +1,6 @@
-"""Draft tokens from a model, pass by pass: what the policy copy and the neural drafters have in common."""
+"""Draft tokens from a model, pass by pass: what the policy copy and the neural drafters
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ logger = logging.getLogger("das_adapter")
 
 
 class ModelSource:
-    """Runs a model for those rows of the runner's batch for which the controller wants its drafts."""
+    """Runs a model for those rows of the runner's batch for which the controller wants
+    its drafts.
+    """
 
     follows = False
     """Whether it must see every step of the policy, those without drafts too."""
@@ -27,8 +31,9 @@ class ModelSource:
         self.drafts = drafts
         self._drafter = drafter
         self.drawn_with: dict[str, torch.Tensor] = {}
-        """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
-        vLLM's own noise verifies it."""
+        """Probabilities with which the model has drawn each request's present draft,
+        float32 [tokens, vocab], where vLLM's own noise verifies it.
+        """
 
     @property
     def runner(self) -> Any:
@@ -41,10 +46,15 @@ class ModelSource:
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
 
-    def tell_probabilities(self, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Tell vLLM's rejection sampler with which probabilities the tokens of a step were drawn: a forward pre-hook of
-        it, `given` the arguments. None: all drafts are from the history, whose tokens are certain."""
-        drawn_with, self.drawn_with = self.drawn_with, {}
+    def tell_probabilities(
+        self, _: Any, given: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
+        """Tell vLLM's rejection sampler with which probabilities the tokens of a step
+        were drawn: a forward pre-hook of it, `given` the arguments. None: all drafts
+        are from the history, whose tokens are certain.
+        """
+        drawn_with = self.drawn_with
+        self.drawn_with = {}
         if not drawn_with:
             return None
         metadata, _, *others = given
@@ -52,14 +62,22 @@ class ModelSource:
         return metadata, of_draft_tokens(drawn_with, req_ids, metadata), *others
 
     def draft(
-        self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]], able: bool = True
+        self,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
+        drafts: list[list[int]],
+        able: bool = True,
     ) -> None:
-        """Draft `counts` [batch] tokens for each row of the batch, into `drafts`; `lengths` and `tokens` as in
-        `Proposer.propose`. Where the first rank is not `able` to, nobody drafts.
+        """Draft `counts` [batch] tokens for each row of the batch, into `drafts`;
+        `lengths` and `tokens` as in `Proposer.propose`. Where the first rank is not
+        `able` to, nobody drafts.
 
-        Every tensor-parallel rank must call it at every step, one that has failed too; the first rank's counts hold.
-        Where one of several ranks fails in the passes, its process ends: vLLM's executor hears of that and ends the
-        engine, but of an error only from the first rank, while the others would wait for this one in a collective.
+        Every tensor-parallel rank must call it at every step, one that has failed too;
+        the first rank's counts hold. Where one of several ranks fails in the passes,
+        its process ends: vLLM's executor hears of that and ends the engine, but of an
+        error only from the first rank, while the others would wait for this one in a
+        collective.
         """
         agreed = self._agreed(counts, able)
         if agreed is None:
@@ -74,18 +92,28 @@ class ModelSource:
             self.forget()
             if self._drafter.ranks == 1:
                 raise
-            logger.exception("das: a rank failed while all ranks drafted; its process ends, and the engine with it")
+            logger.exception(
+                "das: a rank failed while all ranks drafted; its process ends, and the"
+                " engine with it"
+            )
             os._exit(1)
         for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
 
-    def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+    def _draft(
+        self,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
+    ) -> list[list[int]]:
         """Return the drafts of some rows: `counts` [rows] tokens at most."""
         raise NotImplementedError
 
     def _agreed(self, counts: np.ndarray, able: bool) -> np.ndarray | None:
-        """Return the first rank's counts, as tensor-parallel ranks run the model together; None where it is not able
-        to."""
+        """Return the first rank's counts, as tensor-parallel ranks run the model
+        together; None where it is not able to.
+        """
         told = torch.from_numpy(np.append(counts, int(able)))
         if self._drafter.ranks > 1:
             from vllm.distributed import get_tp_group
@@ -96,25 +124,41 @@ class ModelSource:
         return agreed[:-1] if agreed[-1] else None
 
 
-def of_draft_tokens(drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str], metadata: Any) -> torch.Tensor:
-    """Return the probabilities with which a step's draft tokens were drawn, float32 [tokens, vocab]: where nobody has
-    drawn, the token is certain; where there is none (-1), as where the model's are no numbers, all are 0, so that
-    vLLM draws from the policy's. `drawn_with`: see `ModelSource`, the scheduler may have shortened the drafts;
-    `req_ids`, `metadata`: of the batch, vLLM's SpecDecodeMetadata of its step."""
-    tokens, counts = metadata.draft_token_ids.long()[:, None], metadata.num_draft_tokens
+def of_draft_tokens(
+    drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str], metadata: Any
+) -> torch.Tensor:
+    """Return the probabilities with which a step's draft tokens were drawn, float32
+    [tokens, vocab]: where nobody has drawn, the token is certain; where there is none
+    (-1), as where the model's are no numbers, all are 0, so that vLLM draws from the
+    policy's. `drawn_with`: see `ModelSource`, the scheduler may have shortened the
+    drafts; `req_ids`, `metadata`: of the batch, vLLM's SpecDecodeMetadata of its
+    step.
+    """
+    tokens = metadata.draft_token_ids.long()[:, None]
+    counts = metadata.num_draft_tokens
     size = next(iter(drawn_with.values())).shape[1]
-    found = torch.zeros(len(tokens), size, device=tokens.device).scatter_(1, tokens.clamp(min=0), 1.0)
-    for req_id, count, end in zip(req_ids, counts, np.cumsum(counts).tolist(), strict=False):
+    found = torch.zeros(len(tokens), size, device=tokens.device).scatter_(
+        1, tokens.clamp(min=0), 1.0
+    )
+    for req_id, count, end in zip(
+        req_ids, counts, np.cumsum(counts).tolist(), strict=False
+    ):
         if count and req_id in drawn_with:
             rows = drawn_with[req_id][:count]
             found[end - count : end - count + len(rows)] = rows
     return found.masked_fill_(tokens < 0, 0.0).nan_to_num_()
 
 
-def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray) -> CommonAttentionMetadata:
-    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests, int64 [requests] each.
-    `blocks`: of each request's KV cache, int [requests, most blocks], on the device."""
-    device, n, counts = blocks.device, len(begins), ends - begins
+def queries(
+    blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray
+) -> CommonAttentionMetadata:
+    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some
+    requests, int64 [requests] each. `blocks`: of each request's KV cache, int
+    [requests, most blocks], on the device.
+    """
+    device = blocks.device
+    n = len(begins)
+    counts = ends - begins
     starts = np.concatenate([[0], np.cumsum(counts)])
     at, which = (
         torch.from_numpy(x).to(device, non_blocking=True)
@@ -123,7 +167,8 @@ def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.
     slots = blocks[which, at // block_size].long() * block_size + at % block_size
 
     def on_host(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int32))  # vLLM counts some of them on, each by itself
+        # vLLM counts some of them on, each by itself
+        return torch.from_numpy(values.astype(np.int32))
 
     described = {
         "query_start_loc": on_host(starts).to(device, non_blocking=True),
@@ -142,11 +187,14 @@ def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.
         "block_table_tensor": blocks,
         "slot_mapping": slots,
     }
-    known = CommonAttentionMetadata.__dataclass_fields__.keys() & described.keys()  # in this version
+    # in this version
+    known = CommonAttentionMetadata.__dataclass_fields__.keys() & described.keys()
     return CommonAttentionMetadata(**{name: described[name] for name in known})
 
 
 def stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return begin, begin + 1, ... for each of some stretches, one after the other, int64."""
+    """Return begin, begin + 1, ... for each of some stretches, one after the other,
+    int64.
+    """
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(begins - before, counts)

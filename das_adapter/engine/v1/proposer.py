@@ -1,5 +1,7 @@
-"""The drafter of an engine on the V1 runner, which vLLM runs as a proposer (`speculative_config.method:
-custom_class`): drafts from the history, with a model, or with the better of the two, as the controller decides."""
+"""The drafter of an engine on the V1 runner, which vLLM runs as a proposer
+(`speculative_config.method: custom_class`): drafts from the history, with a model, or
+with the better of the two, as the controller decides.
+"""
 
 from __future__ import annotations
 
@@ -26,41 +28,59 @@ from das_adapter.protocol.metrics import EngineStats
 
 
 class Proposer:
-    """Drafts for the batch between two steps; it can fail, or draft nothing useful, without harming the rollout.
+    """Drafts for the batch between two steps; it can fail, or draft nothing useful,
+    without harming the rollout.
 
-    `runner` (vLLM's model runner) is bound by the worker's state before the first step. With tensor parallelism the
-    first rank decides and draws on the history; the others run their part of the model, for the requests that the first
-    names. The class has no attribute `model`, by which vLLM and the hosts would take it for a drafter with weights.
+    `runner` (vLLM's model runner) is bound by the worker's state before the first step.
+    With tensor parallelism the first rank decides and draws on the history; the others
+    run their part of the model, for the requests that the first names. The class has no
+    attribute `model`, by which vLLM and the hosts would take it for a drafter with
+    weights.
     """
 
     def __init__(self, vllm_config: VllmConfig):
-        config, parallel = settings(vllm_config), vllm_config.parallel_config
+        config = settings(vllm_config)
+        parallel = vllm_config.parallel_config
         assert config is not None and vllm_config.speculative_config is not None
         self.config = config
         self.runner: Any = None
         self.ranks = parallel.tensor_parallel_size
         self.leads = parallel.rank % self.ranks == 0
-        """Whether vLLM takes this rank's drafts: the first of the tensor-parallel ranks, which sample alike."""
+        """Whether vLLM takes this rank's drafts: the first of the tensor-parallel
+        ranks, which sample alike.
+        """
         self.carried: list[int] | None = None
-        """Draft tokens that each request of the batch carried into the step being sampled; None: nobody had any."""
+        """Draft tokens that each request of the batch carried into the step being
+        sampled; None: nobody had any.
+        """
         self.drops = False
-        """Whether that step verifies no drafts, see `expands`: the next one, of the same requests, would not either."""
+        """Whether that step verifies no drafts, see `expands`: the next one, of the
+        same requests, would not either.
+        """
         self.model_source: ModelSource | None = None
         if config.copies_policy:
             self.model_source = CopySource(self, ModelDrafts(config.model_tokens))
         elif config.neural:
-            self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
+            self.model_source = NeuralSource(
+                self, ModelDrafts(config.model_tokens, narrows=False)
+            )
         drafts = self.model_source.drafts if self.model_source else None
         self.engine = EngineController(config, vllm_config, drafts, leads=self.leads)
         self.timer = StepTimer()
         self.model_tokens = NOBODY
-        """Tokens that the model shall draft for each request of the batch, int64 [batch]."""
+        """Tokens that the model shall draft for each request of the batch, int64
+        [batch].
+        """
         self._max_model_len = vllm_config.model_config.max_model_len
         scheduler = vllm_config.scheduler_config
-        self._step_tokens = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
+        self._step_tokens = (
+            getattr(scheduler, "max_num_scheduled_tokens", None)
+            or scheduler.max_num_batched_tokens
+        )
         self._ends, self._lengths, self._by_model = np.zeros((3, 1), dtype=np.int64)
-        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens; tokens of its last
-        draft, if that was to be the model's."""
+        """By slot: `LiveRequest.end`; the request's length when it was last drafted
+        for, tokens; tokens of its last draft, if that was to be the model's.
+        """
         self._synced = False
         """Whether a weight sync has come since requests were closed last."""
         self._undecided: Callable[[], None] | None = None
@@ -68,8 +88,9 @@ class Proposer:
         self._later: list[Callable[[], None]] = []
         """Work of steps that are over, see `catch_up`."""
         self._batch: tuple[list[str], int, np.ndarray, np.ndarray] | None = None
-        """Requests of the last batch, and how many the runner had; its rows and their slots, int64 [batch]. None: some
-        were opened or closed since."""
+        """Requests of the last batch, and how many the runner had; its rows and their
+        slots, int64 [batch]. None: some were opened or closed since.
+        """
 
     def load_model(self, policy: Any) -> None:
         """Take the policy, once vLLM has loaded it."""
@@ -79,8 +100,9 @@ class Proposer:
     # A decode step
 
     def begin_step(self, scheduled: Any, now: float) -> None:
-        """Note that the engine starts a forward pass (vLLM's `SchedulerOutput`): the one before, if it only decoded,
-        took until now, seconds of a monotonic clock."""
+        """Note that the engine starts a forward pass (vLLM's `SchedulerOutput`): the
+        one before, if it only decoded, took until now, seconds of a monotonic clock.
+        """
         self.settle()
         if not self.engine.failed:
             self.later(partial(self.time_step, scheduled, now))
@@ -97,8 +119,11 @@ class Proposer:
         self._later.append(work)
 
     def catch_up(self) -> None:
-        """Do what was put off; while a GPU runs the forward pass that has begun, nobody waits for it."""
-        later, self._later = self._later, []
+        """Do what was put off; while a GPU runs the forward pass that has begun, nobody
+        waits for it.
+        """
+        later = self._later
+        self._later = []
         for work in later:
             with self.engine.surviving():
                 work()
@@ -110,12 +135,15 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for every request of the batch: at most `num_speculative_tokens` tokens each, once `settle` has been
-        called; none at all where the drafter has failed since the last weight sync.
+        """Draft for every request of the batch: at most `num_speculative_tokens` tokens
+        each, once `settle` has been called; none at all where the drafter has failed
+        since the last weight sync.
 
         Args:
-            sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
-            num_tokens_no_spec, token_ids_cpu: int [max_batch], int32 [max_batch, max_model_len], all of its tokens.
+            sampled_token_ids: tokens each request got in this step; empty while its
+                prompt is read.
+            num_tokens_no_spec, token_ids_cpu: int [max_batch], int32 [max_batch,
+                max_model_len], all of its tokens.
         """
         self.settle()
         self.catch_up()
@@ -126,18 +154,25 @@ class Proposer:
         drafts: list[list[int]] | None = None
         if not self.engine.failed:
             try:
-                drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafts = self.begin_drafts(
+                    sampled_token_ids, num_tokens_no_spec, token_ids_cpu
+                )
             except Exception as error:
                 self.engine.fail(error)
         if drafts is None:
-            self._batch, drafts = None, [[] for _ in sampled_token_ids]
+            self._batch = None
+            drafts = [[] for _ in sampled_token_ids]
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
         finally:
             self.engine.counters.propose_seconds.append(time.perf_counter() - begin)
 
-    def begin_drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        """As `propose`, but only begin to look for drafts: `settle` puts them into the lists that are returned."""
+    def begin_drafts(
+        self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+    ) -> list[list[int]]:
+        """As `propose`, but only begin to look for drafts: `settle` puts them into the
+        lists that are returned.
+        """
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self.leads:
             return drafts
@@ -148,7 +183,15 @@ class Proposer:
         if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
             one = np.ones(len(sampled), dtype=np.int64)
-            self.later(partial(self.timer.sampled, one, one, int(lengths[: len(sampled)].sum()), asked=False))
+            self.later(
+                partial(
+                    self.timer.sampled,
+                    one,
+                    one,
+                    int(lengths[: len(sampled)].sum()),
+                    asked=False,
+                )
+            )
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
         search = controller.search(decoded)
@@ -167,11 +210,14 @@ class Proposer:
         return drafts
 
     def settle(self) -> None:
-        """Put the drafts that are still looked for into what `propose` has returned: vLLM takes it now."""
+        """Put the drafts that are still looked for into what `propose` has returned:
+        vLLM takes it now.
+        """
         if self._undecided is None:
             return
         begin = time.perf_counter()
-        decide, self._undecided = self._undecided, None
+        decide = self._undecided
+        self._undecided = None
         try:
             decide()
         except Exception as error:
@@ -185,7 +231,8 @@ class Proposer:
         """End the rehearsal, and forget its request."""
         self.settle()
         self.catch_up()
-        self._batch, self.timer = None, StepTimer()
+        self._batch = None
+        self.timer = StepTimer()
         self.engine.rehearsed()
 
     def refresh(self, message: Refresh) -> Refreshed:
@@ -212,12 +259,19 @@ class Proposer:
 
     # Inside
 
-    def _with_model(self, drafts: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        source, account = self.model_source, self.engine.controller.account
-        if not source or not (self.ranks > 1 or source.follows or self.model_tokens.any()):
+    def _with_model(
+        self, drafts: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+    ) -> list[list[int]]:
+        source = self.model_source
+        account = self.engine.controller.account
+        if not source or not (
+            self.ranks > 1 or source.follows or self.model_tokens.any()
+        ):
             return drafts
-        rests = account.idle or account.model_rest.reason is not None  # it need not even follow the policy
-        begin, made = time.perf_counter(), source.drafts.made
+        # it need not even follow the policy
+        rests = account.idle or account.model_rest.reason is not None
+        begin = time.perf_counter()
+        made = source.drafts.made
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
@@ -238,18 +292,33 @@ class Proposer:
         if search is not None:
             self.engine.controller.value(decoded.slots, decoded.context, 1)
 
-    def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:
+    def _decide(
+        self,
+        rows: np.ndarray,
+        slots: np.ndarray,
+        search: Search,
+        drafts: list[list[int]],
+    ) -> None:
         history = self.engine.history
-        plan = self.engine.controller.decide(slots, search, None if history is None else history.found())
+        plan = self.engine.controller.decide(
+            slots, search, None if history is None else history.found()
+        )
         if history:
             history.take(rows, plan.history, drafts)
         if self.model_source:
             self.model_tokens[rows] = self._by_model[slots] = plan.model
 
-    def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
-        """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
-        req_ids, everyone = self.runner.input_batch.req_ids, len(self.runner.requests)
-        carried, self.carried, followed = self.carried, None, None
+    def _decoded(
+        self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[Decoded, np.ndarray]:
+        """Return what the step brought to the requests that decode, and their rows of
+        the batch, int64 [requests].
+        """
+        req_ids = self.runner.input_batch.req_ids
+        everyone = len(self.runner.requests)
+        carried = self.carried
+        self.carried = None
+        followed = None
         if self._batch is not None and self._batch[:2] == (req_ids, everyone):
             _, _, rows, slots = self._batch
             now = lengths[: len(rows)].astype(np.int64)
@@ -260,28 +329,50 @@ class Proposer:
             got = np.array([len(new) for new in sampled], dtype=np.int64)
             rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
             room = self._ends[slots] - 1 - now
-            self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
+            self._batch = (
+                (list(req_ids), everyone, rows, slots)
+                if len(rows) == len(req_ids)
+                else None
+            )
         drafts = None if carried is None else np.array(carried, dtype=np.int64)
         if followed is None and drafts is not None:
             drafts = drafts[rows]
-        by_model = np.minimum(drafts, self._by_model[slots]) if self.model_source and drafts is not None else None
-        # The next step writes the draft and one token more: neither may pass the request's end, or take what the other
-        # requests and prompts need of a step, to which vLLM comes later. More prompts come where the batch has changed.
+        by_model = (
+            np.minimum(drafts, self._by_model[slots])
+            if self.model_source and drafts is not None
+            else None
+        )
+        # The next step writes the draft and one token more: neither may pass the
+        # request's end, or take what the other requests and prompts need of a step, to
+        # which vLLM comes later. More prompts come where the batch has changed.
         kept = self._step_tokens // (2 if followed is None else 16)
-        if (fits := (self._step_tokens - kept) // max(everyone, 1) - 1) < self.config.num_draft_tokens:
+        if (
+            fits := (self._step_tokens - kept) // max(everyone, 1) - 1
+        ) < self.config.num_draft_tokens:
             room = np.minimum(room, max(0, fits))
         return Decoded(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
-        self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+        self,
+        req_ids: list[str],
+        got: np.ndarray,
+        lengths: np.ndarray,
+        tokens: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Close the requests that are gone and open those that began; return of those that decode the rows, the slots,
-        the tokens that they got and their lengths, int64 [requests] each."""
+        """Close the requests that are gone and open those that began; return of those
+        that decode the rows, the slots, the tokens that they got and their lengths,
+        int64 [requests] each.
+        """
         self._close_gone()
         live = map(self.engine.live.get, req_ids)
-        everyone = np.array([-1 if request is None else request.slot for request in live], dtype=np.int64)
+        everyone = np.array(
+            [-1 if request is None else request.slot for request in live],
+            dtype=np.int64,
+        )
         rows = np.flatnonzero(got)
-        got, slots, now = got[rows], everyone[rows], lengths[rows].astype(np.int64)
+        got = got[rows]
+        slots = everyone[rows]
+        now = lengths[rows].astype(np.int64)
         for i in np.flatnonzero((slots < 0) | (self._lengths[slots] > now)).tolist():
             row = int(rows[i])
             slots[i] = self._open(req_ids[row], tokens[row, : now[i]], int(got[i]))
@@ -292,15 +383,27 @@ class Proposer:
         return rows, slots, got, now
 
     def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
-        """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
+        """Open a request, given its text so far, int32 token ids, and how many of them
+        are new; return its slot.
+        """
         self._close([req_id])
-        request, before = self.runner.requests[req_id], len(text) - got
+        request = self.runner.requests[req_id]
+        before = len(text) - got
         live = LiveRequest.of(req_id, request, self._max_model_len)
-        self.engine.open(live, before, np.asarray(request.prompt_token_ids or (), dtype=np.int32), text)
+        self.engine.open(
+            live,
+            before,
+            np.asarray(request.prompt_token_ids or (), dtype=np.int32),
+            text,
+        )
         slot = live.slot
         columns = self._ends, self._lengths, self._by_model
-        self._ends, self._lengths, self._by_model = (with_room(column, slot + 1) for column in columns)
-        self._ends[slot], self._lengths[slot], self._by_model[slot] = live.end, before, 0
+        self._ends, self._lengths, self._by_model = (
+            with_room(column, slot + 1) for column in columns
+        )
+        self._ends[slot] = live.end
+        self._lengths[slot] = before
+        self._by_model[slot] = 0
         return slot
 
     def _close(self, req_ids: list[str]) -> None:
@@ -308,8 +411,11 @@ class Proposer:
         self.engine.close(req_ids)
 
     def _close_gone(self) -> None:
-        gone = [req_id for req_id in self.engine.live if req_id not in self.runner.requests]
-        for req_id in gone if self._synced else ():  # they ended before the weight sync: nobody drafts from them now
+        gone = [
+            req_id for req_id in self.engine.live if req_id not in self.runner.requests
+        ]
+        # they ended before the weight sync: nobody drafts from them now
+        for req_id in gone if self._synced else ():
             self.engine.live[req_id].record = False
         self._synced = False
         self._close(gone)

@@ -1,4 +1,6 @@
-"""das-adapter inside one worker that runs vLLM's V1 model runner: what is bound to it, and the keys of its noise."""
+"""das-adapter inside one worker that runs vLLM's V1 model runner: what is bound to it,
+and the keys of its noise.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,20 @@ from das_adapter.engine.requests import LiveRequest, label_of
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural_drafts import KeyedDrafts, NeuralSource
 from das_adapter.engine.v1.proposer import Proposer
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, beside, expands
+from das_adapter.engine.v1.verification import (
+    KeyedRejectionSampler,
+    KeyedSampler,
+    beside,
+    expands,
+)
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 
 
 class HostWorkerState(WorkerState):
-    """The state of one worker on the V1 runner, whose drafts are made on the host. All ranks draft."""
+    """The state of one worker on the V1 runner, whose drafts are made on the host. All
+    ranks draft.
+    """
 
     model_runner = 1
 
@@ -29,19 +38,31 @@ class HostWorkerState(WorkerState):
         self.drafter: Proposer | None = None
         """None: vLLM's own drafts in every step, or nobody does."""
         if config.controlled:
-            self.drafter = Proposer(runner.vllm_config) if config.neural else getattr(runner, "drafter", None)
+            self.drafter = (
+                Proposer(runner.vllm_config)
+                if config.neural
+                else getattr(runner, "drafter", None)
+            )
         super().__init__(runner, config, self.drafter)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
-        """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
+        """Draft tokens that each request carried into the step that is going on; None:
+        nobody had any.
+        """
         self.began = 0.0
         """When that step began, seconds."""
         self.drafts_no_more = False
         """Whether drafting has failed in a place that the controller does not see."""
-        self._batch: tuple[list[str], torch.Tensor, list[bool]] = [], torch.zeros(0, dtype=torch.int64), []
+        self._batch: tuple[list[str], torch.Tensor, list[bool]] = (
+            [],
+            torch.zeros(0, dtype=torch.int64),
+            [],
+        )
 
     def bind(self) -> None:
-        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
+        """Bind it to the model runner: drafter, samplers, and the parts of a step that
+        are watched.
+        """
         super().bind()
         if self.drafter:
             self.drafter.runner = self.runner
@@ -49,21 +70,30 @@ class HostWorkerState(WorkerState):
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
-            runner.sampler = self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
+            runner.sampler = self.sampler = KeyedSampler(
+                logprobs_mode=runner.sampler.logprobs_mode
+            )
             if hasattr(runner, "rejection_sampler"):
-                runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
+                runner.rejection_sampler = KeyedRejectionSampler(
+                    self.sampler, runner.speculative_config, runner.device
+                )
         elif self.drafter and self.drafter.model_source:
-            runner.rejection_sampler.register_forward_pre_hook(self.drafter.model_source.tell_probabilities)
+            runner.rejection_sampler.register_forward_pre_hook(
+                self.drafter.model_source.tell_probabilities
+            )
         if self.config.controlled:
-            # Steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
-            # runner captures decode steps for K + 1 tokens of every request instead, which drafts of any length never
-            # are, and rounds all sizes up to multiples of K + 1. Drafted steps replay piecewise graphs.
+            # Steps without drafts replay the full CUDA graphs that an engine without
+            # speculation captures. vLLM's V1 runner captures decode steps for K + 1
+            # tokens of every request instead, which drafts of any length never are, and
+            # rounds all sizes up to multiples of K + 1. Drafted steps replay piecewise
+            # graphs.
             for owner in (runner, runner.cudagraph_dispatcher):
                 if hasattr(owner, "uniform_decode_query_len"):
                     owner.uniform_decode_query_len = 1
         for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
-        if not (self.drafter and self.draft_weights):  # else the drafter takes the place of what would fail
+        # else the drafter takes the place of what would fail
+        if not (self.drafter and self.draft_weights):
             survive_drafting.apply(self, owner=self.runner)
 
     def response(self, req_id: str) -> LiveRequest | None:
@@ -75,55 +105,85 @@ class HostWorkerState(WorkerState):
         return live
 
     def batch(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return of the batch's requests the seeds of their noise on the runner's device, int64 [requests], 0 where it
-        is stock's, and whether each belongs to a training rollout."""
+        """Return of the batch's requests the seeds of their noise on the runner's
+        device, int64 [requests], 0 where it is stock's, and whether each belongs to a
+        training rollout.
+        """
         req_ids = self.runner.input_batch.req_ids
         if req_ids != self._batch[0]:
             requests = [self.runner.requests[req_id] for req_id in req_ids]
-            seeds = [request.sampling_params.seed if self.config.keyed else 0 for request in requests]
+            seeds = [
+                request.sampling_params.seed if self.config.keyed else 0
+                for request in requests
+            ]
             training = [label_of(request).record for request in requests]
-            on_device = torch.tensor(seeds, dtype=torch.int64).to(self.runner.device, non_blocking=True)
+            on_device = torch.tensor(seeds, dtype=torch.int64).to(
+                self.runner.device, non_blocking=True
+            )
             self._batch = list(req_ids), on_device, training
         return self._batch[1:]
 
     def keys(self, metadata: Any) -> Keys:
-        """Return the keys of the rows that are sampled: request after request, its drafted positions and one more.
+        """Return the keys of the rows that are sampled: request after request, its
+        drafted positions and one more.
 
-        The positions are those that the policy has just read, on the device: under asynchronous scheduling the host
-        does not know how many draft tokens of the step before were accepted. `metadata`: as in `_sample`.
+        The positions are those that the policy has just read, on the device: under
+        asynchronous scheduling the host does not know how many draft tokens of the step
+        before were accepted. `metadata`: as in `_sample`.
         """
-        runner, (seeds, _) = self.runner, self.batch()
+        runner = self.runner
+        (seeds, _) = self.batch()
         positions = getattr(runner.positions, "gpu", runner.positions)
         if metadata is None:
             return self.first_keys(None)
-        rows = np.repeat(np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1)
+        rows = np.repeat(
+            np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1
+        )
         place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
         return Keys(seeds[place], positions[metadata.logits_indices.long()])
 
     def first_rows(self, drafted: Sequence[int]) -> torch.Tensor:
-        """Return each request's first row of logits, int64 [batch], where it has so many drafted positions and one
-        more."""
+        """Return each request's first row of logits, int64 [batch], where it has so
+        many drafted positions and one more.
+        """
         rows = np.asarray(drafted, dtype=np.int64) + 1
         return beside(np.cumsum(rows) - rows, self.batch()[0])
 
     def first_keys(self, drafted: Sequence[int] | None) -> Keys:
         """Return the keys of these rows; None: nobody has a drafted position."""
-        seeds, runner = self.batch()[0], self.runner
+        seeds = self.batch()[0]
+        runner = self.runner
         positions = getattr(runner.positions, "gpu", runner.positions)
         last = runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1
         if drafted is None:
             return Keys(seeds, positions[last])
-        return Keys(seeds, positions[last - beside(np.asarray(drafted, dtype=np.int64), seeds)])
+        return Keys(
+            seeds, positions[last - beside(np.asarray(drafted, dtype=np.int64), seeds)]
+        )
 
-    def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
-        """Count a step; `training`: whether each request belongs to a training rollout."""
+    def count(
+        self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]
+    ) -> None:
+        """Count a step; `training`: whether each request belongs to a training
+        rollout.
+        """
         if self.rehearsal is not None and drafts is not None:
             self.rehearsal.verified += sum(drafts)
-            self.rehearsal.accepted += sum(max(0, len(tokens) - 1) for tokens in sampled)
+            self.rehearsal.accepted += sum(
+                max(0, len(tokens) - 1) for tokens in sampled
+            )
         if not any(training):
             return
-        got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]
-        counted = partial(self.counters.step, got, drafts or [0] * len(got), time.perf_counter() - self.began)
+        got = [
+            len(tokens) if record else 0
+            for record, tokens in zip(training, sampled, strict=True)
+        ]
+        counted = partial(
+            self.counters.step,
+            got,
+            drafts or [0] * len(got),
+            time.perf_counter() - self.began,
+        )
         if self.drafter:
             self.drafter.later(counted)
         else:
@@ -131,14 +191,17 @@ class HostWorkerState(WorkerState):
 
     def begin_step(self, scheduled: Any) -> None:
         """Note that a step begins (vLLM's `SchedulerOutput`)."""
-        self.begin_standalone(scheduled)  # it may bring everything up to date, which is no part of a step
+        # it may bring everything up to date, which is no part of a step
+        self.begin_standalone(scheduled)
         self.began = time.perf_counter()
         if self.drafter:
             self.drafter.begin_step(scheduled, self.began)
 
     @property
     def looks_up_alone(self) -> bool:
-        """Whether drafts are looked up on the host, with no model that other ranks run a part of."""
+        """Whether drafts are looked up on the host, with no model that other ranks run
+        a part of.
+        """
         return self.drafter is not None and self.drafter.model_source is None
 
     def _draft_no_more(self) -> None:
@@ -148,21 +211,33 @@ class HostWorkerState(WorkerState):
         self.drafts_no_more = False
 
     def draft_up_to_the_end(self) -> None:
-        """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
-        max_model_len, it skips the drafter and gives the whole batch junk drafts. Ours end before it, and the scheduler
-        clips as well."""
+        """Raise the length up to which vLLM drafts: when one request comes within
+        num_speculative_tokens of max_model_len, it skips the drafter and gives the
+        whole batch junk drafts. Ours end before it, and the scheduler clips as well.
+        """
         if hasattr(self.runner, "effective_drafter_max_model_len"):
-            self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
+            self.runner.effective_drafter_max_model_len += (
+                self.config.num_draft_tokens + 1
+            )
 
     def loaded(self) -> None:
-        """As `WorkerState.loaded`; a drafter with weights draws with the policy's noise, and the controller runs it."""
+        """As `WorkerState.loaded`; a drafter with weights draws with the policy's
+        noise, and the controller runs it.
+        """
         super().loaded()
         if not self.draft_weights:
             return
-        noise, options = None, self.config.draft.options
-        most_likely = options.get("parallel_drafting") or options.get("use_heterogeneous_vocab")
+        noise = None
+        options = self.config.draft.options
+        most_likely = options.get("parallel_drafting") or options.get(
+            "use_heterogeneous_vocab"
+        )
         # Under M-RoPE a drafter knows no positions in the text.
-        if self.config.keyed and not most_likely and hasattr(self.runner.drafter, "positions"):
+        if (
+            self.config.keyed
+            and not most_likely
+            and hasattr(self.runner.drafter, "positions")
+        ):
             noise = KeyedDrafts(self.runner, lambda: self.batch()[0])
         if self.drafter:
             source = self.drafter.model_source
@@ -176,8 +251,9 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 @patch(f"{_RUNNER}.execute_model", since="0.24", needs="scheduler_output")
 def time_steps(stock: Any, state: HostWorkerState) -> Any:
-    """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
-    step to plug-ins."""
+    """Without it nobody knows how long decode steps take. Remove this patch when vLLM
+    reports the time of each decode step to plug-ins.
+    """
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         state.begin_step(scheduler_output)
@@ -191,57 +267,85 @@ def time_steps(stock: Any, state: HostWorkerState) -> Any:
 
 @patch(f"{_RUNNER}._sample", since="0.24", needs="logits, spec_decode_metadata")
 def key_rows(stock: Any, state: HostWorkerState) -> Any:
-    """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
-    samplers draw with noise keyed by seed and position."""
+    """Without it the samplers have no keys, and nobody knows who carried a draft.
+    Remove this patch when vLLM's V1 samplers draw with noise keyed by seed and
+    position.
+    """
 
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+        if spec_decode_metadata is not None and not any(
+            spec_decode_metadata.num_draft_tokens
+        ):
             spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
-        drops = state.sampler is not None and not expands(state.runner.input_batch.sampling_metadata)
-        state.drafts = None if drops or spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        drops = state.sampler is not None and not expands(
+            state.runner.input_batch.sampling_metadata
+        )
+        state.drafts = (
+            None
+            if drops or spec_decode_metadata is None
+            else spec_decode_metadata.num_draft_tokens
+        )
         if state.drafter:
-            state.drafter.carried, state.drafter.drops = state.drafts, drops
+            state.drafter.carried = state.drafts
+            state.drafter.drops = drops
         try:
             if state.sampler is not None:
                 state.sampler.keys = state.keys(spec_decode_metadata)
             return stock(logits, spec_decode_metadata)
         except Exception as error:
-            if spec_decode_metadata is None and state.sampler is None:  # nothing of das-adapter's was called
+            # nothing of das-adapter's was called
+            if spec_decode_metadata is None and state.sampler is None:
                 raise
             state.fail_in_step(error)
-            return without_drafts(logits, getattr(spec_decode_metadata, "num_draft_tokens", None))
+            return without_drafts(
+                logits, getattr(spec_decode_metadata, "num_draft_tokens", None)
+            )
         finally:
             if state.sampler is not None:
                 state.sampler.keys = None
 
     def without_drafts(logits: torch.Tensor, drafted: Sequence[int] | None) -> Any:
-        """Draw one token of each request, as a step without drafts does; `drafted`: draft tokens of each, None: nobody
-        had any."""
+        """Draw one token of each request, as a step without drafts does; `drafted`:
+        draft tokens of each, None: nobody had any.
+        """
         state.drafts = None
         if state.drafter:
             state.drafter.carried = None
         if state.sampler is not None:
             state.sampler.keys = state.first_keys(drafted)
-        return stock(logits if drafted is None else logits[state.first_rows(drafted)], None)
+        return stock(
+            logits if drafted is None else logits[state.first_rows(drafted)], None
+        )
 
     return sample
 
 
-@patch(f"{_RUNNER}.propose_draft_token_ids", since="0.24", needs="scheduler_output, sampled_token_ids")
+@patch(
+    f"{_RUNNER}.propose_draft_token_ids",
+    since="0.24",
+    needs="scheduler_output, sampled_token_ids",
+)
 def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
-    """Without it a failure of vLLM's own part in drafting ends the engine. Remove this patch when vLLM survives a
-    drafter's failure."""
+    """Without it a failure of vLLM's own part in drafting ends the engine. Remove this
+    patch when vLLM survives a drafter's failure.
+    """
 
-    def propose_draft_token_ids(scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def propose_draft_token_ids(
+        scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         nothing: list[list[int]] = [[] for _ in range(len(sampled_token_ids))]
-        alone = state.runner.parallel_config.tensor_parallel_size == 1 or state.looks_up_alone
+        alone = (
+            state.runner.parallel_config.tensor_parallel_size == 1
+            or state.looks_up_alone
+        )
         may_fail = alone and not state.runner.use_async_scheduling
         if state.drafts_no_more and may_fail:
             return nothing
         try:
             return stock(scheduler_output, sampled_token_ids, *args, **kwargs)
         except Exception as error:
-            if not may_fail:  # the other ranks, or the step that is scheduled, count on these drafts
+            # the other ranks, or the step that is scheduled, count on these drafts
+            if not may_fail:
                 raise
             state.fail_in_step(error)
             return nothing
@@ -251,13 +355,16 @@ def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
 def count_tokens(stock: Any, state: HostWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged. It ends a step, and drafts as well. Under asynchronous
-    scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
-    when vLLM reports the tokens of each decode step to plug-ins."""
+    """Without it no figures of the rollouts are logged. It ends a step, and drafts as
+    well. Under asynchronous scheduling the tokens are still on the device: they are
+    counted when vLLM has them on the host. Remove this patch when vLLM reports the
+    tokens of each decode step to plug-ins.
+    """
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
-        drafts, state.drafts = state.drafts, None
+        drafts = state.drafts
+        state.drafts = None
         arrives = getattr(output, "get_output", None)
         if not getattr(output, "sampled_token_ids", None) and arrives is None:
             return output
@@ -282,8 +389,10 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
 def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
-    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
-    asks a `custom_class` drafter for its drafts after the step."""
+    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work.
+    Remove this patch when vLLM asks a `custom_class` drafter for its drafts after the
+    step.
+    """
 
     def take_draft_token_ids() -> Any:
         if state.drafter:

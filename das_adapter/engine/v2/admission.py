@@ -1,9 +1,11 @@
-"""How many draft tokens of each request a step verifies, decided on the device from the newest drafts: vLLM's adaptive
-verification, with the controller's total and its worth of a request's tokens.
+"""How many draft tokens of each request a step verifies, decided on the device from the
+newest drafts: vLLM's adaptive verification, with the controller's total and its worth
+of a request's tokens.
 
-The host chooses how many draft tokens a step has, and the most of each request, before the drafts exist. Which drafts
-they belong to is ranked on the device, by the chance that a token is reached and accepted times what it is worth. Steps
-of unequal lengths replay full CUDA graphs: one graph for each captured number of tokens.
+The host chooses how many draft tokens a step has, and the most of each request, before
+the drafts exist. Which drafts they belong to is ranked on the device, by the chance
+that a token is reached and accepted times what it is worth. Steps of unequal lengths
+replay full CUDA graphs: one graph for each captured number of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
+    AdaptiveVerificationManager,
+)
 
 from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS
 from das_adapter.engine.timing import an_eighth_apart
@@ -31,13 +35,15 @@ from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DraftTokens
 
 ADMITS = "_das_admits"
-"""Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from vLLM's arguments; returns None
-where all requests of a step have one length."""
+"""Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from
+vLLM's arguments; returns None where all requests of a step have one length.
+"""
 
 
 class Admission(AdaptiveVerificationManager):
-    """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
-    which came with the scheduler's output."""
+    """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the
+    same chances by the same plan, which came with the scheduler's output.
+    """
 
     def __init__(
         self,
@@ -47,23 +53,30 @@ class Admission(AdaptiveVerificationManager):
         largest: int = 0,
         **stock: Any,
     ) -> None:
-        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as many slots and steps;
-        `failed`: is told why the chances of drafts could not be kept; `largest`: most tokens that a graph holds, 0:
-        there are none; `stock`: arguments of vLLM's manager. RuntimeError or what the compiler raises: see
-        `Ranking.check`."""
+        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as
+        many slots and steps; `failed`: is told why the chances of drafts could not be
+        kept; `largest`: most tokens that a graph holds, 0: there are none; `stock`:
+        arguments of vLLM's manager. RuntimeError or what the compiler raises: see
+        `Ranking.check`.
+        """
         super().__init__(**stock)
-        self.drops, self._failed, self._largest = drops, failed, largest
+        self.drops = drops
+        self._failed = failed
+        self._largest = largest
         made_with = inspect.signature(AdaptiveVerificationManager.__init__).parameters
-        self._tells_admitted = "copy_admitted_drafts_to_host" in made_with  # vLLM 0.33 and later
+        # vLLM 0.33 and later
+        self._tells_admitted = "copy_admitted_drafts_to_host" in made_with
         self._plan = DraftTokens(0)
         self.wanted: int = 0
         """What is drafted at the end of the present step."""
         self.admitted: torch.Tensor | None = None
-        """Draft tokens of each request of the present step in batch order, int32 [requests], on the host when the
-        step's output is; None: no request has any."""
+        """Draft tokens of each request of the present step in batch order, int32
+        [requests], on the host when the step's output is; None: no request has any.
+        """
         self._batch_budget: tuple[list[str], npt.NDArray[np.int32], int] | None = None
-        """Requests of the present step, their shares (see `Ranking.admit`), and the draft tokens that it verifies: vLLM
-        reads these."""
+        """Requests of the present step, their shares (see `Ranking.admit`), and the
+        draft tokens that it verifies: vLLM reads these.
+        """
         written = self._batch_draft_capacity, self._cu_num_logits, self.query_start_loc
         self._ranking = ranking
         ranking.bind(self._confidence_probs, *written, bonus=self.num_bonus_tokens)
@@ -79,22 +92,38 @@ class Admission(AdaptiveVerificationManager):
     def add_request(self, req_idx: int) -> None:
         """Nothing: the chances of a request's drafts come with them."""
 
-    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
-        """Return the tokens of a step, whose requests have room for so many draft tokens."""
-        plan, req_ids = self._plan, list(num_tokens_per_req)
-        requests, budget = len(req_ids), 0
+    def get_num_tokens(
+        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+    ) -> int:
+        """Return the tokens of a step, whose requests have room for so many draft
+        tokens.
+        """
+        plan = self._plan
+        req_ids = list(num_tokens_per_req)
+        requests = len(req_ids)
+        budget = 0
         shares = np.zeros((3, requests), dtype=np.int32)
         most, others, worth = shares
-        room = np.fromiter(map(len, map(draft_tokens.get, req_ids, repeat(()))), np.int32, requests)
-        np.subtract(np.fromiter(num_tokens_per_req.values(), np.int32, requests), room, out=others)
+        room = np.fromiter(
+            map(len, map(draft_tokens.get, req_ids, repeat(()))), np.int32, requests
+        )
+        np.subtract(
+            np.fromiter(num_tokens_per_req.values(), np.int32, requests),
+            room,
+            out=others,
+        )
         if plan.total and not self.drops(req_ids):
             longest, worth.view(np.float32)[:], joined = plan.parts(req_ids)
             np.minimum(room, longest, out=most, casting="unsafe")
             rows = max(0, self._max_total_logits - requests * self.num_bonus_tokens)
-            total = plan.total + (plan.total * joined // len(plan.req_ids) if plan.req_ids else 0)  # as much for each
+            # as much for each
+            total = plan.total + (
+                plan.total * joined // len(plan.req_ids) if plan.req_ids else 0
+            )
             budget = min(total, int(np.add.reduce(most)), rows)
         rest = int(np.add.reduce(others))
-        if max(rest, len(plan.req_ids) + plan.total) <= self._largest:  # it was to fit into a graph
+        # it was to fit into a graph
+        if max(rest, len(plan.req_ids) + plan.total) <= self._largest:
             budget = min(budget, self._largest - rest)
         self._batch_budget = req_ids, shares, budget
         return rest + budget
@@ -107,16 +136,21 @@ class Admission(AdaptiveVerificationManager):
         if scheduled != req_ids:
             places = dict(zip(scheduled, range(len(scheduled)), strict=True))
             shares = shares[:, list(map(places.__getitem__, req_ids))]
-        trims, most = budget < int(np.add.reduce(shares[0])), torch.from_numpy(shares[0])
+        trims = budget < int(np.add.reduce(shares[0]))
+        most = torch.from_numpy(shares[0])
         self._ranking.admit(shares, idx_mapping.long(), budget if trims else -1)
-        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
+        self.admitted = (
+            to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
+        )
         answer = self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
-        # Who shards a batch's sampling is told what each request has; there all requests have one length.
+        # Who shards a batch's sampling is told what each request has; there all
+        # requests have one length.
         return (*answer, None) if self._tells_admitted else answer
 
     def record_confidences(self, *given: Any, **named: Any) -> None:
-        """Keep the chances of the newest drafts; see `AdaptiveVerificationManager`. The step's tokens are drawn by now:
-        nothing here may end it."""
+        """Keep the chances of the newest drafts; see `AdaptiveVerificationManager`. The
+        step's tokens are drawn by now: nothing here may end it.
+        """
         try:
             self._keep_chances(*given, **named)
         except Exception as error:
@@ -124,62 +158,104 @@ class Admission(AdaptiveVerificationManager):
             self._failed(error)
 
     def _keep_chances(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
-        """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
+        """Keep the chances of the newest drafts, float32 [requests, steps], and the
+        plan for them.
+        """
         self._plan = plan = DraftTokens(self.wanted)
         if plan.total:
             slots = input_batch.idx_mapping.long()
-            self._confidence_probs.index_copy_(0, slots, confidence_probs[: input_batch.num_reqs])
+            self._confidence_probs.index_copy_(
+                0, slots, confidence_probs[: input_batch.num_reqs]
+            )
 
 
-def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None) -> str | None:
-    """Say why all requests of a step must have equally many draft tokens; None: they need not. `attn_groups`: vLLM's
-    `AttentionGroup`s; `additional`: the CUDA graphs that the model's other attention allows, and whose it is."""
-    if why := next((name for name, has in ONE_LENGTH.items() if has(vllm_config)), None):
+def obstacle(
+    vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None
+) -> str | None:
+    """Say why all requests of a step must have equally many draft tokens; None: they
+    need not. `attn_groups`: vLLM's `AttentionGroup`s; `additional`: the CUDA graphs
+    that the model's other attention allows, and whose it is.
+    """
+    if why := next(
+        (name for name, has in ONE_LENGTH.items() if has(vllm_config)), None
+    ):
         return why
     groups = list(chain.from_iterable(attn_groups))
     if backend := get_query_lens_mismatch_unsupported_backend([groups]):
         return f"{backend} {HOST_PLANS}"
     if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         return None
-    # Beside ranks with drafts, one without them replays a graph for drafts: FlashAttention 3 plans for other tiles.
+    # Beside ranks with drafts, one without them replays a graph for drafts:
+    # FlashAttention 3 plans for other tiles.
     if vllm_config.parallel_config.data_parallel_size > 1:
         small = (g for g in groups if getattr(g.kv_cache_spec, "head_size", 0) <= 64)
         if group := next(small, None):
             return f"{group.backend.__name__} {SMALL_HEADS}"
-    builders = ((g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups)
-    supports = [(name, builder.get_cudagraph_support(vllm_config, spec)) for name, builder, spec in builders]
+    builders = (
+        (g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups
+    )
+    supports = [
+        (name, builder.get_cudagraph_support(vllm_config, spec))
+        for name, builder, spec in builders
+    ]
     if additional is not None:
         supports.append((additional[1], additional[0]))
-    uniform = (name for name, support in supports if support != AttentionCGSupport.ALWAYS)
+    uniform = (
+        name for name, support in supports if support != AttentionCGSupport.ALWAYS
+    )
     return next((f"{name} {NO_GRAPHS}" for name in uniform), None)
 
 
 def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
-    """Let a manager of CUDA graphs capture as well what stock vLLM captures for steps without drafts, and of the graphs
-    for unequal lengths, `unequal`, largest first, only those that are an eighth apart."""
+    """Let a manager of CUDA graphs capture as well what stock vLLM captures for steps
+    without drafts, and of the graphs for unequal lengths, `unequal`, largest first,
+    only those that are an eighth apart.
+    """
     sizes = [desc.num_tokens for desc in unequal]
-    most, kept = min(manager.max_num_reqs, sizes[0]), set(an_eighth_apart(sizes))
-    usual = {n for n in sizes if n < most and (n % 8 == 0 or n in (1, 2, 4))}  # others are of draft lengths
+    most = min(manager.max_num_reqs, sizes[0])
+    kept = set(an_eighth_apart(sizes))
+    # others are of draft lengths
+    usual = {n for n in sizes if n < most and (n % 8 == 0 or n in (1, 2, 4))}
     plain = [
-        replace(unequal[0], num_tokens=n, num_reqs=n, max_query_len=None, uniform_token_count=1)
+        replace(
+            unequal[0],
+            num_tokens=n,
+            num_reqs=n,
+            max_query_len=None,
+            uniform_token_count=1,
+        )
         for n in sorted({*usual, most}, reverse=True)
     ]
     drafted = [desc for desc in unequal if desc.num_tokens in kept]
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted([*drafted, *plain], key=lambda d: -d.num_tokens)
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
+        [*drafted, *plain], key=lambda d: -d.num_tokens
+    )
     for (tokens, _), found in manager._candidates.items():
-        fit = (next((d for d in reversed(kind) if d.num_tokens >= tokens), None) for kind in (plain, drafted))
-        found[:] = [*filter(None, fit), *(d for d in found if d.cg_mode is not CUDAGraphMode.FULL)]
+        fit = (
+            next((d for d in reversed(kind) if d.num_tokens >= tokens), None)
+            for kind in (plain, drafted)
+        )
+        found[:] = [
+            *filter(None, fit),
+            *(d for d in found if d.cg_mode is not CUDAGraphMode.FULL),
+        ]
 
 
 @contextlib.contextmanager
 def of_one_length(manager: Any) -> Iterator[None]:
-    """Hide the draft lengths from a manager of CUDA graphs whose passes are a drafter's: before vLLM 0.32 it lists
-    graphs of these lengths less the longest one."""
+    """Hide the draft lengths from a manager of CUDA graphs whose passes are a
+    drafter's: before vLLM 0.32 it lists graphs of these lengths less the longest
+    one.
+    """
     config = manager.vllm_config.speculative_config
-    if config is None or manager.decode_query_len > manager.vllm_config.num_speculative_tokens:
+    if (
+        config is None
+        or manager.decode_query_len > manager.vllm_config.num_speculative_tokens
+    ):
         yield
         return
-    lengths, config.num_speculative_tokens_per_batch_size = config.num_speculative_tokens_per_batch_size, None
+    lengths = config.num_speculative_tokens_per_batch_size
+    config.num_speculative_tokens_per_batch_size = None
     try:
         yield
     finally:
@@ -189,32 +265,51 @@ def of_one_length(manager: Any) -> Iterator[None]:
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
-@patch(f"{_RUNNER}:maybe_create_adaptive_verification_manager", since="0.29", needs="attn_groups, req_states")
+@patch(
+    f"{_RUNNER}:maybe_create_adaptive_verification_manager",
+    since="0.29",
+    needs="attn_groups, req_states",
+)
 def admit_by_worth(stock: Any) -> Any:
-    """Without it all requests of a step have equally many draft tokens, needed or not (V2 runner). Remove this patch
-    when vLLM lets a speculator of a plug-in choose the draft tokens of each request."""
+    """Without it all requests of a step have equally many draft tokens, needed or not
+    (V2 runner). Remove this patch when vLLM lets a speculator of a plug-in choose the
+    draft tokens of each request.
+    """
     return lambda **kwargs: getattr(kwargs["req_states"], ADMITS, stock)(**kwargs)
 
 
 @patch(f"{_RUNNER}:resolve_adaptive_cudagraph_mode", since="0.30", needs="mode")
 def allow_no_graphs(stock: Any) -> Any:
-    """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
-    tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
-    return lambda mode, **kwargs: stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+    """Without it an engine without full CUDA graphs does not start where each request
+    has its own number of draft tokens (V2 runner). Remove this patch when vLLM's
+    adaptive verification runs without CUDA graphs.
+    """
+    return lambda mode, **kwargs: (
+        stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+    )
 
 
-@patch("vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates", since="0.29")
+@patch(
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates", since="0.29"
+)
 def capture_plain_steps(stock: Any) -> Any:
-    """Without it, where each request has its own number of draft tokens, steps without drafts replay graphs that were
-    captured for the longest drafts (V2 runner): their attention takes longer, and FlashAttention 3 computes it with the
-    tiles of these drafts from a plan for one token, which is wrong with heads of 64. And before vLLM 0.32 an engine
-    with EAGLE, MTP or DSpark does not start: it lists graphs for 0 tokens and fewer. Remove this patch when vLLM's
-    adaptive verification captures steps without drafts, and 0.32 is the oldest vLLM with a V2 runner."""
+    """Without it, where each request has its own number of draft tokens, steps without
+    drafts replay graphs that were captured for the longest drafts (V2 runner): their
+    attention takes longer, and FlashAttention 3 computes it with the tiles of these
+    drafts from a plan for one token, which is wrong with heads of 64. And before vLLM
+    0.32 an engine with EAGLE, MTP or DSpark does not start: it lists graphs for 0
+    tokens and fewer. Remove this patch when vLLM's adaptive verification captures steps
+    without drafts, and 0.32 is the oldest vLLM with a V2 runner.
+    """
 
     def init(self: Any) -> None:
         with of_one_length(self):
             stock(self)
-        if unequal := [d for d in self._capture_descs.get(CUDAGraphMode.FULL, ()) if d.max_query_len]:
+        if unequal := [
+            d
+            for d in self._capture_descs.get(CUDAGraphMode.FULL, ())
+            if d.max_query_len
+        ]:
             with_plain_graphs(self, unequal)
 
     return init
@@ -222,11 +317,14 @@ def capture_plain_steps(stock: Any) -> Any:
 
 @patch("vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch", since="0.29")
 def idle_with_one_token(stock: Any, runner: Any) -> Any:
-    """Without it a data-parallel rank that has no request steps with as many tokens as the longest draft, for which the
-    ranks that hold other experts wait (V2 runner). Remove this patch when vLLM's idle ranks step with one token."""
+    """Without it a data-parallel rank that has no request steps with as many tokens as
+    the longest draft, for which the ranks that hold other experts wait (V2 runner).
+    Remove this patch when vLLM's idle ranks step with one token.
+    """
 
     def execute_dummy_batch() -> None:
-        longest, runner.decode_query_len = runner.decode_query_len, 1
+        longest = runner.decode_query_len
+        runner.decode_query_len = 1
         try:
             stock()
         finally:

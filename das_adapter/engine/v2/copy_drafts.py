@@ -1,5 +1,6 @@
-"""The policy copy as a speculator of vLLM's V2 model runner: its drafts are made on the device, on the policy's own KV
-cache, and the host goes on scheduling."""
+"""The policy copy as a speculator of vLLM's V2 model runner: its drafts are made on the
+device, on the policy's own KV cache, and the host goes on scheduling.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,31 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from das_adapter.engine.policy_copy import PolicyCopy
 
 try:
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator as OnePass
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_decode_inputs
-except ImportError:  # so vLLM up to 0.31 calls it: remove this, and what else says so, when 0.32 is the oldest with V2
-    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator as OnePass
-    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import prepare_decode_inputs
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+        TargetDependentARSpeculator as OnePass,
+    )
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+        prepare_decode_inputs,
+    )
+except ImportError:
+    # so vLLM up to 0.31 calls it: remove this, and what else says so, when 0.32 is the
+    # oldest with V2
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
+        AutoRegressiveSpeculator as OnePass,
+    )
+    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
+        prepare_decode_inputs,
+    )
 
 
 class CopySpeculator(OnePass):
-    """Drafts with the policy copy, in the passes of one token a request that vLLM's EAGLE makes, and their CUDA graphs.
+    """Drafts with the policy copy, in the passes of one token a request that vLLM's
+    EAGLE makes, and their CUDA graphs.
 
-    EAGLE reads every step of the policy in a pass of its own. The copy does not: what the policy has read stands in the
-    cache already. Its first pass reads the token that the policy has just sampled, the next one what that pass has
-    drafted. The keys and values that a pass writes stand in slots that the verifying pass overwrites
+    EAGLE reads every step of the policy in a pass of its own. The copy does not: what
+    the policy has read stands in the cache already. Its first pass reads the token that
+    the policy has just sampled, the next one what that pass has drafted. The keys and
+    values that a pass writes stand in slots that the verifying pass overwrites
     (`reserve_draft_slots`).
     """
 
@@ -34,18 +47,30 @@ class CopySpeculator(OnePass):
     copy: PolicyCopy
 
     def __init__(self, vllm_config: Any, device: torch.device, weights: str) -> None:
-        """`vllm_config`, `device`: as vLLM's `init_speculator` gets them; `weights`: format of the copy."""
+        """`vllm_config`, `device`: as vLLM's `init_speculator` gets them; `weights`:
+        format of the copy.
+        """
         super().__init__(vllm_config, device)
         self._weights = weights
-        size = self.max_num_reqs, self.hidden_size  # EAGLE reads them, of every token of a step; the copy does not
+        # EAGLE reads them, of every token of a step; the copy does not
+        size = (
+            self.max_num_reqs,
+            self.hidden_size,
+        )
         self.hidden_states = torch.zeros(size, dtype=self.dtype, device=device)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Make the copy, inside the memory pool of the weights, so that it sleeps and wakes with them."""
+        """Make the copy, inside the memory pool of the weights, so that it sleeps and
+        wakes with them.
+        """
         super().load_model(target_model)
-        self.supports_mm_inputs, self.inputs_embeds = False, None  # no draft token is an image's
+        # no draft token is an image's
+        self.supports_mm_inputs = False
+        self.inputs_embeds = None
 
-    def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
         """Return the copy's modules."""
         self.copy = PolicyCopy(target_model, self._weights)
         return self.copy.model
@@ -53,14 +78,20 @@ class CopySpeculator(OnePass):
     def set_attn(self, model_state: Any, kv_cache_config: Any, *others: Any) -> None:
         """Attend with the policy's layers, of which vLLM takes none for a drafter's."""
         groups = kv_cache_config.kv_cache_groups
-        self.draft_attn_layer_names = {name for group in groups for name in group.layer_names}
+        self.draft_attn_layer_names = {
+            name for group in groups for name in group.layer_names
+        }
         super().set_attn(model_state, kv_cache_config, *others)
         self.draft_attn_layer_names = set()
 
     def _configure_decode_metadata_update(self) -> None:
-        """Keep to one pass in a graph: those of a whole draft would be captured for every length."""
+        """Keep to one pass in a graph: those of a whole draft would be captured for
+        every length.
+        """
 
-    _configure_fused_multi_step_decode = _configure_decode_metadata_update  # so vLLM up to 0.31 calls it
+    _configure_fused_multi_step_decode = (
+        _configure_decode_metadata_update  # so vLLM up to 0.31 calls it
+    )
 
     def capture(self) -> None:
         """Capture a pass for the batch sizes that vLLM has graphs of."""
@@ -95,18 +126,38 @@ class CopySpeculator(OnePass):
         num_speculative_tokens: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Draft so many tokens for every request of the batch, int64 [requests, most]. See `BaseSpeculator.propose`."""
-        requests, buffers = input_batch.num_reqs, self.input_buffers
+        """Draft so many tokens for every request of the batch, int64 [requests, most].
+        See `BaseSpeculator.propose`.
+        """
+        requests = input_batch.num_reqs
+        buffers = self.input_buffers
         passes = num_speculative_tokens
-        if passes is None:  # one shows what memory it takes; vLLM up to 0.31 says it in an attribute
+        # one shows what memory it takes; vLLM up to 0.31 says it in an attribute
+        if passes is None:
             passes = 1 if dummy_run else self.num_speculative_steps
-        idle = (num_sampled[:requests] == 0) | dummy_run  # it reads its prompt: it has no text to go on from
-        self._copy_request_inputs(requests, input_batch.idx_mapping.masked_fill(idle, -1), temperature, seeds)
-        read = input_batch.seq_lens[:requests] - num_rejected - 1  # position of the token that the policy read last
+        idle = (
+            num_sampled[:requests] == 0
+        ) | dummy_run  # it reads its prompt: it has no text to go on from
+        self._copy_request_inputs(
+            requests, input_batch.idx_mapping.masked_fill(idle, -1), temperature, seeds
+        )
+        # position of the token that the policy read last
+        read = input_batch.seq_lens[:requests] - num_rejected - 1
         buffers.positions[:requests] = read
         self.sample_src_positions[:requests] = read
-        sampled, room = last_sampled[input_batch.idx_mapping], (self.max_model_len, self.max_num_reqs)
-        prepare_decode_inputs(sampled, input_batch.seq_lens, num_rejected, buffers, self.sample_src_positions, *room)
+        sampled = last_sampled[input_batch.idx_mapping]
+        room = (
+            self.max_model_len,
+            self.max_num_reqs,
+        )
+        prepare_decode_inputs(
+            sampled,
+            input_batch.seq_lens,
+            num_rejected,
+            buffers,
+            self.sample_src_positions,
+            *room,
+        )
         longest = input_batch.seq_lens_cpu_upper_bound[:requests]
         self.draft_max_seq_len = min(int(longest.max()) + passes, self.max_model_len)
         for step in range(passes):
@@ -117,13 +168,21 @@ class CopySpeculator(OnePass):
                 self._pass(input_batch.idx_mapping, idle, step, longest)
         return self.draft_tokens[:requests]
 
-    def _pass(self, rows: torch.Tensor, idle: torch.Tensor, step: int, longest: torch.Tensor) -> None:
-        """Draft the token `step` of each request; `rows`: of the block tables, int32 [requests]; `idle`: for which
-        nothing is written, bool [requests]; `longest`: of their texts before the first token, int32 [requests]."""
-        requests, buffers = len(rows), self.input_buffers
+    def _pass(
+        self, rows: torch.Tensor, idle: torch.Tensor, step: int, longest: torch.Tensor
+    ) -> None:
+        """Draft the token `step` of each request; `rows`: of the block tables, int32
+        [requests]; `idle`: for which nothing is written, bool [requests]; `longest`: of
+        their texts before the first token, int32 [requests].
+        """
+        requests = len(rows)
+        buffers = self.input_buffers
         graph = self.decode_cudagraph_manager.dispatch(requests, requests, 1, 0)
-        ranges, positions = buffers.query_start_loc[: requests + 1], buffers.positions[:requests]
-        slots = self.block_tables.compute_slot_mappings(rows, ranges, positions, graph.num_tokens)
+        ranges = buffers.query_start_loc[: requests + 1]
+        positions = buffers.positions[:requests]
+        slots = self.block_tables.compute_slot_mappings(
+            rows, ranges, positions, graph.num_tokens
+        )
         slots[:, :requests].masked_fill_(idle, -1)
         attention = self._attention(graph, requests, longest, step + 1)
         if graph.cg_mode == CUDAGraphMode.FULL:
@@ -132,7 +191,9 @@ class CopySpeculator(OnePass):
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         self._eagerly(requests, graph.num_tokens, attention, by_layer, graph.cg_mode)
 
-    def _attention(self, graph: Any, requests: int, longest: torch.Tensor, step: int) -> Any:
+    def _attention(
+        self, graph: Any, requests: int, longest: torch.Tensor, step: int
+    ) -> Any:
         """Describe a pass to vLLM's attention."""
         if not hasattr(self, "_build_draft_attn_metadata"):
             return self._build_uniform_attn_metadata(graph, requests, 1, longest, step)
@@ -140,16 +201,38 @@ class CopySpeculator(OnePass):
         padded = graph.num_reqs or requests, graph.num_tokens
         return self._build_draft_attn_metadata(requests, *padded, longest, step)
 
-    def _eagerly(self, requests: int, tokens: int, attention: Any, slots: Any, mode: CUDAGraphMode) -> None:
+    def _eagerly(
+        self,
+        requests: int,
+        tokens: int,
+        attention: Any,
+        slots: Any,
+        mode: CUDAGraphMode,
+    ) -> None:
         """Make a pass of which there is no full CUDA graph."""
-        most = () if hasattr(self, "use_fused_multi_step_decode") else (self.num_speculative_steps,)  # up to 0.31
+        # up to 0.31
+        most = (
+            ()
+            if hasattr(self, "use_fused_multi_step_decode")
+            else (self.num_speculative_steps,)
+        )
         self._generate_draft(requests, tokens, attention, slots, None, mode, *most)
 
     def _run_model(
-        self, num_tokens: int, attn_metadata: Any, slot_mappings: Any, *_: Any, **__: Any
+        self,
+        num_tokens: int,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        *_: Any,
+        **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the copy's hidden states, [tokens, size]. See `TargetDependentARSpeculator._run_model`."""
-        ids, positions = (x[:num_tokens] for x in (self.input_buffers.input_ids, self.input_buffers.positions))
+        """Return the copy's hidden states, [tokens, size]. See
+        `TargetDependentARSpeculator._run_model`.
+        """
+        ids, positions = (
+            x[:num_tokens]
+            for x in (self.input_buffers.input_ids, self.input_buffers.positions)
+        )
         with set_forward_context(
             attn_metadata,
             self.vllm_config,

@@ -1,4 +1,6 @@
-"""The index of an engine on its device: what `core.index.SuffixIndex` is on the host, for the requests that run."""
+"""The index of an engine on its device: what `core.index.SuffixIndex` is on the host,
+for the requests that run.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,25 @@ from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena
 
 MEMBERS = 64
-"""Most texts of a problem, of running and of ended requests, that a request drafts from."""
+"""Most texts of a problem, of running and of ended requests, that a request drafts
+from.
+"""
 CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
 SCAN = {"cuda": (3072, 256), "cpu": (1, 512)}
-"""Programs that scan live text, of all requests together where these are few, and tokens that each looks at at once, by
-kind of device. As many programs of one warp run on an H100 at once, beside those of the other kernels."""
+"""Programs that scan live text, of all requests together where these are few, and
+tokens that each looks at at once, by kind of device. As many programs of one warp run
+on an H100 at once, beside those of the other kernels.
+"""
 SPLITS = 128
-"""Programs that scan for one request, at most: their places are merged one after the other."""
+"""Programs that scan for one request, at most: their places are merged one after the
+other.
+"""
 
 
 class DeviceIndex:
-    """Sealed text of the problems that are drafted for, their requests' live text, and what was learned.
+    """Sealed text of the problems that are drafted for, their requests' live text, and
+    what was learned.
 
     No call waits for the device. Requests are known by the slots that vLLM gives them.
     """
@@ -37,34 +46,52 @@ class DeviceIndex:
         min_chance: float,
         vocabulary: int,
     ) -> None:
-        """`texts`: int32 [slots, length], the tokens of all requests, prompts included, to which vLLM appends; `steps`:
-        most tokens of a draft; `words`: of 32 bits, of the arena; `min_chance`: a draft ends before the token whose
-        chance to survive falls under this; `vocabulary`: tokens of the policy."""
-        self.texts, self.device = texts, texts.device
+        """`texts`: int32 [slots, length], the tokens of all requests, prompts included,
+        to which vLLM appends; `steps`: most tokens of a draft; `words`: of 32 bits, of
+        the arena; `min_chance`: a draft ends before the token whose chance to survive
+        falls under this; `vocabulary`: tokens of the policy.
+        """
+        self.texts = texts
+        self.device = texts.device
         slots, _ = texts.shape
         closed = min(CLOSED * slots, 8192)
-        self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
+        self._steps = steps
+        self._min_chance = min_chance
+        self._vocabulary = vocabulary
         self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
-        self.arena = Arena(self.words, slots, closed, MEMBERS, beside=self.device.type == "cuda")
+        self.arena = Arena(
+            self.words, slots, closed, MEMBERS, beside=self.device.type == "cuda"
+        )
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
-        places, kinds = int(search.PLACES.value), int(votes.KINDS.value)
+        places = int(search.PLACES.value)
+        kinds = int(votes.KINDS.value)
         self._seen = self._zeros(2 * places * max(slots, self._programs), torch.int64)
         self.found = self._zeros((slots, 3, 4 * places), torch.int64)
         """Of each request, the places that vote; see `search`."""
         self.offers = self._zeros((slots, 4 + 2 * steps), torch.int32)
         """What was offered to the request of each slot; see `votes.learn`."""
-        self.outcomes, self.cells = (self._zeros((2 * kinds, 2), torch.int32) for _ in range(2))
-        self.sources, self.chance = self._zeros((2, 3), torch.float64), self._zeros(2 * kinds, torch.float64)
+        self.outcomes, self.cells = (
+            self._zeros((2 * kinds, 2), torch.int32) for _ in range(2)
+        )
+        self.sources, self.chance = (
+            self._zeros((2, 3), torch.float64),
+            self._zeros(2 * kinds, torch.float64),
+        )
         """What is learned; see `votes.estimate`."""
         rules = native().drafting_rules()
         self.start = torch.from_numpy(rules["CHANCES"]).to(self.device)
-        """Chance of each kind of draft token before anything is learned, float64 [kinds]."""
+        """Chance of each kind of draft token before anything is learned, float64
+        [kinds].
+        """
         self._fading = torch.from_numpy(rules["FADING"]).to(self.device)
         """Weight of sealed text by its age in visits, int32 [256]."""
-        self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
+        self._slots, self._num_sampled = (
+            self._zeros(slots, torch.int64),
+            self._zeros(slots, torch.int32),
+        )
         self.drafts = self._zeros((slots, steps), torch.int64)
         """Draft tokens in batch order; 0 beyond the draft."""
         self.confidence = self._zeros((slots, steps), torch.float32)
@@ -78,43 +105,63 @@ class DeviceIndex:
     # Requests
 
     def open(self, opened: Sequence[tuple[int, int, int]]) -> None:
-        """Take requests that begin: slot, key of the problem's text, and tokens before the response."""
+        """Take requests that begin: slot, key of the problem's text, and tokens before
+        the response.
+        """
         for slot, problem, begin in opened:
-            self.arena.open(slot, problem, self._row + slot * self.texts.stride(0) + begin, begin)
+            self.arena.open(
+                slot, problem, self._row + slot * self.texts.stride(0) + begin, begin
+            )
         if opened:
             slots = self._zeros(len(opened), torch.int64)
             _copy(np.array([slot for slot, _, _ in opened], dtype=np.int64), slots)
             self.offers[:, 0].index_fill_(0, slots, 0)
 
     def add(self, problem: int, text: Int32) -> None:
-        """Take a text that was written ahead for a request, one that has begun, with the key of its problem's text."""
+        """Take a text that was written ahead for a request, one that has begun, with
+        the key of its problem's text.
+        """
         if len(text) and (kept := self.arena.add(problem, len(text))) is not None:
             _copy(text.copy(), self.words[kept.at : kept.at + len(text)])
             self._text_len[kept.text].fill_(len(text))
 
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
-        """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept;
-        `total_len`: int32 [slots], tokens of each request."""
+        """Take requests that end: slot, and tokens that its response has at most, 0 for
+        a text that is not kept; `total_len`: int32 [slots], tokens of each request.
+        """
         for slot, room in closed:
             begin = int(self.arena.tables.begin[slot])
             if (kept := self.arena.close(slot, room)) is not None:
                 text = self.texts[slot, begin : begin + kept.room]
                 self.words[kept.at : kept.at + len(text)].copy_(text)
-                torch.clamp(total_len[slot] - begin, max=len(text), out=self._text_len[kept.text])
+                torch.clamp(
+                    total_len[slot] - begin,
+                    max=len(text),
+                    out=self._text_len[kept.text],
+                )
 
     def forget_outcomes(self) -> None:
         """Forget which drafts were accepted."""
-        for learned in (self.offers, self.outcomes, self.cells, self.sources, self.chance):
+        for learned in (
+            self.offers,
+            self.outcomes,
+            self.cells,
+            self.sources,
+            self.chance,
+        ):
             learned.zero_()
 
     # A step
 
-    def draft(self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:
+    def draft(
+        self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor
+    ) -> torch.Tensor:
         """Draft for a batch, and learn from what became of its last drafts.
 
         Args:
             slots: int64 [requests].
-            num_sampled: int32 [requests], tokens that each got; who got none has no draft.
+            num_sampled: int32 [requests], tokens that each got; who got none has no
+                draft.
             total_len: int32 [slots], tokens of each request, these included.
 
         Returns:
@@ -129,7 +176,9 @@ class DeviceIndex:
             self._slots[:size].fill_(-1)
         self._slots[:requests].copy_(slots)
         self._num_sampled[:requests].copy_(num_sampled)
-        torch.sub(total_len, self._parts["begin"], out=self._text_len[: len(self.texts)])
+        torch.sub(
+            total_len, self._parts["begin"], out=self._text_len[: len(self.texts)]
+        )
         if size:
             self._graphs[size].replay()
         else:
@@ -137,7 +186,9 @@ class DeviceIndex:
         return self.drafts[:requests]
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture a step as a CUDA graph, for each of these batch sizes, before any request has begun."""
+        """Capture a step as a CUDA graph, for each of these batch sizes, before any
+        request has begun.
+        """
         self._slots.fill_(-1)
         for size in sorted(sizes, reverse=True):
             self._launch(size)  # compiles
@@ -148,7 +199,8 @@ class DeviceIndex:
             self._graphs[size] = graph
 
     def _launch(self, requests: int) -> None:
-        tables, rows = self._parts, 32
+        tables = self._parts
+        rows = 32
         text = {"text_at": tables["text_at"], "text_len": self._text_len}
         mine = {"arena": self.words, "slots": self._slots, **text}
         steps = {"STEPS": self._steps, "PADDED": 1 << self._steps.bit_length()}
@@ -158,11 +210,24 @@ class DeviceIndex:
 
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._beside):  # few programs, which wait for memory: the scan needs the processors
+        # few programs, which wait for memory: the scan needs the processors
+        with torch.cuda.stream(self._beside):
             votes.learn[(-(-requests // rows),)](
-                offers=self.offers, **mine, outcomes=self.outcomes, requests=requests, **steps, ROWS=rows
+                offers=self.offers,
+                **mine,
+                outcomes=self.outcomes,
+                requests=requests,
+                **steps,
+                ROWS=rows,
             )
-            votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
+            votes.estimate[(1,)](
+                self.outcomes,
+                self.cells,
+                self.sources,
+                self.start,
+                self.chance,
+                LANES=256,
+            )
             search.search_sealed[(requests, 2)](
                 **mine,
                 **parts("sealed_texts", "sealed_places", "sealed_count"),
@@ -171,9 +236,19 @@ class DeviceIndex:
                 num_warps=1,
             )
         splits = max(1, min(SPLITS, self._programs // requests))
-        live = {**mine, **parts("begin", "members"), "seen": self._seen, "MEMBERS": MEMBERS, "num_warps": 1}
-        search.scan_live[(requests, splits)](**live, **parts("member_count"), BLOCK=self._block)
-        search.merge_live[(requests, 2)](**live, found=self.found, splits=splits, BLOCK=self._block // 2)
+        live = {
+            **mine,
+            **parts("begin", "members"),
+            "seen": self._seen,
+            "MEMBERS": MEMBERS,
+            "num_warps": 1,
+        }
+        search.scan_live[(requests, splits)](
+            **live, **parts("member_count"), BLOCK=self._block
+        )
+        search.merge_live[(requests, 2)](
+            **live, found=self.found, splits=splits, BLOCK=self._block // 2
+        )
         if self._beside is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._beside)
         votes.vote[(requests,)](

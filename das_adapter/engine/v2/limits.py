@@ -1,5 +1,6 @@
-"""Min-p, top-k and top-p of the requests that a model drafts for: the policy draws within them, and so must the model,
-or its tokens are accepted less often."""
+"""Min-p, top-k and top-p of the requests that a model drafts for: the policy draws
+within them, and so must the model, or its tokens are accepted less often.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import triton
 import triton.language as tl
 
 LEAST = tl.constexpr(2e-9)
-"""Smallest min-p: what is less likely, beside the most likely token, is left out whatever the limit."""
+"""Smallest min-p: what is less likely, beside the most likely token, is left out
+whatever the limit.
+"""
 HALVINGS = tl.constexpr(12)
-"""Halvings of the way to `LEAST` after which a limit is near enough: drafts need not be exact to the last bit."""
+"""Halvings of the way to `LEAST` after which a limit is near enough: drafts need not be
+exact to the last bit.
+"""
 
 
 class Limits:
@@ -20,8 +25,11 @@ class Limits:
 
     def __init__(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which draws within them."""
-        self._runner, slots = runner, runner.max_num_reqs
-        self._top_k = torch.full((slots,), runner.vocab_size, dtype=torch.int32, device=runner.device)
+        self._runner = runner
+        slots = runner.max_num_reqs
+        self._top_k = torch.full(
+            (slots,), runner.vocab_size, dtype=torch.int32, device=runner.device
+        )
         self._top_p = torch.ones(slots, device=runner.device)
         self._min_p = torch.zeros(slots, device=runner.device)
 
@@ -32,8 +40,11 @@ class Limits:
         self._top_p.copy_(sampling.top_p.gpu)
         self._min_p.copy_(sampling.min_p.gpu)
 
-    def apply(self, logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor) -> None:
-        """Leave out, in place, what lies outside a row's limits; rows without limits are not read.
+    def apply(
+        self, logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor
+    ) -> None:
+        """Leave out, in place, what lies outside a row's limits; rows without limits
+        are not read.
 
         Args:
             logits: [rows, vocab], before the temperature.
@@ -43,13 +54,24 @@ class Limits:
         rows, vocab = logits.shape
         limited = self._top_k, self._top_p, self._min_p
         leave_out[(rows,)](
-            logits, logits.stride(0), slots.contiguous(), temperature, *limited, vocab, BLOCK=16384, num_warps=16
+            logits,
+            logits.stride(0),
+            slots.contiguous(),
+            temperature,
+            *limited,
+            vocab,
+            BLOCK=16384,
+            num_warps=16,
         )
 
 
 @triton.jit
-def leave_out(logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BLOCK: tl.constexpr):
-    """Leave out what lies outside a row's min-p, then top-k, then top-p of what is left. One program a row."""
+def leave_out(
+    logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BLOCK: tl.constexpr
+):
+    """Leave out what lies outside a row's min-p, then top-k, then top-p of what is
+    left. One program a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     known = slot >= 0
@@ -62,12 +84,16 @@ def leave_out(logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BL
         lane = tl.arange(0, BLOCK)
         best = tl.full([BLOCK], -float("inf"), tl.float32)
         for begin in range(0, vocab, BLOCK):
-            value = tl.load(logits + begin + lane, mask=begin + lane < vocab, other=-float("inf"))
+            value = tl.load(
+                logits + begin + lane, mask=begin + lane < vocab, other=-float("inf")
+            )
             best = tl.maximum(best, value.to(tl.float32))
         most = tl.max(best, axis=0)
         least = most + heat * tl.log(tl.maximum(part, LEAST))
         if k < vocab:
-            least = _search(logits, vocab, least, most, heat, k.to(tl.float32), False, BLOCK)
+            least = _search(
+                logits, vocab, least, most, heat, k.to(tl.float32), False, BLOCK
+            )
         if p < 1:
             goal = p * _above(logits, vocab, least, most, heat, True, BLOCK)
             least = _search(logits, vocab, least, most, heat, goal, True, BLOCK)
@@ -75,27 +101,40 @@ def leave_out(logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BL
             inside = begin + lane < vocab
             value = tl.load(logits + begin + lane, mask=inside, other=0.0)
             outside = inside & (value.to(tl.float32) < least)
-            tl.store(logits + begin + lane, tl.full([BLOCK], -float("inf"), value.dtype), mask=outside)
+            tl.store(
+                logits + begin + lane,
+                tl.full([BLOCK], -float("inf"), value.dtype),
+                mask=outside,
+            )
 
 
 @triton.jit
-def _search(logits, vocab, least, most, heat, goal, MASS: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    logits, vocab, least, most, heat, goal, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return about the largest logit above which there is as much as the `goal`."""
     high = most
     for _ in range(HALVINGS):
         middle = (least + high) * 0.5
         enough = _above(logits, vocab, middle, most, heat, MASS, BLOCK) >= goal
-        least, high = tl.where(enough, middle, least), tl.where(enough, high, middle)
+        least = tl.where(enough, middle, least)
+        high = tl.where(enough, high, middle)
     return least
 
 
 @triton.jit
-def _above(logits, vocab, threshold, most, heat, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many logits are above a threshold, or with MASS their probability beside that of the largest."""
+def _above(
+    logits, vocab, threshold, most, heat, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return how many logits are above a threshold, or with MASS their probability
+    beside that of the largest.
+    """
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
-        value = tl.load(logits + begin + lane, mask=begin + lane < vocab, other=-float("inf")).to(tl.float32)
+        value = tl.load(
+            logits + begin + lane, mask=begin + lane < vocab, other=-float("inf")
+        ).to(tl.float32)
         amount = 1.0
         if MASS:
             amount = tl.exp((value - most) / heat)

@@ -1,4 +1,6 @@
-"""The texts and the last drafts of the live requests on the V2 runner, as arrays by the controller's slot."""
+"""The texts and the last drafts of the live requests on the V2 runner, as arrays by the
+controller's slot.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,18 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Chances, Decoded, Floats, Ints
 from das_adapter.engine.requests import LiveRequest
 
-_COLUMNS = ("length", "end", "offered", "by_model", "empty", "ended", "heard", "record", "promised", "chances")
+_COLUMNS = (
+    "length",
+    "end",
+    "offered",
+    "by_model",
+    "empty",
+    "ended",
+    "heard",
+    "record",
+    "promised",
+    "chances",
+)
 """By slot, what the native core reads and brings forward under the same names."""
 
 
@@ -38,19 +51,25 @@ class Sums(NamedTuple):
 
 
 class LiveTexts:
-    """What the host knows of the requests: how far they are, and what was offered to them last."""
+    """What the host knows of the requests: how far they are, and what was offered to
+    them last.
+    """
 
     def __init__(self, most: int, requests: Mapping[str, LiveRequest]) -> None:
-        """`most`: tokens of a draft at most; `requests`: those that are live, `EngineController.live`."""
+        """`most`: tokens of a draft at most; `requests`: those that are live,
+        `EngineController.live`.
+        """
         self._requests = requests
         self.length, self.end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
         self.ended, self.heard, self.record = np.zeros((3, 1), dtype=bool)
-        """Whether it has written its last token, which vLLM says a step later; whether it is known what was offered;
-        whether it is of a training rollout."""
+        """Whether it has written its last token, which vLLM says a step later; whether
+        it is known what was offered; whether it is of a training rollout.
+        """
         self.offered, self.by_model, self.empty = np.zeros((3, 1), dtype=np.int64)
-        """Tokens of the last draft from the history; of the model's in its place, 0 if it is not; batches that were
-        heard of since there was one."""
+        """Tokens of the last draft from the history; of the model's in its place, 0 if
+        it is not; batches that were heard of since there was one.
+        """
         self.chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
         self.promised = np.zeros(1, dtype=np.float32)
@@ -58,14 +77,18 @@ class LiveTexts:
         self.usual: Floats = np.zeros(most)
         """Chances of the requests' drafts on average, 0 where a draft is shorter."""
         self.lasting: Floats = np.zeros(3)
-        """Batches that were heard of; and of what a request's draft promises beyond the usual, the mean product with
-        the same of its next draft, and the mean square: how much lasts to the next step."""
+        """Batches that were heard of; and of what a request's draft promises beyond the
+        usual, the mean product with the same of its next draft, and the mean square:
+        how much lasts to the next step.
+        """
         self.kinds = np.zeros((1, most), dtype=np.uint8)
         """Of the tokens that a model drafted last, see `core.confidence`."""
         self._native: Any = None
         self._make_room(1)
         self._known: tuple[Sequence[str], Ints] | None = None
-        """Requests of the last batch, and their slots; None: some have come or gone since."""
+        """Requests of the last batch, and their slots; None: some have come or gone
+        since.
+        """
         self._stops: dict[int, frozenset[int]] = {}
         """By slot, tokens that end a request."""
         self._texts: dict[int, list[int]] = {}
@@ -78,12 +101,16 @@ class LiveTexts:
         slot = request.slot
         if slot >= len(self.length):
             self._make_room(slot + 1)
-        self.length[slot], self.end[slot], self.record[slot] = request.length, request.end, request.record
+        self.length[slot] = request.length
+        self.end[slot] = request.end
+        self.record[slot] = request.record
         self.offered[slot] = self.by_model[slot] = self.empty[slot] = 0
         self.ended[slot] = self.heard[slot] = False
         if request.stops and self._stops.get(slot) != request.stops:
             self._stops[slot] = request.stops
-            self._all_stops = np.union1d(self._all_stops, np.array(list(request.stops), dtype=np.int64))
+            self._all_stops = np.union1d(
+                self._all_stops, np.array(list(request.stops), dtype=np.int64)
+            )
         if request.text is not None:
             self._texts[slot] = request.text
         self._known = None
@@ -104,57 +131,114 @@ class LiveTexts:
         self.kinds = with_room(self.kinds, slots)
         columns = {name: with_room(getattr(self, name), slots) for name in _COLUMNS}
         vars(self).update(columns)
-        self._native = native().LiveTexts(**columns, usual=self.usual, lasting=self.lasting)
+        self._native = native().LiveTexts(
+            **columns, usual=self.usual, lasting=self.lasting
+        )
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
-        """Return the slots of requests, int64 [requests], -1 of those that are not live."""
+        """Return the slots of requests, int64 [requests], -1 of those that are not
+        live.
+        """
         if self._known is None or self._known[0] != req_ids:
-            found = [self._requests[req_id].slot if req_id in self._requests else -1 for req_id in req_ids]
+            found = [
+                self._requests[req_id].slot if req_id in self._requests else -1
+                for req_id in req_ids
+            ]
             self._known = list(req_ids), np.array(found, dtype=np.int64)
         return self._known[1]
 
     def take(
-        self, req_ids: Sequence[str], sampled: Sequence[list[int]], given: Ints | None = None, model: int = -1
+        self,
+        req_ids: Sequence[str],
+        sampled: Sequence[list[int]],
+        given: Ints | None = None,
+        model: int = -1,
     ) -> tuple[Ints, Decoded, Sums]:
-        """Take the tokens that each request of a batch got in a step; tokens behind a text's end are not its own.
+        """Take the tokens that each request of a batch got in a step; tokens behind a
+        text's end are not its own.
 
         Args:
-            given: draft tokens that were verified, fillers included, int64 [requests]; None: nobody had any.
-            model: tokens of each draft where a model makes all; 0: it makes some, as `hear` was told; -1: none does.
+            given: draft tokens that were verified, fillers included, int64 [requests];
+                None: nobody had any.
+            model: tokens of each draft where a model makes all; 0: it makes some, as
+                `hear` was told; -1: none does.
 
         Returns:
-            The places in the batch of the requests that go on, what the step brought to them, and sums of that.
+            The places in the batch of the requests that go on, what the step brought to
+            them, and sums of that.
         """
-        slots, rows = self.slots(req_ids), np.empty((7, len(req_ids)), dtype=np.int64)
-        told = slots, sampled, NOBODY if given is None else given, model, self._all_stops, self._stops, self._texts
+        slots = self.slots(req_ids)
+        rows = np.empty((7, len(req_ids)), dtype=np.int64)
+        told = (
+            slots,
+            sampled,
+            NOBODY if given is None else given,
+            model,
+            self._all_stops,
+            self._stops,
+            self._texts,
+        )
         sums = Sums(*self._native.take(*told, rows))
         rows = rows if sums.requests == len(req_ids) else rows[:, : sums.requests]
         places, slots, got, carried, by_model, room, context = rows
         of_model = None if model < 0 else by_model
-        decoded = Decoded(slots, got, carried if sums.carried else None, of_model, room, context=context)
+        decoded = Decoded(
+            slots,
+            got,
+            carried if sums.carried else None,
+            of_model,
+            room,
+            context=context,
+        )
         return places, decoded, sums
 
-    def take_singles(self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]) -> Ints | None:
-        """Take some steps of a batch, in each of which every request got one token, its end not among them; return the
-        requests' slots, int64 [requests]. None: they were no such steps, and are still to be taken."""
+    def take_singles(
+        self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]
+    ) -> Ints | None:
+        """Take some steps of a batch, in each of which every request got one token, its
+        end not among them; return the requests' slots, int64 [requests]. None: they
+        were no such steps, and are still to be taken.
+        """
         slots = self.slots(req_ids)
-        return slots if self._native.take_singles(slots, outputs, self._all_stops, self._texts) else None
+        return (
+            slots
+            if self._native.take_singles(slots, outputs, self._all_stops, self._texts)
+            else None
+        )
 
-    def hear(self, req_ids: Sequence[str], lengths: np.ndarray, chances: Chances, by_model: np.ndarray) -> None:
-        """Take what was offered to the requests of a batch: tokens, int32 [batch], the chance of each, given those
-        before it, float32 [batch, n], and tokens of the model's drafts in their place, int64 [batch]."""
+    def hear(
+        self,
+        req_ids: Sequence[str],
+        lengths: np.ndarray,
+        chances: Chances,
+        by_model: np.ndarray,
+    ) -> None:
+        """Take what was offered to the requests of a batch: tokens, int32 [batch], the
+        chance of each, given those before it, float32 [batch, n], and tokens of the
+        model's drafts in their place, int64 [batch].
+        """
         self._native.hear(self.slots(req_ids), lengths, chances, by_model)
 
     def hear_kinds(self, req_ids: Sequence[str], kinds: npt.NDArray[np.uint8]) -> None:
-        """Take the kinds of the tokens that a model drafted for the requests of a batch, uint8 [batch, n]."""
+        """Take the kinds of the tokens that a model drafted for the requests of a
+        batch, uint8 [batch, n].
+        """
         slots = self.slots(req_ids)
         live = slots >= 0
         self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
 
-    def found(self, slots: Ints, limits: Ints, floor: float, last: bool = False) -> tuple[Chances, Ints]:
-        """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts that are chosen now are made two
-        steps after those that were heard of last. What a draft promises beyond the usual lasts in part; of a request of
-        which nothing is known yet, the usual is expected, and less the longer it was offered nothing. `last`: take what
-        was heard of last for it."""
-        chances, offsets = np.empty(len(slots) * self.chances.shape[1], np.float32), np.empty(len(slots) + 1, np.int64)
-        return chances[: self._native.found(slots, limits, floor, last, chances, offsets)], offsets
+    def found(
+        self, slots: Ints, limits: Ints, floor: float, last: bool = False
+    ) -> tuple[Chances, Ints]:
+        """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts
+        that are chosen now are made two steps after those that were heard of last. What
+        a draft promises beyond the usual lasts in part; of a request of which nothing
+        is known yet, the usual is expected, and less the longer it was offered nothing.
+        `last`: take what was heard of last for it.
+        """
+        chances = np.empty(len(slots) * self.chances.shape[1], np.float32)
+        offsets = np.empty(len(slots) + 1, np.int64)
+        return (
+            chances[: self._native.found(slots, limits, floor, last, chances, offsets)],
+            offsets,
+        )

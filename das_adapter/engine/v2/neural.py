@@ -1,9 +1,10 @@
-"""Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE, MTP, a draft model, DFlash,
-DSpark) and the policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, or with
-noise of their own where vLLM's rejection sampler knows their probabilities, and timed.
+"""Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE,
+MTP, a draft model, DFlash, DSpark) and the policy copy: drafts of the length that the
+controller has chosen, drawn with the policy's noise, or with noise of their own where
+vLLM's rejection sampler knows their probabilities, and timed.
 
-A step that has no use for drafts costs nothing, as long as what is missed then can be read later (`reading.py`); the
-copy misses nothing.
+A step that has no use for drafts costs nothing, as long as what is missed then can be
+read later (`reading.py`); the copy misses nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import warm_up
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.limits import Limits
-from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps, of_unequal_lengths, reads_text_alone
+from das_adapter.engine.v2.reading import (
+    Inputs,
+    MissedText,
+    may_miss_steps,
+    of_unequal_lengths,
+    reads_text_alone,
+)
 from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
 from das_adapter.engine.v2.survival import on_all_ranks
 from das_adapter.engine.worker import then
@@ -50,7 +57,11 @@ class Call(NamedTuple):
     @property
     def seconds(self) -> float:
         """How long it took, once it has ended."""
-        return self.end - self.begin if isinstance(self.end, float) else self.begin.elapsed_time(self.end) / 1000
+        return (
+            self.end - self.begin
+            if isinstance(self.end, float)
+            else self.begin.elapsed_time(self.end) / 1000
+        )
 
 
 class Speculation:
@@ -67,31 +78,43 @@ class Speculation:
         confidence: DraftConfidence | None,
         failed: Callable[[Exception], None],
     ) -> None:
-        """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
-        slot; `engine`: is told why drafting failed, None: another rank decides; `source`: drafts from the history;
-        `confidence`: where the controller is asked, and tokens are drawn with the policy's noise; `failed`: is told why
-        a step ends without drafts."""
+        """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length],
+        the text of the request in each slot; `engine`: is told why drafting failed,
+        None: another rank decides; `source`: drafts from the history; `confidence`:
+        where the controller is asked, and tokens are drawn with the policy's noise;
+        `failed`: is told why a step ends without drafts.
+        """
         self._failed = failed
-        self.speculator, self._limits, self._confidence = speculator, limits, confidence
-        self._engine, self._source, self._parallel = engine, source, config.parallel
+        self.speculator = speculator
+        self._limits = limits
+        self._confidence = confidence
+        self._engine = engine
+        self._source = source
+        self._parallel = config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
         self.wanted: int = self._most
         """What is drafted at the end of the present step."""
-        # Whether it makes all its passes whatever it is asked for: a draft model, and before vLLM 0.32 EAGLE and MTP
-        # too. Remove these when 0.32 is the oldest vLLM with a V2 runner.
+        # Whether it makes all its passes whatever it is asked for: a draft model, and
+        # before vLLM 0.32 EAGLE and MTP too. Remove these when 0.32 is the oldest vLLM
+        # with a V2 runner.
         before_0_32 = hasattr(speculator, "use_fused_multi_step_decode")
         self._makes_all = before_0_32 or reads_text_alone(speculator)
         self._calls: deque[Call] = deque()
-        self._missed = MissedText(speculator, texts) if may_miss_steps(speculator) else None
+        self._missed = (
+            MissedText(speculator, texts) if may_miss_steps(speculator) else None
+        )
         self._kinds: torch.Tensor | None = None
         run_speculator.apply(self, owner=speculator)
         if before_0_32 and config.controlled:
             pass_by_pass.apply(owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
-            speculator.draft_token_confidence_probs = source.draft_token_confidence_probs
-        watermarked = getattr(speculator, "draft_watermarker", None) is not None  # vLLM 0.29 has no attribute
+            speculator.draft_token_confidence_probs = (
+                source.draft_token_confidence_probs
+            )
+        # vLLM 0.29 has no attribute
+        watermarked = getattr(speculator, "draft_watermarker", None) is not None
         if config.keyed or (tells_probabilities(speculator) and not watermarked):
             draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
@@ -100,23 +123,37 @@ class Speculation:
             speculator.draft_logits = None
 
     def take(self) -> list[Call]:
-        """Return the calls that have ended since the last time; does not wait for the device."""
+        """Return the calls that have ended since the last time; does not wait for the
+        device.
+        """
         ended = []
         while self._calls and self._calls[0].ended:
             ended.append(self._calls.popleft())
         return ended
 
     def kinds(self) -> torch.Tensor | None:
-        """Return the kinds of the present step's draft tokens, uint8 [requests, drafted], on their way to the host as
-        an `Offer` is; None: nothing was drafted, or nobody says how sure the model was."""
-        kinds, self._kinds = self._kinds, None
+        """Return the kinds of the present step's draft tokens, uint8 [requests,
+        drafted], on their way to the host as an `Offer` is; None: nothing was drafted,
+        or nobody says how sure the model was.
+        """
+        kinds = self._kinds
+        self._kinds = None
         return kinds
 
-    def propose(self, run: Callable[..., Any], inputs: Inputs, wanted: int, num_sampled: torch.Tensor) -> torch.Tensor:
-        """Draft `wanted` tokens for each request, which got `num_sampled`, int32 [requests]; return them, int64
-        [requests, most]. Where it has failed, they are tokens that the policy can read. `run`: runs the speculator with
-        some inputs and further keywords; it writes its drafts down."""
-        source, chosen = self._source, DraftTokens(wanted)
+    def propose(
+        self,
+        run: Callable[..., Any],
+        inputs: Inputs,
+        wanted: int,
+        num_sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draft `wanted` tokens for each request, which got `num_sampled`, int32
+        [requests]; return them, int64 [requests, most]. Where it has failed, they are
+        tokens that the policy can read. `run`: runs the speculator with some inputs and
+        further keywords; it writes its drafts down.
+        """
+        source = self._source
+        chosen = DraftTokens(wanted)
         own = wanted if source is None else min(chosen, chosen.by_model)
         confidence = self._confidence if own else None
         if confidence is not None and chosen.chances is not None:
@@ -124,7 +161,11 @@ class Speculation:
         if source is not None:
             source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
-        if confidence is not None and self._engine is not None and not warm_up(inputs.batch.req_ids):
+        if (
+            confidence is not None
+            and self._engine is not None
+            and not warm_up(inputs.batch.req_ids)
+        ):
             self._kinds = to_host(confidence.kinds[: len(drafts), :own])
         if source is None:
             return drafts
@@ -133,14 +174,20 @@ class Speculation:
         return source.share(len(drafts))
 
     def without_drafts(self, batch: Any, error: Exception) -> torch.Tensor:
-        """End a step in which drafting has failed; return tokens that the policy can read, int64 [requests, most]."""
+        """End a step in which drafting has failed; return tokens that the policy can
+        read, int64 [requests, most].
+        """
         if not on_all_ranks(error):
             raise error
         self._failed(error)
         return self._certain(batch)
 
-    def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
-        batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
+    def _draft(
+        self, run: Callable[..., Any], inputs: Inputs, wanted: int
+    ) -> torch.Tensor:
+        batch = inputs.batch
+        passes = 1 if self._parallel else max(1, wanted)
+        engine = self._engine
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         alone = get_tp_group().world_size == 1
         failed = engine is not None and engine.failed and alone
@@ -149,15 +196,21 @@ class Speculation:
         if failed:
             return self._certain(batch)
         try:
-            if self._missed is not None and wanted == 0 and self._missed.may_miss(batch):
+            if (
+                self._missed is not None
+                and wanted == 0
+                and self._missed.may_miss(batch)
+            ):
                 self._missed.miss(inputs)
                 return drafts
             if batch.max_query_len is not None:
-                # Requests have their own lengths: FlashAttention 3's plan has as many rows as the policy's graph for
-                # these, and a graph of the drafter, which is for one length, has fewer.
+                # Requests have their own lengths: FlashAttention 3's plan has as many
+                # rows as the policy's graph for these, and a graph of the drafter,
+                # which is for one length, has fewer.
                 inputs = inputs._replace(batch=of_unequal_lengths(batch))
             read = inputs if self._missed is None else self._missed.read_up(inputs)
-            behind = {} if read is inputs else {"is_profile": True}  # without graphs, which are of other shapes
+            # without graphs, which are of other shapes
+            behind = {} if read is inputs else {"is_profile": True}
             begin = self._now()
             if self._makes_all:
                 self.speculator.num_speculative_steps = passes
@@ -165,7 +218,9 @@ class Speculation:
             run(read, num_speculative_tokens=wanted, **behind)
             if engine is not None and not warm_up(batch.req_ids):
                 usual = not behind and not batch.has_prefill
-                self._calls.append(Call(batch.num_reqs, passes, usual, begin, self._now()))
+                self._calls.append(
+                    Call(batch.num_reqs, passes, usual, begin, self._now())
+                )
         except Exception as error:
             if engine is None or not alone:  # the other ranks wait for this one
                 raise
@@ -176,8 +231,9 @@ class Speculation:
         return drafts
 
     def _certain(self, batch: Any) -> torch.Tensor:
-        """Return drafts that nobody has drawn, of a token that the policy can read, and tell vLLM's rejection sampler
-        so."""
+        """Return drafts that nobody has drawn, of a token that the policy can read, and
+        tell vLLM's rejection sampler so.
+        """
         logits = self.speculator.draft_logits
         if logits is not None:
             logits[batch.idx_mapping] = -torch.inf
@@ -185,15 +241,23 @@ class Speculation:
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         return drafts.zero_()
 
-    def draw(self, logits: torch.Tensor, slots: Any, positions: Any, step: torch.Tensor) -> Any:
-        """Draw a token a row with the noise of the policy, or with vLLM's for drafts where its rejection sampler is
-        told the logits, which are changed; `positions`: of the token before it; `step`: its place in the draft, of each
-        row or of all."""
+    def draw(
+        self, logits: torch.Tensor, slots: Any, positions: Any, step: torch.Tensor
+    ) -> Any:
+        """Draw a token a row with the noise of the policy, or with vLLM's for drafts
+        where its rejection sampler is told the logits, which are changed; `positions`:
+        of the token before it; `step`: its place in the draft, of each row or of
+        all.
+        """
         from vllm.v1.worker.gpu.sample import gumbel
 
-        speculator, told = self.speculator, self.speculator.draft_logits
-        # vLLM's own estimate, where the user has chosen its adaptive verification; vLLM 0.29 makes none.
-        if self._confidence is None and hasattr(speculator, "_maybe_predict_acceptance"):
+        speculator = self.speculator
+        told = self.speculator.draft_logits
+        # vLLM's own estimate, where the user has chosen its adaptive verification; vLLM
+        # 0.29 makes none.
+        if self._confidence is None and hasattr(
+            speculator, "_maybe_predict_acceptance"
+        ):
             speculator._maybe_predict_acceptance(logits, slots, step)
         logits = logits if told is None else logits.to(told.dtype)
         self._limits.apply(logits, slots, speculator.temperature)
@@ -206,7 +270,9 @@ class Speculation:
             apply_temperature=True,
             is_drafting=told is not None,
             use_fp64=speculator.use_fp64_gumbel,
-            **({} if told is None else {"logits_cache": told, "logits_cache_col": step}),
+            **(
+                {} if told is None else {"logits_cache": told, "logits_cache_col": step}
+            ),
         )
         if self._confidence is not None:
             self._confidence.judge(logits, drawn, slots, speculator.temperature, step)
@@ -221,12 +287,25 @@ class Speculation:
 
 
 def tells_probabilities(speculator: Any) -> bool:
-    """Whether vLLM's rejection sampler is told the probabilities of a speculator's drafts, and say which they are."""
-    logits, size = speculator.draft_logits, speculator.vllm_config.model_config.get_vocab_size()
+    """Whether vLLM's rejection sampler is told the probabilities of a speculator's
+    drafts, and say which they are.
+    """
+    logits = speculator.draft_logits
+    size = speculator.vllm_config.model_config.get_vocab_size()
     if logits is not None and logits.shape[-1] < size:
-        logger.info("das: the drafter's vocabulary is smaller than the policy's, %d of %d", logits.shape[-1], size)
-        logits = speculator.draft_logits = None  # with it vLLM would not write the tokens beyond
-    how = "the model's most likely ones" if logits is None else "drawn, and verified by their probabilities"
+        logger.info(
+            "das: the drafter's vocabulary is smaller than the policy's, %d of %d",
+            logits.shape[-1],
+            size,
+        )
+        logits = speculator.draft_logits = (
+            None  # with it vLLM would not write the tokens beyond
+        )
+    how = (
+        "the model's most likely ones"
+        if logits is None
+        else "drawn, and verified by their probabilities"
+    )
     logger.info("das: draft tokens are %s", how)
     return logits is not None
 
@@ -234,11 +313,16 @@ def tells_probabilities(speculator: Any) -> bool:
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 
 
-@patch(f"{_SPECULATOR}:BaseSpeculator.propose", since="0.29", needs="input_batch, num_sampled, dummy_run")
+@patch(
+    f"{_SPECULATOR}:BaseSpeculator.propose",
+    since="0.29",
+    needs="input_batch, num_sampled, dummy_run",
+)
 def run_speculator(stock: Any, speculation: Speculation) -> Any:
-    """Without it a drafter runs in steps that want no drafts, nobody knows what its passes cost, and its failure ends
-    the engine (V2 runner). Remove this patch when vLLM lets a step ask for no drafts and survives a drafter's
-    failure."""
+    """Without it a drafter runs in steps that want no drafts, nobody knows what its
+    passes cost, and its failure ends the engine (V2 runner). Remove this patch when
+    vLLM lets a step ask for no drafts and survives a drafter's failure.
+    """
 
     def propose(*args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if dummy_run:
@@ -246,12 +330,14 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
         read = len(Inputs._fields)
 
         def run(inputs: Inputs, num_speculative_tokens: int, **more: Any) -> Any:
-            if "num_speculative_tokens" in kwargs:  # always, once 0.32 is the oldest vLLM with a V2 runner
+            # always, once 0.32 is the oldest vLLM with a V2 runner
+            if "num_speculative_tokens" in kwargs:
                 more["num_speculative_tokens"] = num_speculative_tokens
             return stock(*inputs, *args[read:], **(kwargs | more))
 
         wanted = DraftTokens(speculation.wanted)
-        if "num_speculative_tokens" in kwargs:  # vLLM asks for none where no request of the step can use them
+        # vLLM asks for none where no request of the step can use them
+        if "num_speculative_tokens" in kwargs:
             wanted = wanted.at_most(kwargs["num_speculative_tokens"])
         try:
             return speculation.propose(run, Inputs(*args[:read]), wanted, args[read])
@@ -267,39 +353,58 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
     optional=True,
 )
 def pass_by_pass(stock: Any) -> Any:
-    """Without it, before vLLM 0.32, one CUDA graph holds all passes of EAGLE and MTP: they are made however few tokens
-    are wanted (V2 runner). Remove this patch when 0.32 is the oldest vLLM with a V2 runner."""
+    """Without it, before vLLM 0.32, one CUDA graph holds all passes of EAGLE and MTP:
+    they are made however few tokens are wanted (V2 runner). Remove this patch when 0.32
+    is the oldest vLLM with a V2 runner.
+    """
     return lambda: None
 
 
 @patch(f"{_SPECULATOR}:BaseSpeculator.capture", since="0.29")
 def capture_beside(stock: Any, captured: Callable[[], None]) -> Any:
-    """Without it the look-up of drafts beside the model's is not captured as a CUDA graph (V2 runner). Remove this
-    patch when vLLM captures the speculators of plug-ins."""
+    """Without it the look-up of drafts beside the model's is not captured as a CUDA
+    graph (V2 runner). Remove this patch when vLLM captures the speculators of
+    plug-ins.
+    """
     return then(stock, captured)
 
 
 @patch(
     f"{_SPECULATOR}:DraftModelSpeculator.sample_draft",
     since="0.29",
-    needs="hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step",
+    needs=(
+        "hidden_states, sample_src_positions, idx_mapping, temperature, seeds,"
+        " draft_step"
+    ),
 )
 def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
-    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn, or
-    draw outside a request's top-k and top-p (V2 runner). Remove this patch when vLLM's V2 drafters draw within these,
-    with the policy's noise."""
+    """Without it drafters draft the most likely token, which at temperature 1 is often
+    not the one that is drawn, or draw outside a request's top-k and top-p (V2 runner).
+    Remove this patch when vLLM's V2 drafters draw within these, with the policy's
+    noise.
+    """
     speculator = speculation.speculator
 
     def of_the_only_layer(hidden: Any, _: int) -> Any:
         return speculator.model.compute_logits(hidden)
 
-    # Before vLLM 0.32 no pass has an output layer of its own: remove this when it is the oldest with a V2 runner.
+    # Before vLLM 0.32 no pass has an output layer of its own: remove this when it is
+    # the oldest with a V2 runner.
     logits_of = getattr(speculator, "compute_draft_logits", of_the_only_layer)
 
     def sample_draft(
-        hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, step: Any, *_: Any, **more: Any
+        hidden: Any,
+        positions: Any,
+        slots: Any,
+        temperature: Any,
+        seeds: Any,
+        step: Any,
+        *_: Any,
+        **more: Any,
     ) -> Any:
-        return speculation.draw(logits_of(hidden, more.get("spec_step_idx", 0)), slots, positions, step)
+        return speculation.draw(
+            logits_of(hidden, more.get("spec_step_idx", 0)), slots, positions, step
+        )
 
     return sample_draft
 
@@ -310,15 +415,23 @@ def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
     needs="logits, idx_map, sample_pos, step",
 )
 def draw_in_turn(stock: Any, speculation: Speculation) -> Any:
-    """As `draw_as_the_policy`, for DSpark, which draws the tokens of a draft one after another. Remove this patch when
-    `draw_as_the_policy` is removed."""
+    """As `draw_as_the_policy`, for DSpark, which draws the tokens of a draft one after
+    another. Remove this patch when `draw_as_the_policy` is removed.
+    """
     speculator = speculation.speculator
 
-    def sample_logits(logits: torch.Tensor, slots: Any, positions: Any, step: int) -> Any:
+    def sample_logits(
+        logits: torch.Tensor, slots: Any, positions: Any, step: int
+    ) -> Any:
         ahead = speculator.model.draft_id_to_target_id
-        if ahead is not None:  # of a smaller vocabulary: where its tokens stand in the policy's
+        # of a smaller vocabulary: where its tokens stand in the policy's
+        if ahead is not None:
             every = logits.new_full((len(logits), speculator.vocab_size), -torch.inf)
-            logits = every.index_copy_(1, ahead + torch.arange(len(ahead), device=ahead.device), logits)
-        return speculation.draw(logits, slots, positions - 1, speculator._step_cols[step])
+            logits = every.index_copy_(
+                1, ahead + torch.arange(len(ahead), device=ahead.device), logits
+            )
+        return speculation.draw(
+            logits, slots, positions - 1, speculator._step_cols[step]
+        )
 
     return sample_logits

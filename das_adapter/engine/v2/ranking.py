@@ -1,9 +1,11 @@
 """Which draft tokens a step verifies, on the device: those of the highest survival.
 
-The survival of a draft token is the chance that it and those before it are accepted, times what a token of its request
-is worth. The least survival that is admitted is searched for bit by bit: floats that are not negative are ordered as
-the integers of the same bits, of which 30 are enough up to 1. The upper 16 of them count, a precision of 2^-9: which of
-nearly equal tokens are admitted does not matter. Nothing is sorted, and each pass only counts.
+The survival of a draft token is the chance that it and those before it are accepted,
+times what a token of its request is worth. The least survival that is admitted is
+searched for bit by bit: floats that are not negative are ordered as the integers of the
+same bits, of which 30 are enough up to 1. The upper 16 of them count, a precision of
+2^-9: which of nearly equal tokens are admitted does not matter. Nothing is sorted, and
+each pass only counts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ class Ranking:
         padded = triton.next_power_of_2(steps)
         rows = min(1024, max(1, _TILE // padded))
         self._keys = torch.empty(slots, padded, dtype=torch.int32, device=device)
-        self._constants = {"most_requests": slots, "STEPS": steps, "PADDED": padded, "ROWS": rows}
+        self._constants = {
+            "most_requests": slots,
+            "STEPS": steps,
+            "PADDED": padded,
+            "ROWS": rows,
+        }
 
     def bind(
         self,
@@ -44,100 +51,170 @@ class Ranking:
         """Compile the kernel, and hold it against its definition.
 
         Raises:
-            RuntimeError: it computes something else, as a defect of its compiler would have it.
+            RuntimeError: it computes something else, as a defect of its compiler would
+                have it.
         """
         _, chances, *found = self._tensors
-        rng, (slots, steps) = np.random.default_rng(0), chances.shape
+        rng = np.random.default_rng(0)
+        (slots, steps) = chances.shape
         shares = np.ones((3, slots), dtype=np.int32)
-        shares[0], shares[2] = rng.integers(0, steps + 1, slots), np.ones(slots, dtype=np.float32).view(np.int32)
-        given = rng.choice([0.25, 0.5, 1.0], (slots, steps)).astype(np.float32)  # products of them are exact
+        shares[0] = rng.integers(0, steps + 1, slots)
+        shares[2] = np.ones(slots, dtype=np.float32).view(np.int32)
+        # products of them are exact
+        given = rng.choice([0.25, 0.5, 1.0], (slots, steps)).astype(np.float32)
         budget = int(shares[0].sum()) // 2
         chances.copy_(torch.from_numpy(given))
         self.admit(shares, torch.arange(slots, device=chances.device), budget)
         number = most_likely(keys_of(shares, given), budget)
-        begins = (np.append(0, np.cumsum(number + others)) for others in (self._constants["bonus"], shares[1]))
-        if any(a[: len(b)].tolist() != b.tolist() for a, b in zip(found, (number, *begins), strict=True)):
-            raise RuntimeError("the kernel that admits draft tokens does not keep to its definition")
+        begins = (
+            np.append(0, np.cumsum(number + others))
+            for others in (self._constants["bonus"], shares[1])
+        )
+        if any(
+            a[: len(b)].tolist() != b.tolist()
+            for a, b in zip(found, (number, *begins), strict=True)
+        ):
+            raise RuntimeError(
+                "the kernel that admits draft tokens does not keep to its definition"
+            )
         chances.zero_()
 
-    def admit(self, shares: npt.NDArray[np.int32], slots: torch.Tensor, budget: int) -> None:
-        """Admit draft tokens of the requests in these slots, int64 [requests]; does not wait for the device.
+    def admit(
+        self, shares: npt.NDArray[np.int32], slots: torch.Tensor, budget: int
+    ) -> None:
+        """Admit draft tokens of the requests in these slots, int64 [requests]; does not
+        wait for the device.
 
         Args:
-            shares: int32 [3, requests]: the most draft tokens of each request, its other tokens, and what a token of
-                its draft is worth, the bits of a float32 from 0 to 1.
-            budget: draft tokens to admit, no more than `shares` allows; -1: all that it allows.
+            shares: int32 [3, requests]: the most draft tokens of each request, its
+                other tokens, and what a token of its draft is worth, the bits of a
+                float32 from 0 to 1.
+            budget: draft tokens to admit, no more than `shares` allows; -1: all that it
+                allows.
         """
         gpu = self._keys.is_cuda
-        sent = torch.empty(shares.shape, dtype=torch.int32, device="cpu", pin_memory=gpu)  # a copy may be under way
+        # a copy may be under way
+        sent = torch.empty(
+            shares.shape, dtype=torch.int32, device="cpu", pin_memory=gpu
+        )
         sent.numpy()[:] = shares
         sent = sent.to(self._keys.device, non_blocking=True)
-        admit[(1,)](sent, slots, *self._tensors, budget=budget, requests=len(slots), **self._constants, num_warps=8)
+        admit[(1,)](
+            sent,
+            slots,
+            *self._tensors,
+            budget=budget,
+            requests=len(slots),
+            **self._constants,
+            num_warps=8,
+        )
 
 
-def keys_of(shares: npt.NDArray[np.int32], chances: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
-    """Return the upper bits of the survival of each draft token, int32 [requests, steps], for chances float32
-    [requests, steps]; -1: its request may not have it."""
+def keys_of(
+    shares: npt.NDArray[np.int32], chances: npt.NDArray[np.float32]
+) -> npt.NDArray[np.int32]:
+    """Return the upper bits of the survival of each draft token, int32 [requests,
+    steps], for chances float32 [requests, steps]; -1: its request may not have it.
+    """
     most, _, worth = shares
-    offered, one = np.arange(chances.shape[1]) < most[:, None], np.float32(1).view(np.int32)
-    survival = np.cumprod(np.where(offered, chances, np.float32(0)), axis=1) * worth.view(np.float32)[:, None]
-    return np.where(offered, np.clip(survival.view(np.int32), 0, one) >> 14, np.int32(-1))
+    offered = np.arange(chances.shape[1]) < most[:, None]
+    one = np.float32(1).view(np.int32)
+    survival = (
+        np.cumprod(np.where(offered, chances, np.float32(0)), axis=1)
+        * worth.view(np.float32)[:, None]
+    )
+    return np.where(
+        offered, np.clip(survival.view(np.int32), 0, one) >> 14, np.int32(-1)
+    )
 
 
 def most_likely(keys: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int64]:
-    """Return how many draft tokens of each request are admitted, int64 [requests]: what `admit` computes."""
+    """Return how many draft tokens of each request are admitted, int64 [requests]: what
+    `admit` computes.
+    """
     best = np.argsort(-keys, axis=None, kind="stable")[:budget]
     return np.bincount(best // keys.shape[1], minlength=len(keys))
 
 
 @triton.jit
-def _write_keys(keys, shares, slots, chances, requests, STEPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Write the upper bits of the survival of each draft token; -1: its request may not have it."""
+def _write_keys(
+    keys,
+    shares,
+    slots,
+    chances,
+    requests,
+    STEPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Write the upper bits of the survival of each draft token; -1: its request may not
+    have it.
+    """
     column = tl.arange(0, PADDED)[None, :]
     for first in range(0, requests, ROWS):
         request = first + tl.arange(0, ROWS)
         there = request < requests
         slot = tl.load(slots + request, mask=there, other=0)
         most = tl.load(shares + request, mask=there, other=0)
-        worth = tl.load(shares + 2 * requests + request, mask=there, other=0).to(tl.float32, bitcast=True)
+        worth = tl.load(shares + 2 * requests + request, mask=there, other=0).to(
+            tl.float32, bitcast=True
+        )
         offered = column < most[:, None]
-        chance = tl.load(chances + slot[:, None] * STEPS + column, mask=offered, other=0.0)
+        chance = tl.load(
+            chances + slot[:, None] * STEPS + column, mask=offered, other=0.0
+        )
         bits = (tl.cumprod(chance, axis=1) * worth[:, None]).to(tl.int32, bitcast=True)
-        bits = tl.minimum(tl.maximum(bits, 0), 0x3F800000)  # up to 1.0: chances that nobody wrote may be anything
-        tl.store(keys + request[:, None] * PADDED + column, tl.where(offered, bits >> 14, -1), mask=there[:, None])
+        # up to 1.0: chances that nobody wrote may be anything
+        bits = tl.minimum(tl.maximum(bits, 0), 0x3F800000)
+        tl.store(
+            keys + request[:, None] * PADDED + column,
+            tl.where(offered, bits >> 14, -1),
+            mask=there[:, None],
+        )
     tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
 def _least(keys, number, budget, BLOCK: tl.constexpr):
-    """Return the largest key that `budget` of so many keys reach, and how many are above it."""
-    least, above = 0, 0
+    """Return the largest key that `budget` of so many keys reach, and how many are
+    above it.
+    """
+    least = 0
+    above = 0
     for bit in range(16):
         higher = least | (1 << (15 - bit))
         reach = tl.zeros([BLOCK], tl.int32)
         for first in range(0, number, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            reach += (tl.load(keys + place, mask=place < number, other=-1) >= higher).to(tl.int32)
+            reach += (
+                tl.load(keys + place, mask=place < number, other=-1) >= higher
+            ).to(tl.int32)
         count = tl.sum(reach, axis=0)
         least = tl.where(count >= budget, higher, least)
-        above = tl.where(count >= budget, above, count)  # the last one is of the next key
+        # the last one is of the next key
+        above = tl.where(count >= budget, above, count)
     return least, above
 
 
 @triton.jit
 def _take(keys, least, left, request, there, PADDED: tl.constexpr):
-    """Return how many draft tokens of some requests are admitted: those above the least key, and of those that equal it
-    the first ones, `left` in all; and how many of these are left then, or fewer than none."""
+    """Return how many draft tokens of some requests are admitted: those above the least
+    key, and of those that equal it the first ones, `left` in all; and how many of these
+    are left then, or fewer than none.
+    """
     place = request[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
     key = tl.load(keys + place, mask=there[:, None], other=-1)
     equal = tl.sum((key == least).to(tl.int32), axis=1)
     before = tl.cumsum(equal, axis=0) - equal
     above = tl.sum((key > least).to(tl.int32), axis=1)
-    return above + tl.minimum(equal, tl.maximum(left - before, 0)), left - tl.sum(equal, axis=0)
+    return above + tl.minimum(equal, tl.maximum(left - before, 0)), left - tl.sum(
+        equal, axis=0
+    )
 
 
 @triton.jit(
-    do_not_specialize=["budget", "requests", "most_requests", "bonus"], do_not_specialize_on_alignment=["slots"]
+    do_not_specialize=["budget", "requests", "most_requests", "bonus"],
+    do_not_specialize_on_alignment=["slots"],
 )
 def admit(
     shares,
@@ -155,26 +232,35 @@ def admit(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Admit the draft tokens of a batch, and lay out its tokens; one program. See `Ranking.admit`.
+    """Admit the draft tokens of a batch, and lay out its tokens; one program. See
+    `Ranking.admit`.
 
-    As many tokens as `budget` are admitted whatever the chances are, and of each draft its first ones: what is written
-    is their number. Of equal survival the first ones are admitted, by request and place.
+    As many tokens as `budget` are admitted whatever the chances are, and of each draft
+    its first ones: what is written is their number. Of equal survival the first ones
+    are admitted, by request and place.
 
     Args:
         keys: int32 [most_requests, PADDED], for the kernel's own use.
-        chances: float32 [most_requests, STEPS], of the draft tokens of each slot, given those before them.
-        admitted: int32 [most_requests], written: draft tokens of each request that are verified.
-        cu_num_logits, query_start_loc: int32 [most_requests + 1], written: where the rows of logits and the tokens of
-            each request begin, and where the last ones end; the second beyond that, too.
+        chances: float32 [most_requests, STEPS], of the draft tokens of each slot, given
+            those before them.
+        admitted: int32 [most_requests], written: draft tokens of each request that are
+            verified.
+        cu_num_logits, query_start_loc: int32 [most_requests + 1], written: where the
+            rows of logits and the tokens of each request begin, and where the last ones
+            end; the second beyond that, too.
         bonus: rows of logits of a request beside those of its draft tokens.
         PADDED: power of 2, STEPS at least.
         ROWS: power of 2, requests that are looked at at once.
     """
-    row, least, above = tl.arange(0, ROWS), 0, 0
+    row = tl.arange(0, ROWS)
+    least = 0
+    above = 0
     if budget >= 0:
         _write_keys(keys, shares, slots, chances, requests, STEPS, PADDED, ROWS)
         least, above = _least(keys, requests * PADDED, budget, ROWS * PADDED)
-    left, logits, tokens = budget - above, 0, 0
+    left = budget - above
+    logits = 0
+    tokens = 0
     tl.store(cu_num_logits, 0)
     tl.store(query_start_loc, 0)
     for first in range(0, requests, ROWS):
@@ -186,8 +272,12 @@ def admit(
         tl.store(admitted + request, number, mask=there)
         rows = number + tl.where(there, bonus, 0)
         read = number + tl.load(shares + requests + request, mask=there, other=0)
-        tl.store(cu_num_logits + 1 + request, logits + tl.cumsum(rows, axis=0), mask=there)
-        tl.store(query_start_loc + 1 + request, tokens + tl.cumsum(read, axis=0), mask=there)
+        tl.store(
+            cu_num_logits + 1 + request, logits + tl.cumsum(rows, axis=0), mask=there
+        )
+        tl.store(
+            query_start_loc + 1 + request, tokens + tl.cumsum(read, axis=0), mask=there
+        )
         logits += tl.sum(rows, axis=0)
         tokens += tl.sum(read, axis=0)
     for first in range(requests, most_requests, ROWS):

@@ -1,5 +1,6 @@
-"""The history as a speculator of vLLM's V2 model runner: its drafts are made on the device, behind the sampler, and the
-host goes on scheduling."""
+"""The history as a speculator of vLLM's V2 model runner: its drafts are made on the
+device, behind the sampler, and the host goes on scheduling.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +20,30 @@ from das_adapter.engine.v2.survival import on_all_ranks
 
 
 def keep_texts_on_device(states: Any) -> None:
-    """Put the texts of a new `RequestState` in the device's own memory: vLLM up to 0.31 keeps them in the host's, where
-    the device reads them slowly; so do later ones beside a neural drafter."""
+    """Put the texts of a new `RequestState` in the device's own memory: vLLM up to 0.31
+    keeps them in the host's, where the device reads them slowly; so do later ones
+    beside a neural drafter.
+    """
     texts = states.all_token_ids
     if hasattr(texts, "_uva_buf"):
-        states.all_token_ids = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device)
+        states.all_token_ids = type(texts)(
+            tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device
+        )
 
 
 def looked_up_sizes(vllm_config: Any) -> list[int]:
-    """Return the numbers of requests for which looking up drafts is captured as a CUDA graph."""
+    """Return the numbers of requests for which looking up drafts is captured as a CUDA
+    graph.
+    """
     most = vllm_config.scheduler_config.max_num_seqs
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
     return an_eighth_apart(size for size in sizes if size <= most)
 
 
 class Offer:
-    """What was drafted for the requests of a step, on its way to the host: it is there when the output of the next step
-    is."""
+    """What was drafted for the requests of a step, on its way to the host: it is there
+    when the output of the next step is.
+    """
 
     def __init__(self, index: DeviceIndex, requests: int) -> None:
         self.lengths = to_host(index.real[:requests])
@@ -43,30 +51,40 @@ class Offer:
         self.chances = to_host(index.confidence[:requests])
         """Of each token, given those before it, float32 [requests, steps]."""
         self.by_model = torch.zeros(requests, dtype=torch.int64)
-        """Tokens of a model's draft that stands in the place of that from the history; 0: none does."""
+        """Tokens of a model's draft that stands in the place of that from the history;
+        0: none does.
+        """
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, which is complete when a later copy of the same stream is."""
+    """Return a copy on the host, which is complete when a later copy of the same stream
+    is.
+    """
     return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 class HistorySpeculator(BaseSpeculator):
-    """Drafts from the history. Has the attributes that vLLM's model runner asks of a speculator without weights.
+    """Drafts from the history. Has the attributes that vLLM's model runner asks of a
+    speculator without weights.
 
-    In a tensor-parallel engine the first rank drafts and sends its drafts to the others, which must read the same
-    tokens whatever becomes of the history of one of them.
+    In a tensor-parallel engine the first rank drafts and sends its drafts to the
+    others, which must read the same tokens whatever becomes of the history of one of
+    them.
     """
 
     supports_mm_inputs = False
     draft_logits = None
     pcp_manager: Any = None
 
-    def __init__(self, vllm_config: Any, device: torch.device, config: DasConfig) -> None:
+    def __init__(
+        self, vllm_config: Any, device: torch.device, config: DasConfig
+    ) -> None:
         """`vllm_config`, `device`: as vLLM's `init_speculator` gets them."""
-        slots, steps = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config.num_speculative_tokens
+        slots = vllm_config.scheduler_config.max_num_seqs
+        steps = vllm_config.speculative_config.num_speculative_tokens
         self._group = get_tp_group()
-        self._config, self._vocabulary = config, vllm_config.model_config.get_vocab_size()
+        self._config = config
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
         self.index: DeviceIndex | None = None
         """None: another rank drafts."""
         self.wanted: int | None = None
@@ -74,10 +92,16 @@ class HistorySpeculator(BaseSpeculator):
         self.offer: Offer | None = None
         """What was drafted in the present step; None: nothing was looked for."""
         self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
-        self.draft_token_confidence_probs = torch.zeros(slots, steps, dtype=torch.float32, device=device)
-        """Of the drafts, as vLLM calls them: the chance of each token, given those before it; 0 beyond a draft."""
+        self.draft_token_confidence_probs = torch.zeros(
+            slots, steps, dtype=torch.float32, device=device
+        )
+        """Of the drafts, as vLLM calls them: the chance of each token, given those
+        before it; 0 beyond a draft.
+        """
         self.admits = False
-        """Whether each request has its own number of draft tokens, so that all ranks rank the chances."""
+        """Whether each request has its own number of draft tokens, so that all ranks
+        rank the chances.
+        """
         self._engine: EngineController | None = None
         self._capture_sizes = looked_up_sizes(vllm_config)
 
@@ -86,12 +110,22 @@ class HistorySpeculator(BaseSpeculator):
         """Whether nothing is drafted or looked for at the end of the present step."""
         return self.wanted == 0 and not getattr(self.wanted, "looks", True)
 
-    def bind(self, states: Any, engine: EngineController | None, failed: Callable[[Exception], None]) -> None:
-        """Draft for the requests of vLLM's `RequestState`, before memory is measured; `engine`: None: another rank
-        drafts; `failed`: is told why a step ends without drafts."""
-        self._states, self._engine, self._failed = states, engine, failed
+    def bind(
+        self,
+        states: Any,
+        engine: EngineController | None,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Draft for the requests of vLLM's `RequestState`, before memory is measured;
+        `engine`: None: another rank drafts; `failed`: is told why a step ends without
+        drafts.
+        """
+        self._states = states
+        self._engine = engine
+        self._failed = failed
         if self._group.world_size > 1:
-            self._group.broadcast(self._drafts[:1], src=0)  # the first one allocates buffers, which count as memory
+            # the first one allocates buffers, which count as memory
+            self._group.broadcast(self._drafts[:1], src=0)
         if engine is not None and engine.history is not None:
             self.index = DeviceIndex(
                 states.all_token_ids.gpu,
@@ -100,23 +134,33 @@ class HistorySpeculator(BaseSpeculator):
                 least_chance(self._config.budget),
                 self._vocabulary,
             )
-            self._drafts, self.draft_token_confidence_probs = self.index.drafts, self.index.confidence
+            self._drafts, self.draft_token_confidence_probs = (
+                self.index.drafts,
+                self.index.confidence,
+            )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to prepare: a step is captured in `capture`."""
 
     def capture(self, *_: Any) -> None:
         """Capture a step for the batch sizes that vLLM has graphs of."""
-        if self._engine is not None and self.index is not None and self.index.device.type == "cuda":
+        if (
+            self._engine is not None
+            and self.index is not None
+            and self.index.device.type == "cuda"
+        ):
             try:
                 self.index.capture(self._capture_sizes)
             except Exception as error:
                 self._engine.fail(error)
 
     @torch.inference_mode()
-    def propose(self, input_batch: Any, *inputs: Any, dummy_run: bool = False, **_: Any) -> torch.Tensor:
-        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft 0, which the policy can read.
-        See `BaseSpeculator.propose`."""
+    def propose(
+        self, input_batch: Any, *inputs: Any, dummy_run: bool = False, **_: Any
+    ) -> torch.Tensor:
+        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft
+        0, which the policy can read. See `BaseSpeculator.propose`.
+        """
         drafts = self._drafts[: input_batch.num_reqs]
         if dummy_run:
             return drafts
@@ -133,35 +177,55 @@ class HistorySpeculator(BaseSpeculator):
 
     def draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
         """Look up a draft for every request of the batch, on the rank that drafts."""
-        self.offer, requests = None, input_batch.num_reqs
-        if self._engine is None or self.index is None or not getattr(self.wanted, "looks", True):
+        self.offer = None
+        requests = input_batch.num_reqs
+        if (
+            self._engine is None
+            or self.index is None
+            or not getattr(self.wanted, "looks", True)
+        ):
             return
         if not self._engine.failed:
             try:
-                self.index.draft(input_batch.idx_mapping, num_sampled, self._states.total_len.gpu)
+                self.index.draft(
+                    input_batch.idx_mapping, num_sampled, self._states.total_len.gpu
+                )
                 self.offer = Offer(self.index, requests)
             except Exception as error:
                 self._engine.fail(error)
         if self._engine.failed:
             self._drafts[:requests].zero_()
 
-    def take_better(self, drafts: torch.Tensor, tokens: int, theirs: torch.Tensor) -> None:
-        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and the chances of these, float32
-        [requests, steps], where those from the history are expected to bring less."""
+    def take_better(
+        self, drafts: torch.Tensor, tokens: int, theirs: torch.Tensor
+    ) -> None:
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and
+        the chances of these, float32 [requests, steps], where those from the history
+        are expected to bring less.
+        """
         if self.offer is None:
             return
-        mine, chances = self._drafts[: len(drafts), :tokens], self.draft_token_confidence_probs[: len(drafts)]
-        theirs = torch.nn.functional.pad(theirs[:, :tokens], (0, chances.shape[1] - tokens))
-        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(1).sum(1)
+        mine = self._drafts[: len(drafts), :tokens]
+        chances = self.draft_token_confidence_probs[: len(drafts)]
+        theirs = torch.nn.functional.pad(
+            theirs[:, :tokens], (0, chances.shape[1] - tokens)
+        )
+        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(1).sum(
+            1
+        )
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
         torch.where(by_model[:, None], theirs, chances, out=chances)
         self.offer.by_model = to_host(by_model * tokens)
 
     def share(self, requests: int) -> torch.Tensor:
-        """Send the drafts of a batch to the other ranks; return them, int64 [requests, steps]."""
+        """Send the drafts of a batch to the other ranks; return them, int64 [requests,
+        steps].
+        """
         drafts = self._drafts[:requests]
         if self.wanted != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
             if self.admits:
-                self._group.broadcast(self.draft_token_confidence_probs[:requests], src=0)
+                self._group.broadcast(
+                    self.draft_token_confidence_probs[:requests], src=0
+                )
         return drafts

@@ -1,5 +1,7 @@
-"""How an engine on vLLM's V2 model runner survives a failure of drafts in the middle of a step: the step is taken
-again, or its tokens are drawn again, without drafts, and the engine's scheduler hears that all were rejected."""
+"""How an engine on vLLM's V2 model runner survives a failure of drafts in the middle of
+a step: the step is taken again, or its tokens are drawn again, without drafts, and the
+engine's scheduler hears that all were rejected.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from das_adapter.engine.v2.verification import draw_without_drafts
 from das_adapter.patching import patch
 
 _TAKING_REQUESTS = {"finish_requests", "free_states", "add_requests", "update_requests"}
-"""Methods of vLLM's runner that bring its requests up to date, before anything else of a step."""
+"""Methods of vLLM's runner that bring its requests up to date, before anything else of
+a step.
+"""
 
 _OF_CODE = AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError
-"""Errors of code that does not fit together: all ranks run the same code, and raise together."""
+"""Errors of code that does not fit together: all ranks run the same code, and raise
+together.
+"""
 
 
 def without_drafts(scheduled: Any) -> Any:
@@ -28,7 +34,10 @@ def without_drafts(scheduled: Any) -> Any:
     drafts = scheduled.scheduled_spec_decode_tokens
     if not drafts:
         return scheduled
-    counts = {req_id: tokens - len(drafts.get(req_id, ())) for req_id, tokens in scheduled.num_scheduled_tokens.items()}
+    counts = {
+        req_id: tokens - len(drafts.get(req_id, ()))
+        for req_id, tokens in scheduled.num_scheduled_tokens.items()
+    }
     return replace(
         scheduled,
         num_scheduled_tokens=counts,
@@ -38,7 +47,9 @@ def without_drafts(scheduled: Any) -> Any:
 
 
 def without_news(scheduled: Any) -> Any:
-    """Return a step whose requests the runner has taken already: it brings neither requests nor blocks."""
+    """Return a step whose requests the runner has taken already: it brings neither
+    requests nor blocks.
+    """
     known = scheduled.scheduled_cached_reqs
     return replace(
         scheduled,
@@ -53,42 +64,71 @@ def without_news(scheduled: Any) -> Any:
 
 
 def first_masks(grammar_output: Any, dropped: Mapping[str, Sequence[int]]) -> Any:
-    """Return the masks of a step's structured outputs (vLLM's `GrammarOutput`, None: there are none) as those of a step
-    without drafts; `dropped`: draft tokens by request that it was scheduled with. Of a request there is one mask for
-    each of its draft tokens and one more, or as many for each request, of which vLLM takes those that it needs."""
-    if not dropped or grammar_output is None or not hasattr(structured_outputs, "_build_grammar_mapping"):
+    """Return the masks of a step's structured outputs (vLLM's `GrammarOutput`, None:
+    there are none) as those of a step without drafts; `dropped`: draft tokens by
+    request that it was scheduled with. Of a request there is one mask for each of its
+    draft tokens and one more, or as many for each request, of which vLLM takes those
+    that it needs.
+    """
+    if (
+        not dropped
+        or grammar_output is None
+        or not hasattr(structured_outputs, "_build_grammar_mapping")
+    ):
         return grammar_output
-    rows = [1 + len(dropped.get(req_id, ())) for req_id in grammar_output.structured_output_request_ids]
+    rows = [
+        1 + len(dropped.get(req_id, ()))
+        for req_id in grammar_output.structured_output_request_ids
+    ]
     first = np.cumsum(rows) - rows
-    return replace(grammar_output, grammar_bitmask=grammar_output.grammar_bitmask[first])
+    return replace(
+        grammar_output, grammar_bitmask=grammar_output.grammar_bitmask[first]
+    )
 
 
 def on_all_ranks(error: BaseException) -> bool:
-    """Return whether each tensor-parallel rank has raised as this one, or there is one alone: then all go on alike."""
+    """Return whether each tensor-parallel rank has raised as this one, or there is one
+    alone: then all go on alike.
+    """
     return get_tp_group().world_size == 1 or isinstance(error, _OF_CODE)
 
 
 def may_be_repeated(error: BaseException) -> bool:
-    """Return whether a step that has raised can be taken again without drafts: the runner had taken its requests."""
+    """Return whether a step that has raised can be taken again without drafts: the
+    runner had taken its requests.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return on_all_ranks(error) and _TAKING_REQUESTS.isdisjoint(frame.name for frame in frames)
+    return on_all_ranks(error) and _TAKING_REQUESTS.isdisjoint(
+        frame.name for frame in frames
+    )
 
 
 class Survival:
-    """Takes the steps of a model runner, without drafts once drafting has failed in one of them."""
+    """Takes the steps of a model runner, without drafts once drafting has failed in one
+    of them.
+    """
 
     def __init__(self, runner: Any, failed: Callable[[Exception], None]) -> None:
         """`failed`: is told why a step was taken again."""
-        self._runner, self._failed = runner, failed
+        self._runner = runner
+        self._failed = failed
         self.drafts_no_more = False
         """Whether steps take no drafts and make none."""
         self._dropped: Mapping[str, Sequence[int]] = {}
-        """Draft tokens of each request that the present step was scheduled with, and does not take."""
+        """Draft tokens of each request that the present step was scheduled with, and
+        does not take.
+        """
         self._manager: Any = None
-        """What gives each request its number of draft tokens, while the runner does without it."""
+        """What gives each request its number of draft tokens, while the runner does
+        without it.
+        """
 
-    def take(self, stock: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Have the runner take a step, with `stock`; without drafts where it fails with them."""
+    def take(
+        self, stock: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Have the runner take a step, with `stock`; without drafts where it fails with
+        them.
+        """
         drafts = scheduled.scheduled_spec_decode_tokens
         self._dropped = {}
         if not drafts:
@@ -109,14 +149,17 @@ class Survival:
         return without_drafts(scheduled) if self._dropped else scheduled
 
     def masks(self, grammar_output: Any) -> Any:
-        """Return the masks of the present step's structured outputs, as it was taken."""
+        """Return the masks of the present step's structured outputs, as it was
+        taken.
+        """
         return first_masks(grammar_output, self._dropped)
 
     def stop(self) -> None:
         """Take steps without drafts from the present one on."""
         self.drafts_no_more = True
         if self._runner.adaptive_verification is not None:
-            self._manager, self._runner.adaptive_verification = self._runner.adaptive_verification, None
+            self._manager = self._runner.adaptive_verification
+            self._runner.adaptive_verification = None
 
     def start_again(self) -> None:
         """Take steps with drafts again."""
@@ -130,9 +173,12 @@ class Survival:
     since="0.29",
     needs="hidden_states, input_batch, grammar_output",
 )
-def survive_verification(stock: Any, runner: Any, failed: Callable[[Exception], None]) -> Any:
-    """Without it a failure in the verification of drafts ends the engine (V2 runner). Remove this patch when vLLM
-    survives it."""
+def survive_verification(
+    stock: Any, runner: Any, failed: Callable[[Exception], None]
+) -> Any:
+    """Without it a failure in the verification of drafts ends the engine (V2 runner).
+    Remove this patch when vLLM survives it.
+    """
 
     def sample(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -141,7 +187,8 @@ def survive_verification(stock: Any, runner: Any, failed: Callable[[Exception], 
             if not input_batch.num_draft_tokens or not may_be_repeated(error):
                 raise
             failed(error)
-        verify, runner.rejection_sampler = runner.rejection_sampler, partial(draw_without_drafts, runner.sampler)
+        verify = runner.rejection_sampler
+        runner.rejection_sampler = partial(draw_without_drafts, runner.sampler)
         try:
             return stock(hidden_states, input_batch, *args, **kwargs)
         finally:

@@ -1,6 +1,8 @@
-"""Lossless verification inside vLLM's V2 model runner: every row is drawn as stock vLLM draws a token without drafts,
-with noise keyed by (request seed, position); a draft token is accepted iff it equals the draw (drafter-invariant
-verification, arXiv 2408.07978)."""
+"""Lossless verification inside vLLM's V2 model runner: every row is drawn as stock vLLM
+draws a token without drafts, with noise keyed by (request seed, position); a draft
+token is accepted iff it equals the draw (drafter-invariant verification, arXiv
+2408.07978).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ from das_adapter.patching import patch
 @patch(
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
     since="0.29",
-    needs="target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature, "
-    "seed, num_speculative_steps",
+    needs=(
+        "target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping,"
+        " expanded_local_pos, temperature, seed, num_speculative_steps"
+    ),
 )
 def verify_by_equality(stock: Any) -> Any:
-    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner). It
-    holds for all engines of the process. Remove this patch when vLLM verifies drafts by the token that it would have
-    drawn."""
+    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend
+    on the drafter (V2 runner). It holds for all engines of the process. Remove this
+    patch when vLLM verifies drafts by the token that it would have drawn.
+    """
     return accept_drawn
 
 
@@ -42,11 +47,14 @@ def accept_drawn(
     use_fp64: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify a batch, with the arguments of vLLM's `rejection_sample`; does not wait for the device.
+    """Verify a batch, with the arguments of vLLM's `rejection_sample`; does not wait
+    for the device.
 
     Args:
-        logits: float32 [rows, vocab], processed; request after request, its drafted positions and one more.
-        fed: int [rows], the token that was read at each row; -1: it may not be accepted.
+        logits: float32 [rows, vocab], processed; request after request, its drafted
+            positions and one more.
+        fed: int [rows], the token that was read at each row; -1: it may not be
+            accepted.
         cu_num_logits: int32 [requests + 1], first row of each request.
         pos: int64 [rows], position of the row's token.
         expanded_idx_mapping: int64 [rows], slot of the row's request.
@@ -54,8 +62,8 @@ def accept_drawn(
         temperature, seed: [slots].
 
     Returns:
-        int64 [requests, num_speculative_steps + 1], the tokens, of which the first `num_sampled` count; and that, int32
-        [requests].
+        int64 [requests, num_speculative_steps + 1], the tokens, of which the first
+        `num_sampled` count; and that, int32 [requests].
     """
     from vllm.v1.worker.gpu.sample import gumbel
 
@@ -71,12 +79,22 @@ def accept_drawn(
         is_drafting=False,
         use_fp64=use_fp64,
     )
-    requests, width, rows = cu_num_logits.shape[0] - 1, num_speculative_steps + 1, 32
+    requests = cu_num_logits.shape[0] - 1
+    width = num_speculative_steps + 1
+    rows = 32
     sampled = drawn.new_empty(requests, width)
     num_sampled = cu_num_logits.new_empty(requests, dtype=torch.int32)
     padded = 1 << num_speculative_steps.bit_length()
     votes.accept[(-(-requests // rows),)](
-        drawn, fed, cu_num_logits, sampled, num_sampled, requests, WIDTH=width, PADDED=padded, ROWS=rows
+        drawn,
+        fed,
+        cu_num_logits,
+        sampled,
+        num_sampled,
+        requests,
+        WIDTH=width,
+        PADDED=padded,
+        ROWS=rows,
     )
     return sampled, num_sampled
 
@@ -87,11 +105,17 @@ def accept_drawn(
     needs="logits, input_batch",
 )
 def drop_drafts_beside_chosen_tokens(stock: Any) -> Any:
-    """Without it a request with `logprob_token_ids` gets no log-probabilities of these tokens in a step with drafts (V2
-    runner). It holds for all engines of the process. Remove this patch when vLLM returns them beside drafts."""
+    """Without it a request with `logprob_token_ids` gets no log-probabilities of these
+    tokens in a step with drafts (V2 runner). It holds for all engines of the process.
+    Remove this patch when vLLM returns them beside drafts.
+    """
 
-    def call(self: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.sampler.logprob_token_ids_state.max_num_token_ids(input_batch.idx_mapping_np):
+    def call(
+        self: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.sampler.logprob_token_ids_state.max_num_token_ids(
+            input_batch.idx_mapping_np
+        ):
             return draw_without_drafts(self.sampler, logits, input_batch)
         return stock(self, logits, input_batch, *args, **kwargs)
 
@@ -102,14 +126,16 @@ def draw_without_drafts(sampler: Any, logits: torch.Tensor, batch: Any, *_: Any)
     """Draw one token of each request with vLLM's sampler, and reject all drafts.
 
     Args:
-        logits: float32 [rows, vocab]; request after request, its drafted positions and one more.
+        logits: float32 [rows, vocab]; request after request, its drafted positions and
+            one more.
         batch: vLLM's `InputBatch`.
         _: what else vLLM gives its rejection sampler.
 
     Returns:
         vLLM's `SamplerOutput`, of one row a request.
     """
-    first, bounds = batch.cu_num_logits[:-1], np.arange(batch.num_reqs + 1, dtype=np.int32)
+    first = batch.cu_num_logits[:-1]
+    bounds = np.arange(batch.num_reqs + 1, dtype=np.int32)
     plain = replace(
         batch,
         num_draft_tokens=0,

@@ -1,13 +1,16 @@
-"""Triton kernels that draft from the places that `search` has found, accept drafts, and learn which are accepted.
+"""Triton kernels that draft from the places that `search` has found, accept drafts, and
+learn which are accepted.
 
-Every place votes for the token that follows there, with its text's weight times the 6th power of its strength + 1. A
-place is as strong as twice the tokens that agree with what the request has written, and gains 2 with every token
-drafted from it. The token with the most votes is drafted, and only the places that voted for it vote on the next one.
-The chance that it is accepted is estimated by its kind: its share of the votes, the greatest strength behind it, the
-number of places, and whether all of them are in the request's own text. It is learned from what requests wrote.
+Every place votes for the token that follows there, with its text's weight times the 6th
+power of its strength + 1. A place is as strong as twice the tokens that agree with what
+the request has written, and gains 2 with every token drafted from it. The token with
+the most votes is drafted, and only the places that voted for it vote on the next one.
+The chance that it is accepted is estimated by its kind: its share of the votes, the
+greatest strength behind it, the number of places, and whether all of them are in the
+request's own text. It is learned from what requests wrote.
 
-`csrc/suffix_draft.hpp` has the same rules for the host. Here a draft ends with the request's own text, where the host
-searches again.
+`csrc/suffix_draft.hpp` has the same rules for the host. Here a draft ends with the
+request's own text, where the host searches again.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ STRENGTHS = tl.constexpr(tuple(_RULES["STRENGTHS"]))
 LEVELS = tl.constexpr(len(_RULES["SHARES"]) + 1)
 COUNTS = tl.constexpr(_RULES["COUNTS"])
 KINDS = tl.constexpr(len(_RULES["CHANCES"]))
-"""Kinds of draft tokens of one source: by LEVELS of their share of the votes, as many of strength, and COUNTS numbers
-of candidates."""
+"""Kinds of draft tokens of one source: by LEVELS of their share of the votes, as many
+of strength, and COUNTS numbers of candidates.
+"""
 PRIOR = tl.constexpr(_RULES["PRIOR"])
 DOUBT = tl.constexpr(_RULES["DOUBT"])
 MEMORY = tl.constexpr(_RULES["MEMORY"])
@@ -50,10 +54,12 @@ def learn(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compare what was offered to each request with what it has written since, and count by kind.
+    """Compare what was offered to each request with what it has written since, and
+    count by kind.
 
-    `offers`: int32 [slots, 4 + 2 * STEPS], what `vote` offered: the number of tokens, the length of the text before
-    them, `STEPS + 1` tokens, and their kinds. `outcomes`: int32 [2 * KINDS, 2], tried and accepted; zero before.
+    `offers`: int32 [slots, 4 + 2 * STEPS], what `vote` offered: the number of tokens,
+    the length of the text before them, `STEPS + 1` tokens, and their kinds. `outcomes`:
+    int32 [2 * KINDS, 2], tried and accepted; zero before.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED)
@@ -65,7 +71,12 @@ def learn(
     count = tl.load(offer, mask=known, other=0)
     before = tl.load(offer + 1, mask=known, other=0)
     place = before[:, None] + column[None, :]
-    asked = known[:, None] & (column[None, :] < count[:, None]) & (place < length[:, None]) & (column[None, :] <= STEPS)
+    asked = (
+        known[:, None]
+        & (column[None, :] < count[:, None])
+        & (place < length[:, None])
+        & (column[None, :] <= STEPS)
+    )
     token = tl.load(offer[:, None] + 2 + column[None, :], mask=asked, other=-1)
     kind = tl.load(offer[:, None] + 3 + STEPS + column[None, :], mask=asked, other=0)
     written = tl.load(arena + at[:, None] + place, mask=asked, other=-2)
@@ -82,11 +93,13 @@ def learn(
 
 @triton.jit
 def estimate(outcomes, cells, sources, start, chance, LANES: tl.constexpr):
-    """Take the outcomes into the counts of each kind, and compute each kind's chance to be accepted.
+    """Take the outcomes into the counts of each kind, and compute each kind's chance to
+    be accepted.
 
-    `cells`: int32 [2 * KINDS, 2]; `sources`: float64 [2, 3], tried, accepted and expected; `start`: float64 [KINDS],
-    the chances before anything is learned; `chance`: float64 [2 * KINDS]. One program; the same estimate as
-    `Acceptance` in `csrc/suffix_draft.hpp`.
+    `cells`: int32 [2 * KINDS, 2]; `sources`: float64 [2, 3], tried, accepted and
+    expected; `start`: float64 [KINDS], the chances before anything is learned;
+    `chance`: float64 [2 * KINDS]. One program; the same estimate as `Acceptance` in
+    `csrc/suffix_draft.hpp`.
     """
     lane = tl.arange(0, LANES)
     for source in tl.static_range(2):
@@ -99,7 +112,8 @@ def estimate(outcomes, cells, sources, start, chance, LANES: tl.constexpr):
         tried = tl.load(cells + at, mask=valid, other=0) + new_tried
         accepted = tl.load(cells + at + 1, mask=valid, other=0) + new_accepted
         full = tried >= MEMORY
-        tried, accepted = tl.where(full, tried // 2, tried), tl.where(full, accepted // 2, accepted)
+        tried = tl.where(full, tried // 2, tried)
+        accepted = tl.where(full, accepted // 2, accepted)
         tl.store(cells + at, tried, mask=valid)
         tl.store(cells + at + 1, accepted, mask=valid)
         prior = tl.load(start + lane, mask=valid, other=0.0)
@@ -108,7 +122,9 @@ def estimate(outcomes, cells, sources, start, chance, LANES: tl.constexpr):
         sum_accepted = tl.load(own + 1) + tl.sum(new_accepted, axis=0)
         expected = tl.load(own + 2) + tl.sum(new_tried * prior, axis=0)
         half = tl.where(sum_tried >= MEMORY, 0.5, 1.0)
-        sum_tried, sum_accepted, expected = sum_tried * half, sum_accepted * half, expected * half
+        sum_tried = sum_tried * half
+        sum_accepted = sum_accepted * half
+        expected = expected * half
         tl.store(own, sum_tried)
         tl.store(own + 1, sum_accepted)
         tl.store(own + 2, expected)
@@ -116,13 +132,20 @@ def estimate(outcomes, cells, sources, start, chance, LANES: tl.constexpr):
         better = better * ((sum_tried - expected + DOUBT) / (expected + DOUBT))
         odds = prior * better
         base = odds / (1 - prior + odds)
-        tl.store(chance + source * KINDS + lane, (accepted + PRIOR * base) / (tried + PRIOR), mask=valid)
+        tl.store(
+            chance + source * KINDS + lane,
+            (accepted + PRIOR * base) / (tried + PRIOR),
+            mask=valid,
+        )
 
 
 @triton.jit
 def _kind(share, strength, number, alone):
-    """Return the kind of a draft token, as `Acceptance::kind` in `csrc/suffix_draft.hpp`."""
-    s, m = 0 * number, 0 * number
+    """Return the kind of a draft token, as `Acceptance::kind` in
+    `csrc/suffix_draft.hpp`.
+    """
+    s = 0 * number
+    m = 0 * number
     for i in tl.static_range(LEVELS - 1):
         s += (share >= SHARES[i]).to(tl.int32)
         m += (strength >= STRENGTHS[i]).to(tl.int32)
@@ -132,26 +155,41 @@ def _kind(share, strength, number, alone):
 
 @triton.jit
 def _places(found):
-    """Load a request's places: where the text goes on and how many tokens are left, strength, weight, whether it is the
-    request's own text, and whether the place votes (see `search`)."""
+    """Load a request's places: where the text goes on and how many tokens are left,
+    strength, weight, whether it is the request's own text, and whether the place votes
+    (see `search`).
+    """
     lane = tl.arange(0, CANDIDATES)
-    at, left = tl.load(found + lane), tl.load(found + 2 * CANDIDATES + lane)
+    at = tl.load(found + lane)
+    left = tl.load(found + 2 * CANDIDATES + lane)
     traits = tl.load(found + CANDIDATES + lane).to(tl.int32)
-    strength, weight = traits & 0xFF, ((traits >> 8) & 0xFFFF).to(tl.int64)
-    own, differs, valid = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0, ((traits >> 26) & 1) > 0
+    strength = traits & 0xFF
+    weight = ((traits >> 8) & 0xFFFF).to(tl.int64)
+    own = ((traits >> 24) & 1) > 0
+    differs = ((traits >> 25) & 1) > 0
+    valid = ((traits >> 26) & 1) > 0
     strongest = tl.max(tl.where(valid & (differs == 0), strength, 0), axis=0)
-    return at, left, strength, weight, own, valid & (tl.where(differs, strongest, 0) < SURE)
+    return (
+        at,
+        left,
+        strength,
+        weight,
+        own,
+        valid & (tl.where(differs, strongest, 0) < SURE),
+    )
 
 
 @triton.jit
 def _elected(token, alive, strong, weight, own):
-    """Return the token with the most votes (of equals the lowest), the places that voted for it, and its kind as a
-    draft token."""
+    """Return the token with the most votes (of equals the lowest), the places that
+    voted for it, and its kind as a draft token.
+    """
     power = (strong + 1).to(tl.int64)
     power = power * power * power
     votes = tl.where(alive, power * power * weight, 0)
     said = tl.min(tl.where(alive, token, NOBODY), axis=0)
-    winner, most = said, tl.full([], 0, tl.int64)
+    winner = said
+    most = tl.full([], 0, tl.int64)
     while said < NOBODY:
         total = tl.sum(tl.where(token == said, votes, 0), axis=0)
         winner = tl.where(total > most, said, winner)
@@ -161,7 +199,11 @@ def _elected(token, alive, strong, weight, own):
     share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
     longest = tl.max(tl.where(voters, strong, 0), axis=0)
     alone = tl.sum((voters & (own == 0)).to(tl.int32), axis=0) == 0
-    return winner, voters, _kind(share, longest, tl.sum(voters.to(tl.int32), axis=0), alone)
+    return (
+        winner,
+        voters,
+        _kind(share, longest, tl.sum(voters.to(tl.int32), axis=0), alone),
+    )
 
 
 @triton.jit
@@ -181,21 +223,26 @@ def vote(
     STEPS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Draft token by token what most candidates vote for; see `SuffixIndex::draft` in `csrc/suffix_index.cpp`.
+    """Draft token by token what most candidates vote for; see `SuffixIndex::draft` in
+    `csrc/suffix_index.cpp`.
 
-    `found`: int64 [requests, 3, CANDIDATES], see `search`; `offers`: see `learn`; `drafts`: int64 [requests, STEPS],
-    0 beyond the draft; `confidence`: float32, the chance of each token given those before it, 0
-    beyond the draft; `real`: int32 [requests], the draft's length.
+    `found`: int64 [requests, 3, CANDIDATES], see `search`; `offers`: see `learn`;
+    `drafts`: int64 [requests, STEPS], 0 beyond the draft; `confidence`: float32, the
+    chance of each token given those before it, 0 beyond the draft; `real`: int32
+    [requests], the draft's length.
     """
     request = tl.program_id(0)
     slot = tl.load(slots + request)
     column = tl.arange(0, PADDED)
     if slot >= 0:
         n = tl.load(text_len + slot)
-        at, left, strength, weight, own, valid = _places(found + request * 3 * CANDIDATES)
+        at, left, strength, weight, own, valid = _places(
+            found + request * 3 * CANDIDATES
+        )
         offer = offers + slot * (4 + 2 * STEPS)
         survival = (0 * n + 1).to(tl.float64)
-        asked, step = 0 * n, 0 * n
+        asked = 0 * n
+        step = 0 * n
         going = tl.load(num_sampled + request) > 0
         while going:
             token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
@@ -213,10 +260,13 @@ def vote(
                 going = (step < STEPS) & (survival >= min_chance)
                 if going:
                     tl.store(drafts + request * STEPS + step, winner.to(tl.int64))
-                    tl.store(confidence + request * STEPS + step, token_chance.to(tl.float32))
+                    tl.store(
+                        confidence + request * STEPS + step, token_chance.to(tl.float32)
+                    )
                     valid = voters
                     step = step + 1
-        cell, beyond = request * STEPS + column, (column < STEPS) & (column >= step)
+        cell = request * STEPS + column
+        beyond = (column < STEPS) & (column >= step)
         tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=beyond)
         tl.store(drafts + cell, tl.zeros([PADDED], tl.int64), mask=beyond)
         tl.store(real + request, step)
@@ -224,7 +274,9 @@ def vote(
         tl.store(offer + 1, n)
 
 
-@triton.jit(do_not_specialize=["requests"], do_not_specialize_on_alignment=["fed", "rows"])
+@triton.jit(
+    do_not_specialize=["requests"], do_not_specialize_on_alignment=["fed", "rows"]
+)
 def accept(
     drawn,
     fed,
@@ -236,17 +288,24 @@ def accept(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Take the drawn tokens of each request up to the first with which its draft does not go on.
+    """Take the drawn tokens of each request up to the first with which its draft does
+    not go on.
 
-    `drawn`: int64 [rows]; `fed`: int [rows], the token that was read at each row; `rows`: int32 [requests + 1], first
-    row of each request; `sampled`: int64 [requests, WIDTH]; `num_sampled`: int32 [requests], how many of them count.
+    `drawn`: int64 [rows]; `fed`: int [rows], the token that was read at each row;
+    `rows`: int32 [requests + 1], first row of each request; `sampled`: int64 [requests,
+    WIDTH]; `num_sampled`: int32 [requests], how many of them count.
     """
-    request, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)[None, :]
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)[None, :]
     known = request < requests
     row = tl.load(rows + request, mask=known, other=0)[:, None] + column
     end = tl.load(rows + request + 1, mask=known, other=0)[:, None]
     token = tl.load(drawn + row, mask=row < end, other=0)
     following = tl.load(fed + row + 1, mask=row + 1 < end, other=-1)
     accepted = tl.min(tl.where(token != following, column, PADDED), axis=1)
-    tl.store(sampled + request[:, None] * WIDTH + column, token, mask=known[:, None] & (column < WIDTH))
+    tl.store(
+        sampled + request[:, None] * WIDTH + column,
+        token,
+        mask=known[:, None] & (column < WIDTH),
+    )
     tl.store(num_sampled + request, accepted + 1, mask=known)

@@ -37,7 +37,9 @@ logger = logging.getLogger("das_adapter")
 
 
 class DeviceWorkerState(WorkerState):
-    """The state of one worker on the V2 runner. The first tensor-parallel rank drafts; the others follow it."""
+    """The state of one worker on the V2 runner. The first tensor-parallel rank drafts;
+    the others follow it.
+    """
 
     model_runner = 2
 
@@ -45,30 +47,44 @@ class DeviceWorkerState(WorkerState):
         self.lengths: DraftLengths | None = None
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
-            always = int(config.neural and not may_miss_steps(runner.speculator))  # the policy copy misses nothing
+            # the policy copy misses nothing
+            always = int(config.neural and not may_miss_steps(runner.speculator))
             self.lengths = DraftLengths(config, runner.vllm_config, always)
         super().__init__(runner, config, self.lengths)
         self.engine = None if self.lengths is None else self.lengths.engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
-        # Now: what is made while vLLM loads the weights lies in a pool that sleep discards.
-        self._limits, self._confidence = None, None
+        # Now: what is made while vLLM loads the weights lies in a pool that sleep
+        # discards.
+        self._limits = None
+        self._confidence = None
         if config.by_model:
             self._limits = Limits(runner)
             drafter = runner.speculator
-            if not hasattr(drafter, "draft_token_confidence_probs"):  # vLLM 0.29: remove this when 0.30 is the oldest
-                drafter.draft_token_confidence_probs = torch.zeros_like(drafter.draft_tokens, dtype=torch.float32)
+            # vLLM 0.29: remove this when 0.30 is the oldest
+            if not hasattr(drafter, "draft_token_confidence_probs"):
+                drafter.draft_token_confidence_probs = torch.zeros_like(
+                    drafter.draft_tokens, dtype=torch.float32
+                )
             told = drafter.draft_token_confidence_probs
-            self._confidence = DraftConfidence(told) if config.keyed and config.controlled else None
+            self._confidence = (
+                DraftConfidence(told) if config.keyed and config.controlled else None
+            )
         if config.uses_history:
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
-            beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.by_model else None
+            beside = (
+                HistorySpeculator(runner.vllm_config, runner.device, config)
+                if config.by_model
+                else None
+            )
             self.source = beside or runner.speculator
             self.source.bind(runner.req_states, self.engine, self.fail_in_step)
         if config.controlled:
             states = runner.req_states
-            self._ranking = Ranking(states.max_num_reqs, states.num_speculative_steps, states.device)
+            self._ranking = Ranking(
+                states.max_num_reqs, states.num_speculative_steps, states.device
+            )
             setattr(states, ADMITS, self.admission)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
@@ -92,21 +108,42 @@ class DeviceWorkerState(WorkerState):
             self.lengths.catch_up()
         return self._requests.get(req_id)
 
-    def admission(self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any) -> Admission | None:
-        """Give each request its own number of draft tokens where that can be, and say which it is; the arguments are
-        those of vLLM's `maybe_create_adaptive_verification_manager`."""
+    def admission(
+        self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any
+    ) -> Admission | None:
+        """Give each request its own number of draft tokens where that can be, and say
+        which it is; the arguments are those of vLLM's
+        `maybe_create_adaptive_verification_manager`.
+        """
         stock_noise = None if self.config.keyed else STOCK_NOISE
         sizes = self._drafted_sizes()
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        ours = self.drops_drafts, self._ranking, self.fail_in_step, max(sizes, default=0)
-        why = stock_noise or obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support)
+        ours = (
+            self.drops_drafts,
+            self._ranking,
+            self.fail_in_step,
+            max(sizes, default=0),
+        )
+        why = stock_noise or obstacle(
+            self.runner.vllm_config, attn_groups, additional_attn_cg_support
+        )
         try:
-            made = None if why else Admission(*ours, **{name: stock[name] for name in names})
-        except Exception as error:  # the kernel does not compile, or computes something else: on all ranks
-            logger.exception("das: the draft tokens of a step can't be shared out by worth")
-            made, why = None, repr(error)
+            made = (
+                None
+                if why
+                else Admission(*ours, **{name: stock[name] for name in names})
+            )
+        except Exception as error:
+            # the kernel does not compile, or computes something else: on all ranks
+            logger.exception(
+                "das: the draft tokens of a step can't be shared out by worth"
+            )
+            made = None
+            why = repr(error)
         if made is None:
-            logger.info("das: all requests of a step have equally many draft tokens: %s", why)
+            logger.info(
+                "das: all requests of a step have equally many draft tokens: %s", why
+            )
             return None
         logger.info("das: each request has its own number of draft tokens")
         self.runner.rejection_sampler.enable_adaptive_verification = True
@@ -117,16 +154,26 @@ class DeviceWorkerState(WorkerState):
         return made
 
     def _drafted_sizes(self) -> tuple[int, ...]:
-        """Return the tokens for which graphs of steps with drafts are captured, rising."""
-        vllm_config, longest = self.runner.vllm_config, self.runner.max_num_reqs * (1 + self.config.num_draft_tokens)
+        """Return the tokens for which graphs of steps with drafts are captured,
+        rising.
+        """
+        vllm_config = self.runner.vllm_config
+        longest = self.runner.max_num_reqs * (1 + self.config.num_draft_tokens)
         if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
             return ()
-        return tuple(an_eighth_apart(n for n in captured_tokens(vllm_config) if n <= longest)[::-1])
+        return tuple(
+            an_eighth_apart(n for n in captured_tokens(vllm_config) if n <= longest)[
+                ::-1
+            ]
+        )
 
     def drops_drafts(self, req_ids: Iterable[str]) -> bool:
-        """Return whether a step of these requests verifies no drafts, see `drop_drafts_beside_chosen_tokens`."""
+        """Return whether a step of these requests verifies no drafts, see
+        `drop_drafts_beside_chosen_tokens`.
+        """
         asked = self.runner.sampler.logprob_token_ids_state
-        if not asked.num_token_ids.np.any():  # of any slot, also of one that is free now
+        # of any slot, also of one that is free now
+        if not asked.num_token_ids.np.any():
             return False
         slots = list(map(self.runner.req_states.req_id_to_index.__getitem__, req_ids))
         return int(asked.max_num_token_ids(slots)) > 0
@@ -137,15 +184,23 @@ class DeviceWorkerState(WorkerState):
         if self.config.drafter != "none":
             choose_lengths.apply(self, owner=self.runner)
             note_steps.apply(self, owner=self.runner)
-            survive_verification.apply(self.runner, self.fail_in_step, owner=self.runner)
+            survive_verification.apply(
+                self.runner, self.fail_in_step, owner=self.runner
+            )
 
     def begin(self, scheduled: Any) -> None:
-        """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and bring the sealed text that is
-        drafted from to the device."""
-        index, engine = self.index, self.engine
-        if not scheduled.scheduled_new_reqs and (index is None or not index.arena.lacks):
+        """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and
+        bring the sealed text that is drafted from to the device.
+        """
+        index = self.index
+        engine = self.engine
+        if not scheduled.scheduled_new_reqs and (
+            index is None or not index.arena.lacks
+        ):
             return
-        slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
+        slots = self.runner.req_states.req_id_to_index
+        opened = []
+        ahead = []
         for new in scheduled.scheduled_new_reqs:
             text = new.prefill_token_ids or new.prompt_token_ids or []
             begun = LiveRequest.of(new.req_id, new, self._max_model_len)
@@ -153,7 +208,8 @@ class DeviceWorkerState(WorkerState):
             if self.standalone is not None:
                 begun.text = list(text[begun.start :])
             key = self._policy.key(begun.problem)
-            if self._requests.setdefault(new.req_id, begun) is begun:  # it may come back, preempted
+            # it may come back, preempted
+            if self._requests.setdefault(new.req_id, begun) is begun:
                 ahead.append((key, begun.ahead))
             self._begun.append(begun)
             opened.append((slots[new.req_id], key, begun.start))
@@ -167,16 +223,28 @@ class DeviceWorkerState(WorkerState):
                 index.arena.bring(engine.history.index)
 
     def end(self, scheduled: Any) -> None:
-        """Take the requests that have ended or were preempted, which the runner still has."""
+        """Take the requests that have ended or were preempted, which the runner still
+        has.
+        """
         self._ended |= scheduled.finished_req_ids
-        states, index, closed = self.runner.req_states, self.index, []
-        for req_id in sorted(scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())):
-            request = self._requests.pop(req_id, None) if req_id in scheduled.finished_req_ids else None
+        states = self.runner.req_states
+        index = self.index
+        closed = []
+        for req_id in sorted(
+            scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+        ):
+            request = (
+                self._requests.pop(req_id, None)
+                if req_id in scheduled.finished_req_ids
+                else None
+            )
             slot = states.req_id_to_index.get(req_id)
             if slot is None or index is None:
                 continue
             step = self.config.num_draft_tokens + 2  # what the last step may have added
-            before = max(states.num_computed_tokens_np[slot], states.prefill_len.np[slot])
+            before = max(
+                states.num_computed_tokens_np[slot], states.prefill_len.np[slot]
+            )
             most = int(before) + step - int(index.arena.tables.begin[slot])
             kept = request is not None and request.record and self._policy.kept
             closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
@@ -187,12 +255,22 @@ class DeviceWorkerState(WorkerState):
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
         scheduled = self.survival.taken(scheduled)
-        counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
-        drafts = {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
-        decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
+        counts = scheduled.num_scheduled_tokens
+        drafts = scheduled.scheduled_spec_decode_tokens
+        drafts = (
+            {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
+        )
+        decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(
+            counts
+        ) + sum(drafts.values())
         if drafts and self.drops_drafts(counts):
-            drafts, decodes = {}, False  # it is not timed: they may have been read
-        begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
+            # it is not timed: they may have been read
+            drafts = {}
+            decodes = False
+        begun = self._begun
+        ended = self._ended
+        self._begun = []
+        self._ended = set()
         self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
 
     def note(self, scheduled: Any) -> None:
@@ -214,12 +292,19 @@ class DeviceWorkerState(WorkerState):
         self.survival.start_again()
 
     def leaves_out(self) -> bool:
-        """Return whether the present step verifies no drafts, and nothing is drafted or looked for at its end: it may
-        end as one of an engine without a speculator."""
-        runner, source = self.runner, self.source
+        """Return whether the present step verifies no drafts, and nothing is drafted or
+        looked for at its end: it may end as one of an engine without a speculator.
+        """
+        runner = self.runner
+        source = self.source
         if self.survival.drafts_no_more:
             return runner.execute_model_state is not None
-        if source is None or source is not runner.speculator or not source.silent or runner.pp_handler is not None:
+        if (
+            source is None
+            or source is not runner.speculator
+            or not source.silent
+            or runner.pp_handler is not None
+        ):
             return False
         if runner.execute_model_state is None:
             return False
@@ -227,19 +312,27 @@ class DeviceWorkerState(WorkerState):
         return batch.num_draft_tokens == 0 and not batch.has_structured_output_reqs
 
     def watch(self, output: Any) -> Any:
-        """Have the draft length of the next steps chosen when a step's output is on the host; return the output."""
-        step, self._step = self._step, None
-        manager, admitted = self.runner.adaptive_verification, None
-        if isinstance(manager, Admission):  # it takes part in the warm-up of vLLM 0.29 too
-            admitted, manager.admitted = manager.admitted, None
+        """Have the draft length of the next steps chosen when a step's output is on the
+        host; return the output.
+        """
+        step = self._step
+        self._step = None
+        manager = self.runner.adaptive_verification
+        admitted = None
+        # it takes part in the warm-up of vLLM 0.29 too
+        if isinstance(manager, Admission):
+            admitted = manager.admitted
+            manager.admitted = None
         if step is None or output is None or self.lengths is None:
             return output
-        if self.survival.drafts_no_more:  # there were none, whatever was admitted before the step failed
+        # there were none, whatever was admitted before the step failed
+        if self.survival.drafts_no_more:
             admitted = None
         else:
             step.offer = self.source and self.source.offer
             step.kinds = self.speculation and self.speculation.kinds()
-        stock, lengths = output.get_output, self.lengths
+        stock = output.get_output
+        lengths = self.lengths
 
         def get_output() -> Any:
             lengths.settle()
@@ -252,16 +345,27 @@ class DeviceWorkerState(WorkerState):
                     step.calls = self.speculation.take()
                 if self.rehearsal is not None and step.given is not None:
                     self.rehearsal.verified += int(step.given.sum())
-                    self.rehearsal.accepted += sum(max(0, len(got) - 1) for got in result.sampled_token_ids)
-                setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
+                    self.rehearsal.accepted += sum(
+                        max(0, len(got) - 1) for got in result.sampled_token_ids
+                    )
+                setattr(
+                    result,
+                    DRAFT_LENGTH,
+                    lengths.output(step, result.sampled_token_ids, time.perf_counter()),
+                )
             return result
 
         output.get_output = get_output
         return output
 
     def rehearsed(self) -> dict[str, Any]:
-        """As `WorkerState.rehearsed`; its request is not of those that end with the next step."""
-        self._requests, self._begun, self._ended, self._step = {}, [], set(), None
+        """As `WorkerState.rehearsed`; its request is not of those that end with the
+        next step.
+        """
+        self._requests = {}
+        self._begun = []
+        self._ended = set()
+        self._step = None
         if self.index is not None:
             self.index.forget_outcomes()
         return super().rehearsed()
@@ -274,7 +378,9 @@ class DeviceWorkerState(WorkerState):
         return answer
 
     def visit(self, files: list[str]) -> None:
-        """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
+        """As `WorkerState.visit`; what arrived is brought to the device before the next
+        steps.
+        """
         super().visit(files)
         if self.index is not None:
             self.index.arena.look_again()
@@ -286,8 +392,8 @@ class DeviceWorkerState(WorkerState):
             stats["live_bytes"] = nbytes = self.index.words.nbytes
             if short := self.index.arena.short:
                 logger.warning(
-                    "das: das.history.device_bytes=%d is full: %d texts found no room on the device and are not "
-                    "drafted from: raise it",
+                    "das: das.history.device_bytes=%d is full: %d texts found no room"
+                    " on the device and are not drafted from: raise it",
                     *(nbytes, short),
                 )
         return stats
@@ -296,11 +402,20 @@ class DeviceWorkerState(WorkerState):
         """As `WorkerState.loaded`; a model drafts as the controller says."""
         super().loaded()
         if self.draft_weights is not None:
-            self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
+            # where veRL looks for a drafter that it sends weights to
+            self.runner.drafter = self.runner.speculator
         if self._limits is not None:  # a model drafts
             texts = self.runner.req_states.all_token_ids.gpu
-            ours = self.engine, self.source, self._limits, self._confidence, self.fail_in_step
-            self.speculation = Speculation(self.runner.speculator, self.config, texts, *ours)
+            ours = (
+                self.engine,
+                self.source,
+                self._limits,
+                self._confidence,
+                self.fail_in_step,
+            )
+            self.speculation = Speculation(
+                self.runner.speculator, self.config, texts, *ours
+            )
 
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -308,9 +423,12 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 @patch(f"{_RUNNER}.execute_model", since="0.29", needs="scheduler_output")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it nobody knows which problem a request is about and where it writes, who carried drafts into a step and
-    how long that took; and the text of a request that ended is overwritten before its siblings have drafted from it (V2
-    runner). Remove this patch when vLLM hands speculators the requests of a step and tells them which have ended."""
+    """Without it nobody knows which problem a request is about and where it writes, who
+    carried drafts into a step and how long that took; and the text of a request that
+    ended is overwritten before its siblings have drafted from it (V2 runner). Remove
+    this patch when vLLM hands speculators the requests of a step and tells them which
+    have ended.
+    """
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
@@ -335,25 +453,32 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.29")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged, no draft length is chosen, and each step without drafts does a
-    speculator's work for none (V2 runner). Remove this patch when vLLM reports the tokens of each decode step to
-    plug-ins, lets a worker choose the draft length, and leaves out that work."""
+    """Without it no figures of the rollouts are logged, no draft length is chosen, and
+    each step without drafts does a speculator's work for none (V2 runner). Remove this
+    patch when vLLM reports the tokens of each decode step to plug-ins, lets a worker
+    choose the draft length, and leaves out that work.
+    """
     runner = state.runner
-    nothing = torch.empty(runner.max_num_reqs, 0, dtype=torch.int64, device=runner.device)
+    nothing = torch.empty(
+        runner.max_num_reqs, 0, dtype=torch.int64, device=runner.device
+    )
 
     def sample_tokens(grammar_output: Any = None, *args: Any, **kwargs: Any) -> Any:
         grammar_output = state.survival.masks(grammar_output)
         if not state.leaves_out():
             return state.watch(stock(grammar_output, *args, **kwargs))
-        speculator, steps = runner.speculator, runner.num_speculative_steps
+        speculator = runner.speculator
+        steps = runner.num_speculative_steps
         if state.source is not None:
             state.source.offer = None
         batch = runner.execute_model_state.input_batch
         runner.draft_tokens_handler.set_draft_tokens(batch, nothing[: batch.num_reqs])
-        runner.speculator, runner.num_speculative_steps = None, 0
+        runner.speculator = None
+        runner.num_speculative_steps = 0
         try:
             return state.watch(stock(grammar_output, *args, **kwargs))
         finally:
-            runner.speculator, runner.num_speculative_steps = speculator, steps
+            runner.speculator = speculator
+            runner.num_speculative_steps = steps
 
     return sample_tokens

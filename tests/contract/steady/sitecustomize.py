@@ -1,8 +1,11 @@
-"""Have das-adapter's engines in every process of a test run decide by the same step times on every machine, and hosts
-start and end sooner: what they import stays, and looking for garbage in it again and again is a quarter of the time;
-nobody is started again and looks for the history of a run that has ended. `DAS_TEST_KILLED_IN` asks for a run's death.
+"""Have das-adapter's engines in every process of a test run decide by the same step
+times on every machine, and hosts start and end sooner: what they import stays, and
+looking for garbage in it again and again is a quarter of the time; nobody is started
+again and looks for the history of a run that has ended. `DAS_TEST_KILLED_IN` asks for a
+run's death.
 
-Python imports it at its start where this directory is on PYTHONPATH, and the one above, too.
+Python imports it at its start where this directory is on PYTHONPATH, and the one above,
+too.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ def short(spool: Any) -> None:
 
 @wrapt.when_imported("das_adapter.service.run_ahead")
 def sooner(run_ahead: Any) -> None:
-    """Ask for idle replicas more often, and kill the process that writes ahead in this step of the run when it has its
-    first text."""
+    """Ask for idle replicas more often, and kill the process that writes ahead in this
+    step of the run when it has its first text.
+    """
     run_ahead.POLL_S = 0.01  # a whole rollout takes half a second
-    last, stop = int(os.environ.get("DAS_TEST_KILLED_IN", "0")), run_ahead.Writing.stop
+    last = int(os.environ.get("DAS_TEST_KILLED_IN", "0"))
+    stop = run_ahead.Writing.stop
 
     def begun(writing: Any, step: int) -> None:
         stop(writing, step)

@@ -1,6 +1,8 @@
-"""Have every process of a test run vLLM's V2 model runner on a CPU, see `v2_cpu.py`: those too that a host starts.
+"""Have every process of a test run vLLM's V2 model runner on a CPU, see `v2_cpu.py`:
+those too that a host starts.
 
-Python imports it at its start where this directory is on PYTHONPATH, and the one above, too.
+Python imports it at its start where this directory is on PYTHONPATH, and the one above,
+too.
 """
 
 from __future__ import annotations
