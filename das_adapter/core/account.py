@@ -86,7 +86,7 @@ class Account:
         """What it does."""
         self.reason: str | None = None
         """Why, where there is more to say."""
-        self.now = 0
+        self.step = 0
         """Decode steps since the engine's start."""
         self.look = Backoff(2, LOOK_STEPS)
         self.look_share = LOOK_SHARE
@@ -113,20 +113,28 @@ class Account:
 
     # What is asked
 
-    def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step of so many requests, which has verified
-        drafts or not, whether a drafter is asked at all; where none is, a step without
-        drafts is a baseline step.
-        """
-        asks = not self.idle and (drafted or self.look.due(self.now + 1, requests))
-        self.now += not asks
-        return asks
+    def advance(self, steps: int) -> None:
+        """Count decode steps."""
+        self.step += steps
 
-    def asks_in(self, requests: int) -> int:
-        """Return after how many steps a drafter will be asked, as far as can be said
-        now.
+    def asks(self, requests: int, drafted: bool) -> bool:
+        """Return whether a drafter is asked at all at the end of this step of so many
+        requests, which has verified drafts or not; where none is, a step without drafts
+        is a baseline step.
         """
-        return sys.maxsize if self.idle else self.look.due_in(self.now, requests)
+        return not self.idle and (drafted or self.looks(requests))
+
+    def looks(self, requests: int) -> bool:
+        """Return whether drafts are looked for at the end of this step."""
+        return self.look.due(self.step, requests)
+
+    def rest_steps(self, requests: int) -> int:
+        """Return for how many steps after this one no drafter is asked, as far as can
+        be said now.
+        """
+        if self.idle:
+            return sys.maxsize
+        return max(0, self.look.due_in(self.step, requests) - 1)
 
     @property
     def idle(self) -> bool:
@@ -184,7 +192,7 @@ class Account:
             self.probe_wait = PROBE_STEPS
         share = self.look_share * seconds
         enough = (LOOK_S + LOOK_REQUEST_S * running) / share if share else math.inf
-        self.look.done(self.now, running, drafted or probing, enough)
+        self.look.done(self.step, running, drafted or probing, enough)
         nothing = State.PROBING if probing or plain else State.RESTING
         if self.state not in _OVER:  # since the drafter was asked
             self.state = State.DRAFTING if drafted and not probing else nothing

@@ -1,8 +1,15 @@
-"""What a controller is told of a decode step, and what it answers."""
+"""What a policy of drafts is told of a decode step, and what it answers.
+
+The calls of one step, of every driver (`core/policy.py`):
+
+    outcome  ->  next    ->  Rest, or Search
+    found    ->  choose  ->  Rest, or StepPlan
+                 flush       (the driver has time: the policy learns)
+    TimedStep -> timed       (the next step has begun: how long this one took)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,35 +18,43 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
-HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
-"""Drafts from the history: most tokens of each request int64 [b] and the chance under
-which a draft ends go in; out come survival chances float32 [n], request after request,
-and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i + 1]]`.
+Candidates = tuple[Chances, Ints]
+"""Drafts of b requests from the history: the chance of each token to be reached and
+accepted, float32 [n], request after request, and offsets, int64 [b + 1]. The chances of
+request i are `chances[offsets[i] : offsets[i + 1]]`.
 """
 
 
-class Decoded(NamedTuple):
-    """What a decode step brought; arrays int64 [b], request by request."""
+class Outcome(NamedTuple):
+    """What a decode step brought to its requests; arrays int64 [b]."""
 
     slots: Ints
     got: Ints
-    """Tokens."""
+    """Tokens that each request got."""
     carried: Ints | None
-    """Draft tokens that were verified; None if no request carried a draft."""
+    """Draft tokens that were verified; None: no request carried a draft."""
     by_model: Ints | None
-    """How many of these a model drafted."""
+    """Verified draft tokens that a model drafted."""
     room: Ints
-    """Draft tokens that still fit before the request's end."""
+    """Draft tokens that still fit before each request's end."""
     steps: int = 1
-    """Decode steps since the last call; more where a simulation leaves some out."""
+    """Decode steps in which this was brought, one token to each request in each of
+    them if there are several.
+    """
     context: Ints | None = None
     """Tokens of each request's text, prompt included; None: not known, and step times
     that depend on it are taken to have none.
     """
     kinds: npt.NDArray[np.uint8] | None = None
-    """Of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None: nobody
-    says.
+    """Kinds of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None:
+    nobody says how sure the model was.
     """
+    unseen: Ints | None = None
+    """Tokens that each request has got beside these, in steps that a simulation left
+    out.
+    """
+    left_out: int = 0
+    """Number of those steps."""
 
 
 class TimedStep(NamedTuple):
@@ -49,22 +64,37 @@ class TimedStep(NamedTuple):
     got: Ints
     """Tokens that each request got, int64 [b]."""
     tokens: int
-    """In the policy's forward pass, draft tokens included."""
+    """Tokens in the policy's forward pass, draft tokens included."""
     seconds: float
-    """From its begin to that of the next, without `drafting_seconds`."""
+    """Seconds from its begin to that of the next, without `drafting_seconds`."""
     drafting_seconds: float = 0.0
-    """Of the model that drafts, at its end."""
+    """Seconds of the model that drafts, at its end."""
     passes: int = 0
     """Forward passes of that model."""
     context: int = 0
     """Tokens of context that all requests have together."""
     asked: bool = True
     """False: a baseline step, without drafts, at whose end no drafter was asked."""
+    steps: int | None = None
+    """Number of baseline steps of the same requests whose seconds and context these
+    are; they are counted, and nothing is learned from them. None: it is one step.
+    """
 
     @property
     def drafted(self) -> bool:
         """Whether it verified draft tokens."""
         return self.tokens > len(self.slots)
+
+
+class Rest(NamedTuple):
+    """Nobody drafts for the next step."""
+
+    steps: int
+    """Steps after this one for which no drafter is asked, as far as can be said now."""
+    asked: bool
+    """Whether a drafter was asked; where none was, a step without drafts is a baseline
+    step.
+    """
 
 
 class Search(NamedTuple):
@@ -93,6 +123,12 @@ class StepPlan(NamedTuple):
     """Seconds of the model's passes."""
     longest: int = 0
     """Tokens of the model's longest draft, where that is more than is verified."""
+    budget: int = 0
+    """Draft tokens of all requests that are verified where the device chooses whose."""
+    worth: Floats = np.zeros(0)
+    """Seconds that an accepted token of each request saves, float64 [b], where the
+    device chooses; all 1 where budgets are fixed.
+    """
 
     @classmethod
     def nothing(cls, requests: int) -> StepPlan:

@@ -16,8 +16,8 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.account import State, collapsed
-from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.steps import TimedStep
 from das_adapter.engine.failures import log_failure
 from das_adapter.engine.history import HistorySource
@@ -57,11 +57,10 @@ _ADDED = (
 
 
 class EngineController:
-    """The controller of one engine. A runner's drafter opens and closes requests. After
-    each decode step it asks whether anybody is to draft (`Account.ask`), and has the
-    next step's drafts decided on (`Controller.search`, `Controller.decide`); then it
-    says what the step brought (`Controller.learn`), and how long it took (`timed`).
-    Nothing here knows a runner.
+    """The policy of drafts of one engine, with the live requests, the history and the
+    logs. A runner opens and closes requests here, calls `policy` in each decode step as
+    `core/policy.py` says, and says here how long the step took. Nothing here knows a
+    runner.
     """
 
     def __init__(
@@ -72,10 +71,11 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
+        look_share: float | None = None,
     ) -> None:
         """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
         where all requests of a step share one (V2); `leads`: whether this rank decides,
-        has the history and writes the decision log.
+        has the history and writes the decision log; `look_share`: see `DraftPolicy`.
         """
         self.config = config
         self.counters = Counters()
@@ -103,16 +103,17 @@ class EngineController:
         sizes = captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
-        self.controller = Controller(
+        self.policy = DraftPolicy(
             config,
             vllm_config.model_config.max_model_len,
             known and known.steps,
             drafts,
             lengths,
             sizes,
+            look_share,
         )
         if known is None:
-            self.controller.times.assume(assumed())
+            self.policy.latency.assume(assumed())
 
     # Requests
 
@@ -128,15 +129,14 @@ class EngineController:
         far, int32 token ids, where the host looks up its drafts.
         """
         start = request.start
-        request.slot = self.controller.open(
-            request.problem, length - start, request.end - start
+        request.slot = self.policy.begin(
+            request.problem, length - start, request.end - start, request.record
         )
-        self.controller.requests.record[request.slot] = request.record
         if self.history is not None:
             try:
                 self.history.open(request, prompt, text)
             except Exception:
-                self.controller.close(request.slot)
+                self.policy.end(request.slot)
                 raise
         self.live[request.req_id] = request
 
@@ -148,36 +148,22 @@ class EngineController:
                 continue
             if self.history is not None:
                 self.history.close(request)
+            ended = self.policy.end(request.slot)
             if self.log is not None:
-                table = self.controller.requests
-                columns = (
-                    table.length_class,
-                    table.written,
-                    table.drafted,
-                    table.accepted,
-                )
-                kind, written, drafted, accepted = (
-                    int(column[request.slot]) for column in columns
-                )
-                counts = (kind, written, drafted, accepted)
-                times = (
-                    request.began,
-                    time.time(),
-                )
-                self.log.add(decision_log.Request(request.problem, *counts, *times))
-            self.controller.close(request.slot)
+                times = request.began, time.time()
+                self.log.add(decision_log.Request(request.problem, *ended, *times))
 
     # The rehearsal
 
     def rehearse(self) -> None:
         """Draft in every step, and learn nothing from it, until `rehearsed`."""
         self.rehearsing, self._log_of_run, self.log = True, self.log, None
-        self.controller.rehearse()
+        self.policy.rehearse()
 
     def rehearsed(self) -> None:
         """End the rehearsal, and forget what was counted in it."""
         self.close(list(self.live))
-        self.controller.rehearsed()
+        self.policy.rehearsed()
         self._take()
         self._told = {}
         # it has learned what is accepted
@@ -191,7 +177,7 @@ class EngineController:
         """Take a decode step that has `ended`, in seconds since the epoch."""
         if self.rehearsing:
             return
-        predicted = self.controller.timed(step)
+        predicted = self.policy.timed(step)
         if self.log is not None:
             running = len(step.slots)
             begin = ended - step.seconds - step.drafting_seconds
@@ -235,7 +221,7 @@ class EngineController:
 
     def _stop(self, reason: str) -> None:
         self.counters.error = reason
-        self.controller.account.stop(reason, State.FAILED)
+        self.policy.stop(reason, State.FAILED)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -251,12 +237,12 @@ class EngineController:
         """
         counts = self.counters
         if reason := collapsed(counts.drafted_forwards, counts.accepted_tokens):
-            self.controller.account.stop(reason)
+            self.policy.stop(reason)
             counts.alarm = reason
         self._tell()
 
     def _tell(self) -> None:
-        if news := self.controller.account.take_news():
+        if news := self.policy.take_news():
             logger.warning("%s", news)
 
     # Commands of the host
@@ -279,15 +265,16 @@ class EngineController:
         answer = Refreshed()
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
-        account = self.controller.account
-        model = self.controller.times.model
-        saved = account.time.saved()
-        stopped = account.reason if account.idle else None
-        self.controller.sync(message.responses)
+        model = self.policy.latency.model
+        figures = self.policy.figures()
+        saved_s = figures["time_saved_s"]
+        stopped = self.policy.idle_reason
+        self.policy.weight_sync(message.responses)
         if self.log is not None:
-            self.log.add(
-                decision_log.WeightSync(message.version, asdict(model), saved, stopped)
+            sync = decision_log.WeightSync(
+                message.version, asdict(model), saved_s, stopped
             )
+            self.log.add(sync)
         if self._gave_up is not None:
             self._stop(self._gave_up)
         self._tell()
@@ -307,20 +294,18 @@ class EngineController:
         else what is known of the latter.
         """
         history = self.history.stats() if self.history else {}
-        stats = self.counters.take() | self.controller.account.figures() | history
+        stats = self.counters.take() | self.policy.figures() | history
         told = self._told
         self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
-        stats["latency_model_error"] = self.controller.times.take_error()
+        stats["latency_model_error"] = self.policy.latency.take_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = (
                 self.drafts.counts.tolist()
             )
-            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = (
-                0,
-                self.drafts.made,
-                0,
-            )
+            self.drafts.counts[:] = 0
+            stats["drafter_passes"] = self.drafts.made
+            self.drafts.made = 0
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         if self.log is not None:

@@ -15,10 +15,10 @@ from typing import Any
 from das_adapter import compat
 from das_adapter.config import DasConfig
 from das_adapter.engine.failures import place
-from das_adapter.engine.scheduler import DraftLength
+from das_adapter.engine.plan import DraftPlan
+from das_adapter.engine.scheduler import PlanLookup
 from das_adapter.engine.settings import runs_v2, settings
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.label import Label
 
 logger = logging.getLogger("das_adapter")
@@ -204,8 +204,8 @@ def _clear(core: Any, outcome: Outcome) -> None:
             outcome.failure = outcome.failure or error
     core.scheduler.reset_prefix_cache()
     lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
-    if isinstance(lookup, DraftLength):
-        lookup.chosen = DraftTokens(0)
+    if isinstance(lookup, PlanLookup):
+        lookup.chosen = DraftPlan()
 
 
 @contextlib.contextmanager
@@ -261,6 +261,6 @@ def _reason(
 def _give_up(core: Any, reason: str) -> None:
     """Have an engine go on as stock."""
     lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
-    if isinstance(lookup, DraftLength):
+    if isinstance(lookup, PlanLookup):
         lookup.gave_up = True
     core.collective_rpc("das_rpc", args=("give_up", {"error": reason}))

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from das_adapter import compat
+from das_adapter.engine import plan
 from das_adapter.engine.failures import place
+from das_adapter.engine.plan import SILENCE, DraftPlan
 from das_adapter.engine.settings import alone, runs_v2, settings
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens, draft_lengths
+from das_adapter.protocol.engine_args import draft_lengths
 
 ONE_BY_ONE = "_das_one_by_one"
 """Attribute of vLLM's scheduler: whether the front end is told tokens one by one where
@@ -30,51 +33,60 @@ _WEIGHT_CALL = re.compile(
 """Names under which trainers' worker extensions take new weights."""
 
 
-class DraftLength:
+class PlanLookup:
     """Stands where vLLM looks up how many tokens are drafted for each request of a
-    batch of some size: as many as a worker has chosen, if the next step has room for
-    them. There they are counted before any prompt is, verified or not: where prompts
-    wait or are read in chunks, half of it is theirs.
+    batch of some size: as many as the plan that a worker has chosen says, if the next
+    step has room for them. There they are counted before any prompt is, verified or
+    not: where prompts wait or are read in chunks, half of the room is theirs.
     """
 
     def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
         """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
-        self.chosen = DraftTokens(0)
+        self.chosen = DraftPlan()
+        """What a worker has chosen last."""
+        self.scheduled: DraftPlan | None = None
+        """The plan of the step that is being scheduled; None: nothing was looked up
+        yet.
+        """
         self.gave_up = False
         """Whether no drafts are asked for any more, whatever a worker chooses."""
         self._scheduler = scheduler
         self._lengths = lengths
 
-    def __getitem__(self, requests: int) -> DraftTokens:
+    def __getitem__(self, requests: int) -> int:
+        found = self._plan_for(requests)
+        self.scheduled = found
+        return found.num_draft_tokens
+
+    def _plan_for(self, requests: int) -> DraftPlan:
         if self.gave_up:
-            return DraftTokens(0, looks=False)
+            return SILENCE
         try:
             return self._with_room(requests)
         except Exception as error:
-            nothing = DraftTokens(0, looks=False)
-            nothing.error = f"{error!r}{place(error)}"
-            return nothing
+            return replace(SILENCE, error=f"{error!r}{place(error)}")
 
-    def _with_room(self, requests: int) -> DraftTokens:
+    def _with_room(self, requests: int) -> DraftPlan:
         scheduler = self._scheduler
         chosen = self.chosen
-        if not chosen:
+        wanted = chosen.num_draft_tokens
+        if not wanted:
             return chosen
         running, waiting = scheduler.get_request_counts()
-        each = scheduler.max_num_scheduled_tokens // max(requests, running)
-        room = each // 2 - 1
-        if (
-            room < chosen
-            and not waiting
-            and not any(request.is_prefill_chunk for request in scheduler.running)
-        ):
-            room = each - 1
-        # a model's passes, or steps of one length
-        if room < chosen and (chosen.by_model or not chosen.total):
-            room = max(
-                (length for length in self._lengths if length <= room), default=0
-            )
+        step_tokens = scheduler.max_num_scheduled_tokens
+        each_request = step_tokens // max(requests, running)
+        room = each_request // 2 - 1
+        if room < wanted and not waiting and not self._reads_in_chunks():
+            room = each_request - 1
+        of_one_length = chosen.num_model_tokens or not chosen.budget
+        if room < wanted and of_one_length:
+            fitting = [length for length in self._lengths if length <= room]
+            room = max(fitting, default=0)
         return chosen.at_most(max(0, room))
+
+    def _reads_in_chunks(self) -> bool:
+        running = self._scheduler.running
+        return any(request.is_prefill_chunk for request in running)
 
 
 @patch(
@@ -103,7 +115,7 @@ def reserve_draft_slots(stock: Any) -> Any:
         if config is not None and config.drafter != "none":
             setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
             if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
-                self.dynamic_sd_lookup = DraftLength(self, draft_lengths(config))
+                self.dynamic_sd_lookup = PlanLookup(self, draft_lengths(config))
             elif config.controlled and not runs_v2(self.vllm_config):
                 self.dynamic_sd_lookup = [config.num_draft_tokens] * (
                     self.max_num_running_reqs + 1
@@ -138,6 +150,27 @@ def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
     return parts
 
 
+@patch("vllm.v1.core.sched.scheduler:Scheduler.schedule", since="0.24")
+def send_the_plan(stock: Any) -> Any:
+    """Without it the workers of an engine on the V2 runner know how many tokens a step
+    drafts, but not for whom they are. Remove this patch when vLLM lets a worker choose
+    the draft tokens of each request.
+    """
+
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lookup = getattr(self, "dynamic_sd_lookup", None)
+        if not isinstance(lookup, PlanLookup):
+            return stock(self, *args, **kwargs)
+        lookup.scheduled = None
+        output = stock(self, *args, **kwargs)
+        # vLLM looks nothing up for a step without tokens.
+        if lookup.scheduled is not None:
+            setattr(output, plan.ATTRIBUTE, lookup.scheduled)
+        return output
+
+    return schedule
+
+
 @patch(
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
     since="0.24",
@@ -153,9 +186,9 @@ def follow_steps(stock: Any) -> Any:
     def update_from_output(
         self: Any, scheduler_output: Any, model_runner_output: Any
     ) -> Any:
-        chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
+        chosen = getattr(model_runner_output, plan.ATTRIBUTE, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
-        if chosen is not None and isinstance(lookup, DraftLength):
+        if chosen is not None and isinstance(lookup, PlanLookup):
             lookup.chosen = chosen
         answers = stock(self, scheduler_output, model_runner_output)
         if getattr(self, ONE_BY_ONE, False):

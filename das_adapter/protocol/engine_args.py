@@ -5,12 +5,8 @@ Imports no vLLM.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from itertools import count, repeat
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
@@ -39,10 +35,6 @@ names the same run.
 """
 DRAFTER = "das_adapter.engine.v1.proposer.Proposer"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
-DRAFT_LENGTH = "das_draft_length"
-"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next
-step that is not scheduled yet.
-"""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
 _MOST_LIKELY = (
@@ -57,8 +49,6 @@ _DRAWN = {"draft_sample_method": "probabilistic"}
 """With it vLLM's drafters draw their tokens, and its rejection sampler knows with which
 probabilities.
 """
-_NOBODY = np.zeros(0, dtype=np.int64)
-_NOTHING = np.zeros(0)
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -224,69 +214,3 @@ def draft_lengths(config: DasConfig) -> tuple[int, ...]:
         {config.model_tokens} if config.by_model else set()
     )
     return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
-
-
-class DraftTokens(int):
-    """How many tokens are drafted for each request at the end of a step. vLLM's
-    scheduler hands it on as the number that it is; made of another one, it is that
-    one.
-    """
-
-    by_model: int
-    """How many of them a model drafts where nothing better is in the history."""
-    looks: bool
-    """Whether it is looked up what the history has."""
-    chances: npt.NDArray[np.float32] | None
-    """Of each kind of token that a model drafts (`core.confidence`) to be accepted,
-    given those before it; None: the number is not the controller's.
-    """
-    total: int
-    """Draft tokens of all requests that the next step verifies, where each request has
-    its own number.
-    """
-    req_ids: Sequence[str]
-    """These requests."""
-    most: npt.NDArray[np.int64]
-    """The most of each, int64 [requests]."""
-    worth: npt.NDArray[np.float64]
-    """What a token of each is worth beside one of the dearest, float64 [requests]."""
-    error: str | None
-    """Why vLLM's scheduler asks for no drafts any more; None: nothing has failed
-    there.
-    """
-
-    def __new__(
-        cls, tokens: int | None, by_model: int = 0, looks: bool = True
-    ) -> DraftTokens:
-        if isinstance(tokens, cls):
-            return tokens
-        made = super().__new__(cls, tokens or 0)
-        made.by_model = by_model
-        made.looks = looks
-        made.chances = None
-        made.total = 0
-        made.req_ids = ()
-        made.most = _NOBODY
-        made.worth = _NOTHING
-        made.error = None
-        return made
-
-    def at_most(self, tokens: int) -> DraftTokens:
-        """Return the same with at most so many tokens for each request."""
-        made = DraftTokens(min(self, tokens))
-        vars(made).update(vars(self))
-        return made
-
-    def parts(
-        self, req_ids: Sequence[str]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
-        """Return `most` and `worth` of these requests, and how many have joined since
-        then: they have those of the dearest.
-        """
-        if self.req_ids == req_ids:
-            return self.most, self.worth, 0
-        places = dict(zip(self.req_ids, count(), strict=False))
-        rows = np.fromiter(map(places.get, req_ids, repeat(-1)), np.int64, len(req_ids))
-        most = np.append(self.most, int(self))
-        worth = np.append(self.worth, 1.0)
-        return most[rows], worth[rows], int(np.count_nonzero(rows < 0))

@@ -1,19 +1,25 @@
-"""A simulated engine's drafter as a run has it: the package's own controller decides.
-No other file of the simulator calls the controller.
+"""A simulated engine's drafter as a run has it: the package's own policy of drafts
+chooses. No other file of the simulator calls the policy.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S
-from das_adapter.core.controller import Controller
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.roofline import Prior
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import (
+    Candidates,
+    Outcome,
+    Rest,
+    Search,
+    StepPlan,
+    TimedStep,
+)
 from das_adapter.sim.drafting import Drafting, Ticked, Walk
 from das_adapter.sim.requests import Ints, Requests
 from das_adapter.sim.sources import Given, Offer, Source
@@ -26,7 +32,7 @@ alike.
 
 
 class Controlled(Drafting):
-    """The package's controller, one for each engine."""
+    """The package's policy of drafts, one for each engine."""
 
     def __init__(
         self,
@@ -47,11 +53,11 @@ class Controlled(Drafting):
             copy: what the tokens of the policy copy, or of a neural drafter, are worth;
                 None: no model drafts.
             pass_seconds: time of one pass of that model.
-            prior: what the controllers know of step times before the first.
-            stride: a controller that knows what steps take is asked once in so many of
+            prior: what the policies know of step times before the first.
+            stride: a policy that knows what steps take is asked once in so many of
                 them, and again at once if it begins or stops drafting, which may be a
                 probe; in between, a request drafts tokens whose chance is at least that
-                at which the controller ended its draft.
+                at which the policy ended its draft.
         """
         self._das = das
         self._requests = requests
@@ -59,22 +65,23 @@ class Controlled(Drafting):
         self.history = history
         self.copy = copy
         self.pass_seconds = pass_seconds
-        self.controllers = [self._controller(limit, prior) for _ in range(engines)]
+        self.policies = [self._policy(limit, prior) for _ in range(engines)]
         self._shared = engines > SHARED
-        for controller in self.controllers[1:] if self._shared else ():
-            first = self.controllers[0]
-            controller.account.time.engine = first.times
-            controller.lengths = first.lengths
-        # steps since the controller was asked
+        if self._shared:
+            for policy in self.policies[1:]:
+                policy.share_with(self.policies[0])
+        # Tokens of each request's response that its policy knows of, int64 [requests].
+        self._known = np.zeros(len(requests.written), dtype=np.int64)
+        # steps since the policy was asked
         self._walked = np.zeros(engines, dtype=np.int64)
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
         self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
-        # whether the controller chose to verify anything when last asked
+        # whether the policy chose to verify anything when last asked
         self._kept = np.ones(engines, dtype=bool)
         # whether it was asked once more because its answer differed
         self._again = np.zeros(engines, dtype=bool)
 
-    def _controller(self, limit: int, prior: Prior | None) -> Controller:
+    def _policy(self, limit: int, prior: Prior | None) -> DraftPolicy:
         das = self._das
         model = (
             ModelDrafts(das.model_tokens, not das.neural, parallel=das.parallel)
@@ -83,7 +90,7 @@ class Controlled(Drafting):
         )
         if model is not None and prior is not None:
             model.expect(prior.passes)
-        return Controller(das, limit, prior and prior.steps, model)
+        return DraftPolicy(das, limit, prior and prior.steps, model)
 
     def walk(self, rows: Ints) -> Walk | None:
         if not self._left.any():
@@ -113,64 +120,94 @@ class Controlled(Drafting):
         r = self._requests
         self.history.end(rows)
         for row in rows[r.slot[rows] >= 0].tolist():
-            self.controllers[r.engine[row]].close(int(r.slot[row]))
+            self.policies[r.engine[row]].end(int(r.slot[row]))
 
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
         self.history.sync(version, rows)
-        for engine, controller in enumerate(self.controllers):
-            controller.sync(responses[:0] if self._shared and engine else responses)
+        for engine, policy in enumerate(self.policies):
+            policy.weight_sync(responses[:0] if self._shared and engine else responses)
 
     def _plan(self, tick: Ticked) -> float:
-        """Ask an engine's controller; return the seconds of its work and of the
-        drafting model's passes.
+        """Have an engine's policy choose after a step; return the seconds of its work
+        and of the drafting model's passes.
         """
         r = self._requests
         rows = tick.rows
-        controller = self.controllers[tick.engine]
-        history = self.history
-        copy = self.copy
-        for row in rows[r.slot[rows] < 0].tolist():
-            r.slot[row] = controller.open(
-                int(r.problem[row]), int(r.written[row]), int(r.most[row])
-            )
-        slots = r.slot[rows]
-        controller.requests.written[slots] = r.written[rows] - tick.got
-        room = r.room(rows)
+        policy = self.policies[tick.engine]
+        slots = self._slots(policy, rows)
         context = r.prompt[rows] + r.written[rows]
-        asked: list[tuple[Ints, float, Offer]] = []
-
-        def search(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
-            offer = history.offer(rows, np.minimum(limits, room), floor)
-            asked.append((limits.copy(), floor, offer))
-            return offer.chances, offer.offsets
-
-        drafts = (
-            tick.carried if tick.carried.any() else None,
-            (tick.copied if copy else None),
-        )
-        left = np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows]
-        steps = 1 + int(self._walked[tick.engine])
-        decoded = Decoded(slots, tick.got, *drafts, left, steps, context)
-        plan = controller.plan(decoded, search if self._das.looked_up else None)
+        plan = StepPlan.nothing(len(rows))
+        looked_up: Offer | None = None
+        own_s = 0.0
+        decision = policy.next(self._outcome(tick, slots, context))
+        asked = not isinstance(decision, Rest) or decision.asked
+        if asked:
+            own_s = LOOK_S
+        if not isinstance(decision, Rest):
+            candidates: Candidates | None = None
+            if self._das.looked_up:
+                limits = np.minimum(decision.limits, r.room(rows))
+                looked_up = self.history.offer(rows, limits, decision.floor)
+                candidates = looked_up.chances, looked_up.offsets
+                own_s += LOOK_REQUEST_S * len(rows)
+            chosen = policy.choose(decision, candidates)
+            if not isinstance(chosen, Rest):
+                plan = chosen
+            self._keep_drafting(tick.engine, rows, plan.history, decision, looked_up)
+        else:
+            self._keep_drafting(tick.engine, rows, plan.history, None, None)
         r.draft[rows] = plan.history
-        r.hits[rows] = asked[-1][2].hits if asked else 0
-        self._keep_drafting(tick.engine, rows, plan.history, asked)
-        passes = (
-            self._copied(controller, tick, np.minimum(plan.model, room), context)
-            if copy
-            else 0.0
-        )
-        own = LOOK_S + (LOOK_REQUEST_S * len(rows) if asked else 0.0)
+        r.hits[rows] = 0 if looked_up is None else looked_up.hits
+        passes_s = 0.0
+        if self.copy:
+            drafted = np.minimum(plan.model, r.room(rows))
+            passes_s = self._copied(policy, tick, drafted, context)
+        policy.flush()
         if tick.timed:
-            times = tick.tokens, tick.seconds + own, passes
-            controller.timed(
-                TimedStep(slots, tick.got, *times, context=int(context.sum()))
+            step = TimedStep(
+                slots,
+                tick.got,
+                tick.tokens,
+                tick.seconds + own_s,
+                passes_s,
+                context=int(context.sum()),
+                asked=asked or tick.tokens > len(rows),
             )
-        self._rest(tick.engine, known=controller.times.known)
-        return own + passes
+            policy.timed(step)
+        self._rest(tick.engine, known=policy.latency.known)
+        return own_s + passes_s
+
+    def _slots(self, policy: DraftPolicy, rows: Ints) -> Ints:
+        """Return the slots of running requests; those that have none begin."""
+        r = self._requests
+        for row in rows[r.slot[rows] < 0].tolist():
+            written = int(r.written[row])
+            r.slot[row] = policy.begin(int(r.problem[row]), written, int(r.most[row]))
+            self._known[row] = written
+        return r.slot[rows]
+
+    def _outcome(self, tick: Ticked, slots: Ints, context: Ints) -> Outcome:
+        """Return what a step brought, and what the steps brought that were left out
+        before it.
+        """
+        r = self._requests
+        rows = tick.rows
+        unseen = np.maximum(0, r.written[rows] - tick.got - self._known[rows])
+        self._known[rows] = r.written[rows]
+        length = np.minimum(r.length[rows], r.most[rows])
+        return Outcome(
+            slots,
+            tick.got,
+            carried=tick.carried if tick.carried.any() else None,
+            by_model=tick.copied if self.copy else None,
+            room=length - 1 - r.written[rows],
+            context=context,
+            unseen=unseen if unseen.any() else None,
+            left_out=int(self._walked[tick.engine]),
+        )
 
     def _rest(self, engine: int, known: bool) -> None:
-        """Ask the controller after `stride` steps again; at once if it does not know
+        """Ask the policy after `stride` steps again; at once if it does not know
         what steps take, and once more if its answer differs from those before it.
         """
         differs = (
@@ -181,7 +218,7 @@ class Controlled(Drafting):
         self._walked[engine] = 0
 
     def _copied(
-        self, controller: Controller, tick: Ticked, drafted: Ints, context: Ints
+        self, policy: DraftPolicy, tick: Ticked, drafted: Ints, context: Ints
     ) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
         r = self._requests
@@ -189,19 +226,19 @@ class Controlled(Drafting):
         assert (
             self.copy is not None
             and self.pass_seconds is not None
-            and controller.drafts is not None
+            and policy.drafts is not None
         )
         r.copied[rows] = drafted
         r.copy_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
-        for place in range(controller.drafts.passes_for(int(drafted.max(initial=0)))):
+        for place in range(policy.drafts.passes_for(int(drafted.max(initial=0)))):
             mine = drafted > (0 if self._das.neural else place)
             count = int(mine.sum())
             read = float(context[mine].sum())
             seconds = float(
                 self.pass_seconds(np.array([float(count)]), np.array([read]))[0]
             )
-            controller.drafts.timed_pass(count, seconds, read)
+            policy.drafts.timed_pass(count, seconds, read)
             passes += seconds
         return passes
 
@@ -210,24 +247,26 @@ class Controlled(Drafting):
         engine: int,
         rows: Ints,
         kept: Ints,
-        asked: list[tuple[Ints, float, Offer]],
+        search: Search | None,
+        looked_up: Offer | None,
     ) -> None:
-        """Note what requests draft until the controller is asked again. One answer
-        alone against those before it is a probe.
+        """Note what requests draft until the policy is asked again. One answer alone
+        against those before it is a probe.
         """
-        some = bool(kept.any())
-        if some == self._kept[engine]:
-            self._on[engine] = some
-        self._kept[engine] = some
-        if not some or self._stride == 1:
+        drafts = bool(kept.any())
+        if drafts == self._kept[engine]:
+            self._on[engine] = drafts
+        self._kept[engine] = drafts
+        if not drafts or self._stride == 1 or search is None or looked_up is None:
             return
-        limits, floor, (chances, offsets, _) = asked[-1]
         r = self._requests
         room = r.room(rows)
-        # the first token that was left out
-        ended = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)
+        limits = search.limits
+        chances, offsets, _ = looked_up
+        first_left_out = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)
+        cut = kept < np.diff(offsets)
         with np.errstate(divide="ignore"):
-            least = np.log(np.where(kept < np.diff(offsets), ended, floor))
+            least = np.log(np.where(cut, first_left_out, search.floor))
         least[(limits <= 0) & (room > 0)] = np.inf
         r.least[rows] = least
         r.limit[rows] = np.where(limits < room, limits, self._das.num_draft_tokens)

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import torch
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 
 from das_adapter.config import parse
 from das_adapter.core.account import LOOK_STEPS, State
@@ -25,7 +26,6 @@ from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.scheduler import DraftLength
 from das_adapter.engine.v2 import lengths
-from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.live import LiveTexts
 from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read

@@ -1,5 +1,5 @@
 """Which requests the policy copy drafts for: against brute force, at the limits, and
-through the controller.
+through the policy.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from driver import decide
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
-from test_controller import stated
+from test_policy import stated
 from test_two_sources import rollout
 
 from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.planners import Offer, one_length, own_lengths, with_model
+from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.roofline import Roofline
-from das_adapter.core.steps import Decoded, StepPlan
+from das_adapter.core.steps import Outcome, StepPlan
 from das_adapter.sim.models import MODELS
 
 
@@ -209,11 +210,11 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
         drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
         drafts.expect(of_pass)
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
-        controller = Controller(das, limit=8192, prior=step, drafts=drafts)
-        slots = np.array([controller.open(i, 0, 8192) for i in range(b)])
+        policy = DraftPolicy(das, limit=8192, prior=step, drafts=drafts)
+        slots = np.array([policy.begin(i, 0, 8192) for i in range(b)])
         one = np.ones(b, dtype=int)
-        plan = controller.plan(
-            Decoded(slots, one, None, None, 1000 * one, context=context * one)
+        plan = decide(
+            policy, Outcome(slots, one, None, None, 1000 * one, context=context * one)
         )
         took = step.step(b * (1 + tokens), b, True, b * context) + plan.passes_s
         return 1.0 + plan.gain / took, bool(plan.model.all())
@@ -240,10 +241,10 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
     # at 0.8, the assumption, it would not pay
     drafts.expect(StepModel(base=0.0075, token=0.0))
     step = StepModel(base=0.01, token=1e-5)
-    controller = Controller(
+    policy = DraftPolicy(
         DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts
     )
-    slots = np.array([controller.open(i, 0, 8192) for i in range(batch)])
+    slots = np.array([policy.begin(i, 0, 8192) for i in range(batch)])
     ones = np.ones(batch, dtype=int)
     carried = 0 * ones
     drafting = list[int]()
@@ -256,7 +257,7 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
             ]
         )
         some = carried if carried.any() else None
-        carried = controller.plan(Decoded(slots, got, some, carried, 1000 * ones)).model
+        carried = decide(policy, Outcome(slots, got, some, carried, 1000 * ones)).model
         drafting.append(int(carried.max()))
     assert drafting[0] == 1
     assert drafts.acceptance.known
@@ -265,7 +266,7 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
 
 
 def alone(
-    controller: Controller,
+    policy: DraftPolicy,
     lengths: np.ndarray,
     truth: StepModel,
     rate: float,
@@ -273,12 +274,12 @@ def alone(
 ) -> float:
     """Seconds of a rollout that nobody drafts for but the copy."""
     return rollout(
-        controller, lengths, truth, 0.0, 0.0, 3, rate, StepModel(base=pass_s, token=0.0)
+        policy, lengths, truth, 0.0, 0.0, 3, rate, StepModel(base=pass_s, token=0.0)
     )
 
 
-def self_controller(speculate: Any = "auto") -> Controller:
-    return Controller(
+def self_controller(speculate: Any = "auto") -> DraftPolicy:
+    return DraftPolicy(
         DasConfig(drafter="self", speculate=speculate),
         limit=2048,
         drafts=ModelDrafts(5),
@@ -298,11 +299,11 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(
         truth.step((lengths > n).sum(), (lengths > n).sum(), False)
         for n in range(lengths.max())
     )
-    controller = self_controller()
+    policy = self_controller()
     for version in (1, 2):
-        on = alone(controller, lengths, truth, rate, pass_s)
-        saved = controller.account.time.saved()
-        controller.sync(
+        on = alone(policy, lengths, truth, rate, pass_s)
+        saved = policy.figures()["time_saved_s"]
+        policy.weight_sync(
             np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
         )
     assert on <= bar * off
@@ -327,21 +328,21 @@ def test_drafts_of_one_length_for_all_are_made_where_they_pay(
     )
     drafts = ModelDrafts(5, narrows=False, always=always)
     lengths_there = (1, 2, 4, 5)
-    controller = Controller(
-        DasConfig(drafter="self"), 2048, drafts=drafts, common=lengths_there
+    policy = DraftPolicy(
+        DasConfig(drafter="self"), 2048, drafts=drafts, lengths=lengths_there
     )
     for version in (1, 2):
-        on = alone(controller, lengths, truth, rate, pass_s)
-        controller.sync(
+        on = alone(policy, lengths, truth, rate, pass_s)
+        policy.weight_sync(
             np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
         )
     if rate > 0.5:
         assert on <= bar * off
     else:
         assert on <= (1 + bar) * off + always * pass_s * lengths.max()
-    slots = np.array([controller.open(i, 0, 500) for i in range(3)])
-    plan = controller.plan(
-        Decoded(slots, np.ones(3, int), None, None, np.array([100, 3, 100]))
+    slots = np.array([policy.begin(i, 0, 500) for i in range(3)])
+    plan = decide(
+        policy, Outcome(slots, np.ones(3, int), None, None, np.array([100, 3, 100]))
     )
     assert len(set(plan.model.tolist())) == 1
     assert int(plan.model[0]) in {0, *lengths_there}
@@ -361,14 +362,14 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     drafts = ModelDrafts(5, narrows=False, follows=True)
     running = 8
     drafts.expect(StepModel(base=pass_s, token=0.0))
-    controller = Controller(
+    policy = DraftPolicy(
         DasConfig(max_draft_tokens=8),
         2048,
         prior=StepModel(base=0.05, token=0.0001),
         drafts=drafts,
-        common=(1, 2, 4, 5, 8),
+        lengths=(1, 2, 4, 5, 8),
     )
-    slots = np.array([controller.open(i, 0, 500) for i in range(running)])
+    slots = np.array([policy.begin(i, 0, 500) for i in range(running)])
 
     def history(limits: Any, floor: float) -> Any:
         lengths = np.minimum(limits, 8)
@@ -378,8 +379,8 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
         return chances, np.concatenate([[0], np.cumsum(lengths)])
 
     room = np.full(running, 100)
-    plan = controller.plan(
-        Decoded(slots, np.ones(running, int), None, None, room), history
+    plan = decide(
+        policy, Outcome(slots, np.ones(running, int), None, None, room), history
     )
     chosen = plan.model if by_model else plan.history
     assert set(chosen.tolist()) == {5 if by_model else 8} or (
@@ -428,9 +429,9 @@ def test_fixed_budgets_have_all_tokens_that_there_can_be(
     """
     drafts = ModelDrafts(5, narrows=False, follows=False)
     config = DasConfig(drafter=drafter, budget="unlimited", speculate="always")
-    controller = Controller(config, 2048, drafts=drafts, common=(1, 2, 4, 5, 16))
-    slots = np.array([controller.open(i, 0, 500) for i in range(3)])
-    plan = controller.plan(Decoded(slots, np.ones(3, int), None, None, np.full(3, 100)))
+    policy = DraftPolicy(config, 2048, drafts=drafts, lengths=(1, 2, 4, 5, 16))
+    slots = np.array([policy.begin(i, 0, 500) for i in range(3)])
+    plan = decide(policy, Outcome(slots, np.ones(3, int), None, None, np.full(3, 100)))
     assert set(plan.model.tolist()) == {5}
     assert set(plan.history.tolist()) == {by_history}
 
@@ -444,18 +445,16 @@ def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
 
 
 def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
-    controller = self_controller()
-    controller.times.model = StepModel(base=0.05, token=0.0)
-    controller.drafts = copy(0.8, 0.0)
-    slots = np.array([controller.open(i, 0, 500) for i in range(2)])
+    policy = self_controller()
+    policy.latency.model = StepModel(base=0.05, token=0.0)
+    policy.drafts = copy(0.8, 0.0)
+    slots = np.array([policy.begin(i, 0, 500) for i in range(2)])
 
     def drafts_at(pass_s: float) -> bool:
-        controller.drafts.expect(StepModel(base=pass_s, token=0.0))
-        controller.account.look.restart()
+        policy.drafts.expect(StepModel(base=pass_s, token=0.0))
         ones = np.ones(2, dtype=int)
-        return bool(
-            controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any()
-        )
+        outcome = Outcome(slots, ones, None, None, 100 * ones, left_out=64)
+        return bool(decide(policy, outcome).model.any())
 
     # speed-ups of 1.03 and more than 1.05
     dear = 0.037
@@ -468,28 +467,30 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
 
 
 def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:
-    controller = self_controller(speculate=4)
-    controller.times.model = StepModel(base=0.05, token=0.0)
+    policy = self_controller(speculate=4)
+    policy.latency.model = StepModel(base=0.05, token=0.0)
     for batch, drafted in ((8, False), (4, True)):
-        slots = np.array([controller.open(i, 0, 500) for i in range(batch)])
-        plan = controller.plan(
-            Decoded(slots, np.ones(batch, int), None, None, np.full(batch, 100))
+        slots = np.array([policy.begin(i, 0, 500) for i in range(batch)])
+        plan = decide(
+            policy, Outcome(slots, np.ones(batch, int), None, None, np.full(batch, 100))
         )
         assert bool(plan.model.any()) is drafted
         for slot in slots.tolist():
-            controller.close(slot)
+            policy.end(slot)
 
 
 def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
     das = DasConfig(budget="uniform", max_draft_tokens=8, speculate="always")
-    controller = Controller(das, limit=2048, drafts=copy(0.8, 0.1))
-    slots = np.array([controller.open(i, 0, 500) for i in range(2)])
+    policy = DraftPolicy(das, limit=2048, drafts=copy(0.8, 0.1))
+    slots = np.array([policy.begin(i, 0, 500) for i in range(2)])
 
     def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         return stated(limits * (1, 0), 0.95)  # the second request has no match
 
-    plan = controller.plan(
-        Decoded(slots, np.ones(2, int), None, None, np.array([100, 100])), history
+    plan = decide(
+        policy,
+        Outcome(slots, np.ones(2, int), None, None, np.array([100, 100])),
+        history,
     )
     assert plan.history.tolist() == [8, 0]
     assert plan.model.tolist() == [0, 5]

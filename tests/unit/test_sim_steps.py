@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
+from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim import Simulation
@@ -173,10 +173,10 @@ def test_a_policy_copy_has_the_bytes_of_its_format(
     assert passes(b, 100 * b)[0] == pytest.approx(expected)
 
 
-def controllers(simulation: Simulation, arm: str = "a") -> list[Controller]:
+def controllers(simulation: Simulation, arm: str = "a") -> list[DraftPolicy]:
     found = simulation.fleet(arm)[0].drafting
     assert isinstance(found, Controlled)
-    return found.controllers
+    return found.policies
 
 
 def test_the_rate_of_a_draft_gives_its_length() -> None:
@@ -189,9 +189,9 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know() -> No
     line = {"kind": "line", "line": LINE}
     assert not controllers(simulated(steps=line, arms={"a": {}}))[
         0
-    ].times.known  # steps that belong to no GPU
+    ].latency.known  # steps that belong to no GPU
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
     begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
-    assert controllers(of_gpu)[0].times.model == begin.line()
-    assert not controllers(of_gpu, "b")[0].times.known
+    assert controllers(of_gpu)[0].latency.model == begin.line()
+    assert not controllers(of_gpu, "b")[0].latency.known

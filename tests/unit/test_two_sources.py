@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from driver import decide
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.policy import DraftPolicy
+from das_adapter.core.steps import Outcome, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
 COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)
@@ -20,7 +21,7 @@ PASS = StepModel(base=0.002, token=0.00002)
 
 
 def rollout(
-    controller: Controller,
+    policy: DraftPolicy,
     lengths: np.ndarray,
     truth: StepModel,
     chance: float,
@@ -42,7 +43,7 @@ def rollout(
     )
     done = np.zeros(len(lengths), dtype=int)
     seconds = 0.0
-    slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
+    slots = {i: policy.begin(i, 0, int(lengths.max())) for i in range(len(lengths))}
     history = dict.fromkeys(slots, 0)
     model = dict.fromkeys(slots, 0)
     while slots:
@@ -68,8 +69,8 @@ def rollout(
             return np.maximum(chance ** (place + 1), 1e-3).astype(np.float32), offsets
 
         some = carried if carried.any() else None
-        decoded = Decoded(at, got, some, by_model if controller.drafts else None, room)
-        plan = controller.plan(decoded, offer if coverage else None)
+        decoded = Outcome(at, got, some, by_model if policy.drafts else None, room)
+        plan = decide(policy, decoded, offer if coverage else None)
         tokens = len(live) + int(carried.sum())
         took = truth.step(tokens, len(live), some is not None)
         drafting = 0.0
@@ -77,16 +78,16 @@ def rollout(
             dict(zip(live, of.tolist(), strict=True))
             for of in (plan.history, plan.model)
         )
-        if controller.drafts and (
-            longest := max(int(plan.model.max()), controller.drafts.always)
+        if policy.drafts and (
+            longest := max(int(plan.model.max()), policy.drafts.always)
         ):
             asked = max(1, int(np.count_nonzero(plan.model)))
             drafting = longest * of_pass.step(asked, 0, False)
-            controller.drafts.timed_pass(asked, drafting / longest)
+            policy.drafts.timed_pass(asked, drafting / longest)
         seconds += took + drafting
-        controller.timed(TimedStep(at, got, tokens, took, drafting))
+        policy.timed(TimedStep(at, got, tokens, took, drafting))
         for i in [i for i in live if done[i] >= lengths[i]]:
-            controller.close(slots.pop(i))
+            policy.end(slots.pop(i))
     return seconds
 
 
@@ -99,10 +100,10 @@ def second(
 ) -> float:
     """Seconds of the second of two rollouts."""
     drafts = ModelDrafts(5, narrows=False) if with_model else None
-    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
+    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
     for version in (1, 2):
-        seconds = rollout(controller, lengths, truth, chance, coverage, version)
-        controller.sync(
+        seconds = rollout(policy, lengths, truth, chance, coverage, version)
+        policy.weight_sync(
             np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
         )
     return seconds
@@ -134,19 +135,18 @@ def rollouts(
     in which of them it rests (s), and the seconds of each.
     """
     drafts = ModelDrafts(5, narrows=False)
-    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
+    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
     rests = ""
     seconds = list[float]()
     for version in range(count):
-        rests += "s" if controller.account.model_rest.reason else "-"
-        read = 0.0 if controller.account.model_rest.reason else reading
-        controller.account.time.add(read)
-        controller.account.model(took=read)
-        seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
-        controller.sync(
+        rests += "s" if policy.model_rests else "-"
+        read = 0.0 if policy.model_rests else reading
+        policy.timed_drafting(read)
+        seconds.append(read + rollout(policy, lengths, truth, 0.6, 0.3, version))
+        policy.weight_sync(
             np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
         )
-        controller.sync(np.zeros(0, RESPONSE))  # nothing lies between them
+        policy.weight_sync(np.zeros(0, RESPONSE))  # nothing lies between them
     return rests, seconds
 
 

@@ -1,6 +1,6 @@
 """The drafter of an engine on the V1 runner, which vLLM runs as a proposer
 (`speculative_config.method: custom_class`): drafts from the history, with a model, or
-with the better of the two, as the controller decides.
+with the better of the two, as the policy of drafts chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, follow, with_room
-from das_adapter.core.steps import Decoded, Search
+from das_adapter.core.steps import Outcome, Rest, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.settings import settings
@@ -83,8 +83,8 @@ class Proposer:
         """
         self._synced = False
         """Whether a weight sync has come since requests were closed last."""
-        self._undecided: Callable[[], None] | None = None
-        """Decides on the drafts that are still looked for."""
+        self._unchosen: Callable[[], None] | None = None
+        """Has the policy choose among the drafts that are still looked for."""
         self._later: list[Callable[[], None]] = []
         """Work of steps that are over, see `catch_up`."""
         self._batch: tuple[list[str], int, np.ndarray, np.ndarray] | None = None
@@ -176,50 +176,37 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self.leads:
             return drafts
-        controller = self.engine.controller
-        if self.drops:  # it is not timed: it may have read drafts
-            controller.account.now += 1
+        policy = self.engine.policy
+        outcome, rows = self._outcome(sampled, lengths, tokens)
+        search = policy.next(outcome)
+        asked = search.asked if isinstance(search, Rest) else True
+        self.later(policy.flush)
+        if not self.drops:
+            self.later(partial(self._note_tokens, outcome, asked))
+        if isinstance(search, Rest) or self.drops:
             return drafts
-        if not controller.account.ask(len(sampled), self.carried is not None):
-            self.carried = None
-            one = np.ones(len(sampled), dtype=np.int64)
-            self.later(
-                partial(
-                    self.timer.sampled,
-                    one,
-                    one,
-                    int(lengths[: len(sampled)].sum()),
-                    asked=False,
-                )
-            )
-            return drafts
-        decoded, rows = self._decoded(sampled, lengths, tokens)
-        search = controller.search(decoded)
-        self.later(partial(self._learn, decoded, search))
-        if search is None:
-            return drafts
-        slots = decoded.slots
+        slots = outcome.slots
         if self.engine.history:
-            assert decoded.context is not None
-            self.engine.history.look(slots, rows, decoded.context, tokens, search)
-        decide = partial(self._decide, rows, slots, search, drafts)
+            assert outcome.context is not None
+            self.engine.history.look(slots, rows, outcome.context, tokens, search)
+        choose = partial(self._choose, rows, slots, search, drafts)
         if self.model_source:
-            decide()
+            choose()
         else:
-            self._undecided = decide
+            self._unchosen = choose
         return drafts
 
     def settle(self) -> None:
         """Put the drafts that are still looked for into what `propose` has returned:
         vLLM takes it now.
         """
-        if self._undecided is None:
+        if self._unchosen is None:
             return
         begin = time.perf_counter()
-        decide = self._undecided
-        self._undecided = None
+        choose = self._unchosen
+        self._unchosen = None
         try:
-            decide()
+            choose()
         except Exception as error:
             self.engine.fail(error)
         if seconds := self.engine.counters.propose_seconds:
@@ -263,13 +250,13 @@ class Proposer:
         self, drafts: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
     ) -> list[list[int]]:
         source = self.model_source
-        account = self.engine.controller.account
+        policy = self.engine.policy
         if not source or not (
             self.ranks > 1 or source.follows or self.model_tokens.any()
         ):
             return drafts
         # it need not even follow the policy
-        rests = account.idle or account.model_rest.reason is not None
+        rests = policy.model_rests
         begin = time.perf_counter()
         made = source.drafts.made
         try:
@@ -279,38 +266,39 @@ class Proposer:
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if not self.timer.drafted(seconds, source.drafts.made - made) and not rests:
-            account.time.add(seconds)
-            account.model(took=seconds)
+            policy.timed_drafting(seconds)
         return drafts
 
-    def _learn(self, decoded: Decoded, search: Search | None) -> None:
-        assert decoded.context is not None
-        if self.engine.rehearsing:
-            return
-        self.timer.sampled(decoded.slots, decoded.got, int(decoded.context.sum()))
-        self.engine.controller.learn(decoded)
-        if search is not None:
-            self.engine.controller.value(decoded.slots, decoded.context, 1)
+    def _note_tokens(self, outcome: Outcome, asked: bool) -> None:
+        """Tell the timer what the step brought, and whether a drafter was asked."""
+        assert outcome.context is not None
+        context = int(outcome.context.sum())
+        self.timer.sampled(outcome.slots, outcome.got, context, asked)
 
-    def _decide(
+    def _choose(
         self,
         rows: np.ndarray,
         slots: np.ndarray,
         search: Search,
         drafts: list[list[int]],
     ) -> None:
+        """Put what the policy chooses into the batch's `drafts`."""
         history = self.engine.history
-        plan = self.engine.controller.decide(
-            slots, search, None if history is None else history.found()
-        )
+        candidates = None if history is None else history.found()
+        plan = self.engine.policy.choose(search, candidates)
+        if self.model_source:
+            self._by_model[slots] = 0
+        if isinstance(plan, Rest):
+            return
         if history:
             history.take(rows, plan.history, drafts)
         if self.model_source:
-            self.model_tokens[rows] = self._by_model[slots] = plan.model
+            self._by_model[slots] = plan.model
+            self.model_tokens[rows] = plan.model
 
-    def _decoded(
+    def _outcome(
         self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
-    ) -> tuple[Decoded, np.ndarray]:
+    ) -> tuple[Outcome, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of
         the batch, int64 [requests].
         """
@@ -350,7 +338,7 @@ class Proposer:
             fits := (self._step_tokens - kept) // max(everyone, 1) - 1
         ) < self.config.num_draft_tokens:
             room = np.minimum(room, max(0, fits))
-        return Decoded(slots, got, drafts, by_model, room, context=now), rows
+        return Outcome(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
         self,
@@ -376,9 +364,6 @@ class Proposer:
         for i in np.flatnonzero((slots < 0) | (self._lengths[slots] > now)).tolist():
             row = int(rows[i])
             slots[i] = self._open(req_ids[row], tokens[row, : now[i]], int(got[i]))
-        skipped = now - got - self._lengths[slots]
-        if skipped.any():
-            self.engine.controller.requests.skip(slots, skipped)
         self._lengths[slots] = now
         return rows, slots, got, now
 

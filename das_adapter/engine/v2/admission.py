@@ -27,12 +27,12 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
     AdaptiveVerificationManager,
 )
 
+from das_adapter.engine.plan import DraftPlan, PlanInForce
 from das_adapter.engine.runner import HOST_PLANS, NO_GRAPHS, ONE_LENGTH, SMALL_HEADS
 from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.speculator import to_host
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DraftTokens
 
 ADMITS = "_das_admits"
 """Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from
@@ -48,16 +48,23 @@ class Admission(AdaptiveVerificationManager):
     def __init__(
         self,
         drops: Callable[[Iterable[str]], bool],
+        in_force: PlanInForce,
         ranking: Ranking,
         failed: Callable[[Exception], None],
         largest: int = 0,
         **stock: Any,
     ) -> None:
-        """`drops`: whether a step of some requests verifies no drafts; `ranking`: of as
-        many slots and steps; `failed`: is told why the chances of drafts could not be
-        kept; `largest`: most tokens that a graph holds, 0: there are none; `stock`:
-        arguments of vLLM's manager. RuntimeError or what the compiler raises: see
-        `Ranking.check`.
+        """
+        Args:
+            drops: returns whether a step of some requests verifies no drafts.
+            in_force: the plan of the present step.
+            ranking: of as many slots and steps.
+            failed: is told why the chances of drafts could not be kept.
+            largest: most tokens that a graph holds; 0: there are none.
+            stock: arguments of vLLM's manager.
+
+        Raises:
+            RuntimeError, or what the compiler raises: see `Ranking.check`.
         """
         super().__init__(**stock)
         self.drops = drops
@@ -66,9 +73,10 @@ class Admission(AdaptiveVerificationManager):
         made_with = inspect.signature(AdaptiveVerificationManager.__init__).parameters
         # vLLM 0.33 and later
         self._tells_admitted = "copy_admitted_drafts_to_host" in made_with
-        self._plan = DraftTokens(0)
-        self.wanted: int = 0
-        """What is drafted at the end of the present step."""
+        self._in_force = in_force
+        self._plan = DraftPlan()
+        """The plan by which the newest drafts were made, which the next step verifies.
+        """
         self.admitted: torch.Tensor | None = None
         """Draft tokens of each request of the present step in batch order, int32
         [requests], on the host when the step's output is; None: no request has any.
@@ -100,33 +108,31 @@ class Admission(AdaptiveVerificationManager):
         """
         plan = self._plan
         req_ids = list(num_tokens_per_req)
-        requests = len(req_ids)
-        budget = 0
-        shares = np.zeros((3, requests), dtype=np.int32)
-        most, others, worth = shares
-        room = np.fromiter(
-            map(len, map(draft_tokens.get, req_ids, repeat(()))), np.int32, requests
-        )
-        np.subtract(
-            np.fromiter(num_tokens_per_req.values(), np.int32, requests),
-            room,
-            out=others,
-        )
-        if plan.total and not self.drops(req_ids):
-            longest, worth.view(np.float32)[:], joined = plan.parts(req_ids)
-            np.minimum(room, longest, out=most, casting="unsafe")
-            rows = max(0, self._max_total_logits - requests * self.num_bonus_tokens)
-            # as much for each
-            total = plan.total + (
-                plan.total * joined // len(plan.req_ids) if plan.req_ids else 0
-            )
-            budget = min(total, int(np.add.reduce(most)), rows)
-        rest = int(np.add.reduce(others))
-        # it was to fit into a graph
-        if max(rest, len(plan.req_ids) + plan.total) <= self._largest:
-            budget = min(budget, self._largest - rest)
-        self._batch_budget = req_ids, shares, budget
-        return rest + budget
+        num_requests = len(req_ids)
+        num_verified = 0
+        shares = np.zeros((3, num_requests), dtype=np.int32)
+        limits, other_tokens, worth = shares
+        scheduled = map(len, map(draft_tokens.get, req_ids, repeat(())))
+        room = np.fromiter(scheduled, np.int32, num_requests)
+        tokens = np.fromiter(num_tokens_per_req.values(), np.int32, num_requests)
+        np.subtract(tokens, room, out=other_tokens)
+        if plan.budget and not self.drops(req_ids):
+            longest, worth.view(np.float32)[:], joined = plan.limits_and_worth(req_ids)
+            np.minimum(room, longest, out=limits, casting="unsafe")
+            bonus_rows = num_requests * self.num_bonus_tokens
+            rows = max(0, self._max_total_logits - bonus_rows)
+            budget = plan.budget
+            if plan.req_ids:
+                # Requests that have joined get as much as the others have on average.
+                budget += plan.budget * joined // len(plan.req_ids)
+            num_verified = min(budget, int(np.add.reduce(limits)), rows)
+        num_others = int(np.add.reduce(other_tokens))
+        planned = len(plan.req_ids) + plan.budget
+        if max(num_others, planned) <= self._largest:
+            # The plan was to fit into a graph.
+            num_verified = min(num_verified, self._largest - num_others)
+        self._batch_budget = req_ids, shares, num_verified
+        return num_others + num_verified
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
         """Admit the drafts; see `AdaptiveVerificationManager`."""
@@ -154,15 +160,16 @@ class Admission(AdaptiveVerificationManager):
         try:
             self._keep_chances(*given, **named)
         except Exception as error:
-            self._plan = DraftTokens(0)
+            self._plan = DraftPlan()
             self._failed(error)
 
     def _keep_chances(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the
         plan for them.
         """
-        self._plan = plan = DraftTokens(self.wanted)
-        if plan.total:
+        plan = self._in_force.plan or DraftPlan()
+        self._plan = plan
+        if plan.budget:
             slots = input_batch.idx_mapping.long()
             self._confidence_probs.index_copy_(
                 0, slots, confidence_probs[: input_batch.num_reqs]

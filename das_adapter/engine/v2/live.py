@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from das_adapter.core.native import native
 from das_adapter.core.requests import NOBODY, with_room
-from das_adapter.core.steps import Chances, Decoded, Floats, Ints
+from das_adapter.core.steps import Chances, Floats, Ints, Outcome
 from das_adapter.engine.requests import LiveRequest
 
 _COLUMNS = (
@@ -153,7 +153,7 @@ class LiveTexts:
         sampled: Sequence[list[int]],
         given: Ints | None = None,
         model: int = -1,
-    ) -> tuple[Ints, Decoded, Sums]:
+    ) -> tuple[Ints, Outcome, Sums]:
         """Take the tokens that each request of a batch got in a step; tokens behind a
         text's end are not its own.
 
@@ -182,7 +182,7 @@ class LiveTexts:
         rows = rows if sums.requests == len(req_ids) else rows[:, : sums.requests]
         places, slots, got, carried, by_model, room, context = rows
         of_model = None if model < 0 else by_model
-        decoded = Decoded(
+        outcome = Outcome(
             slots,
             got,
             carried if sums.carried else None,
@@ -190,7 +190,7 @@ class LiveTexts:
             room,
             context=context,
         )
-        return places, decoded, sums
+        return places, outcome, sums
 
     def take_singles(
         self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]
@@ -230,7 +230,7 @@ class LiveTexts:
     def found(
         self, slots: Ints, limits: Ints, floor: float, last: bool = False
     ) -> tuple[Chances, Ints]:
-        """Return what is going to be offered, see `core.steps.HistoryDrafts`: drafts
+        """Return what is going to be offered, see `core.steps.Candidates`: drafts
         that are chosen now are made two steps after those that were heard of last. What
         a draft promises beyond the usual lasts in part; of a request of which nothing
         is known yet, the usual is expected, and less the longer it was offered nothing.

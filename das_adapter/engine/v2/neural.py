@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.controller import EngineController
+from das_adapter.engine.plan import DraftPlan, PlanInForce
 from das_adapter.engine.requests import warm_up
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.limits import Limits
@@ -34,7 +35,6 @@ from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
 from das_adapter.engine.v2.survival import on_all_ranks
 from das_adapter.engine.worker import then
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DraftTokens
 
 logger = logging.getLogger("das_adapter")
 
@@ -76,15 +76,18 @@ class Speculation:
         source: HistorySpeculator | None,
         limits: Limits,
         confidence: DraftConfidence | None,
+        in_force: PlanInForce,
         failed: Callable[[Exception], None],
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length],
         the text of the request in each slot; `engine`: is told why drafting failed,
         None: another rank decides; `source`: drafts from the history; `confidence`:
         where the controller is asked, and tokens are drawn with the policy's noise;
-        `failed`: is told why a step ends without drafts.
+        `in_force`: the plan of the present step; `failed`: is told why a step ends
+        without drafts.
         """
         self._failed = failed
+        self._in_force = in_force
         self.speculator = speculator
         self._limits = limits
         self._confidence = confidence
@@ -93,8 +96,6 @@ class Speculation:
         self._parallel = config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
-        self.wanted: int = self._most
-        """What is drafted at the end of the present step."""
         # Whether it makes all its passes whatever it is asked for: a draft model, and
         # before vLLM 0.32 EAGLE and MTP too. Remove these when 0.32 is the oldest vLLM
         # with a V2 runner.
@@ -122,6 +123,11 @@ class Speculation:
         if config.keyed:
             speculator.draft_logits = None
 
+    @property
+    def plan(self) -> DraftPlan:
+        """What is drafted at the end of the present step."""
+        return self._in_force.plan or DraftPlan(self._most, looks_up=False)
+
     def take(self) -> list[Call]:
         """Return the calls that have ended since the last time; does not wait for the
         device.
@@ -144,20 +150,21 @@ class Speculation:
         self,
         run: Callable[..., Any],
         inputs: Inputs,
-        wanted: int,
+        plan: DraftPlan,
         num_sampled: torch.Tensor,
     ) -> torch.Tensor:
-        """Draft `wanted` tokens for each request, which got `num_sampled`, int32
-        [requests]; return them, int64 [requests, most]. Where it has failed, they are
+        """Draft by a plan for each request, which got `num_sampled`, int32 [requests];
+        return the drafts, int64 [requests, most]. Where it has failed, they are
         tokens that the policy can read. `run`: runs the speculator with some inputs and
         further keywords; it writes its drafts down.
         """
         source = self._source
-        chosen = DraftTokens(wanted)
-        own = wanted if source is None else min(chosen, chosen.by_model)
+        own = plan.num_draft_tokens
+        if source is not None:
+            own = min(own, plan.num_model_tokens)
         confidence = self._confidence if own else None
-        if confidence is not None and chosen.chances is not None:
-            confidence.learn(chosen.chances)
+        if confidence is not None and plan.chances is not None:
+            confidence.learn(plan.chances)
         if source is not None:
             source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
@@ -335,12 +342,12 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
                 more["num_speculative_tokens"] = num_speculative_tokens
             return stock(*inputs, *args[read:], **(kwargs | more))
 
-        wanted = DraftTokens(speculation.wanted)
+        plan = speculation.plan
         # vLLM asks for none where no request of the step can use them
         if "num_speculative_tokens" in kwargs:
-            wanted = wanted.at_most(kwargs["num_speculative_tokens"])
+            plan = plan.at_most(kwargs["num_speculative_tokens"])
         try:
-            return speculation.propose(run, Inputs(*args[:read]), wanted, args[read])
+            return speculation.propose(run, Inputs(*args[:read]), plan, args[read])
         except Exception as error:
             return speculation.without_drafts(args[0], error)
 

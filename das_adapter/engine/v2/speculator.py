@@ -12,8 +12,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import least_chance
+from das_adapter.core.policy import least_chance
 from das_adapter.engine.controller import EngineController
+from das_adapter.engine.plan import PlanInForce
 from das_adapter.engine.timing import an_eighth_apart
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.survival import on_all_ranks
@@ -40,7 +41,7 @@ def looked_up_sizes(vllm_config: Any) -> list[int]:
     return an_eighth_apart(size for size in sizes if size <= most)
 
 
-class Offer:
+class DeviceOffer:
     """What was drafted for the requests of a step, on its way to the host: it is there
     when the output of the next step is.
     """
@@ -87,9 +88,8 @@ class HistorySpeculator(BaseSpeculator):
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self.index: DeviceIndex | None = None
         """None: another rank drafts."""
-        self.wanted: int | None = None
-        """Tokens of each draft of the present step; None: as many as there can be."""
-        self.offer: Offer | None = None
+        self._in_force = PlanInForce()
+        self.offer: DeviceOffer | None = None
         """What was drafted in the present step; None: nothing was looked for."""
         self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros(
@@ -105,22 +105,22 @@ class HistorySpeculator(BaseSpeculator):
         self._engine: EngineController | None = None
         self._capture_sizes = looked_up_sizes(vllm_config)
 
-    @property
-    def silent(self) -> bool:
-        """Whether nothing is drafted or looked for at the end of the present step."""
-        return self.wanted == 0 and not getattr(self.wanted, "looks", True)
-
     def bind(
         self,
         states: Any,
         engine: EngineController | None,
+        in_force: PlanInForce,
         failed: Callable[[Exception], None],
     ) -> None:
-        """Draft for the requests of vLLM's `RequestState`, before memory is measured;
-        `engine`: None: another rank drafts; `failed`: is told why a step ends without
-        drafts.
+        """Draft for the requests of vLLM's `RequestState`, before memory is measured.
+
+        Args:
+            engine: what decides; None: another rank drafts.
+            in_force: the plan of the present step.
+            failed: is told why a step ends without drafts.
         """
         self._states = states
+        self._in_force = in_force
         self._engine = engine
         self._failed = failed
         if self._group.world_size > 1:
@@ -179,18 +179,14 @@ class HistorySpeculator(BaseSpeculator):
         """Look up a draft for every request of the batch, on the rank that drafts."""
         self.offer = None
         requests = input_batch.num_reqs
-        if (
-            self._engine is None
-            or self.index is None
-            or not getattr(self.wanted, "looks", True)
-        ):
+        if self._engine is None or self.index is None or not self._in_force.looks_up:
             return
         if not self._engine.failed:
             try:
                 self.index.draft(
                     input_batch.idx_mapping, num_sampled, self._states.total_len.gpu
                 )
-                self.offer = Offer(self.index, requests)
+                self.offer = DeviceOffer(self.index, requests)
             except Exception as error:
                 self._engine.fail(error)
         if self._engine.failed:
@@ -210,9 +206,9 @@ class HistorySpeculator(BaseSpeculator):
         theirs = torch.nn.functional.pad(
             theirs[:, :tokens], (0, chances.shape[1] - tokens)
         )
-        by_model = chances[:, : self.wanted].cumprod(1).sum(1) < theirs.cumprod(1).sum(
+        by_model = chances[:, : self._in_force.num_draft_tokens].cumprod(1).sum(
             1
-        )
+        ) < theirs.cumprod(1).sum(1)
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
         torch.where(by_model[:, None], theirs, chances, out=chances)
         self.offer.by_model = to_host(by_model * tokens)
@@ -222,7 +218,7 @@ class HistorySpeculator(BaseSpeculator):
         steps].
         """
         drafts = self._drafts[:requests]
-        if self.wanted != 0 and self._group.world_size > 1:
+        if self._in_force.num_draft_tokens != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
             if self.admits:
                 self._group.broadcast(

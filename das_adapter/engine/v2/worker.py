@@ -13,23 +13,24 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.engine import plan
+from das_adapter.engine.plan import PlanInForce, plan_of
 from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.runner import STOCK_NOISE
 from das_adapter.engine.timing import an_eighth_apart, captured_tokens
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
+from das_adapter.engine.v2.step_planner import Output, Step, StepPlanner
 from das_adapter.engine.v2.survival import Survival, survive_verification
 from das_adapter.engine.worker import WorkerState
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import DRAFT_LENGTH, DraftTokens
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -44,14 +45,16 @@ class DeviceWorkerState(WorkerState):
     model_runner = 2
 
     def __init__(self, runner: Any, config: DasConfig):
-        self.lengths: DraftLengths | None = None
-        """None: another rank chooses, or nobody drafts."""
+        self.planner: StepPlanner | None = None
+        """Makes the plans of the engine; None: another rank does, or nobody drafts."""
+        self.in_force = PlanInForce()
+        """The plan of the present step."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             # the policy copy misses nothing
             always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.lengths = DraftLengths(config, runner.vllm_config, always)
-        super().__init__(runner, config, self.lengths)
-        self.engine = None if self.lengths is None else self.lengths.engine
+            self.planner = StepPlanner(config, runner.vllm_config, always)
+        super().__init__(runner, config, self.planner)
+        self.engine = None if self.planner is None else self.planner.engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
         # Now: what is made while vLLM loads the weights lies in a pool that sleep
@@ -71,7 +74,7 @@ class DeviceWorkerState(WorkerState):
                 DraftConfidence(told) if config.keyed and config.controlled else None
             )
         if config.uses_history:
-            if self.lengths is not None:
+            if self.planner is not None:
                 keep_texts_on_device(runner.req_states)
             beside = (
                 HistorySpeculator(runner.vllm_config, runner.device, config)
@@ -79,7 +82,9 @@ class DeviceWorkerState(WorkerState):
                 else None
             )
             self.source = beside or runner.speculator
-            self.source.bind(runner.req_states, self.engine, self.fail_in_step)
+            self.source.bind(
+                runner.req_states, self.engine, self.in_force, self.fail_in_step
+            )
         if config.controlled:
             states = runner.req_states
             self._ranking = Ranking(
@@ -104,8 +109,8 @@ class DeviceWorkerState(WorkerState):
         return self.config.controlled
 
     def response(self, req_id: str) -> LiveRequest | None:
-        if self.lengths is not None:
-            self.lengths.catch_up()
+        if self.planner is not None:
+            self.planner.catch_up()
         return self._requests.get(req_id)
 
     def admission(
@@ -120,6 +125,7 @@ class DeviceWorkerState(WorkerState):
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
         ours = (
             self.drops_drafts,
+            self.in_force,
             self._ranking,
             self.fail_in_step,
             max(sizes, default=0),
@@ -149,8 +155,8 @@ class DeviceWorkerState(WorkerState):
         self.runner.rejection_sampler.enable_adaptive_verification = True
         if self.source is not None:
             self.source.admits = True
-        if self.lengths is not None:
-            self.lengths.engine.controller.gives_own(sizes)
+        if self.planner is not None:
+            self.planner.give_own_lengths(sizes)
         return made
 
     def _drafted_sizes(self) -> tuple[int, ...]:
@@ -182,7 +188,7 @@ class DeviceWorkerState(WorkerState):
         """Bind it to the model runner."""
         super().bind()
         if self.config.drafter != "none":
-            choose_lengths.apply(self, owner=self.runner)
+            plan_steps.apply(self, owner=self.runner)
             note_steps.apply(self, owner=self.runner)
             survive_verification.apply(
                 self.runner, self.fail_in_step, owner=self.runner
@@ -273,17 +279,17 @@ class DeviceWorkerState(WorkerState):
         self._ended = set()
         self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
 
-    def note(self, scheduled: Any) -> None:
-        """Take what a step that begins asks for (vLLM's `SchedulerOutput`)."""
-        wanted = scheduled.num_spec_tokens_to_schedule
-        for part in (self.source, self.speculation, self.runner.adaptive_verification):
-            if isinstance(part, (HistorySpeculator, Speculation, Admission)):
-                part.wanted = wanted
-        error = getattr(wanted, "error", None)
-        if error is not None:
-            self.fail(DasError(error))
-        if self.rehearsal is not None and wanted:
-            self.rehearsal.asked |= isinstance(wanted, DraftTokens)
+    def read_plan(self, scheduled: Any) -> None:
+        """Take the plan of a step that begins (vLLM's `SchedulerOutput`)."""
+        if not self.plans_travel or not scheduled.total_num_scheduled_tokens:
+            return
+        self.in_force.plan = plan.SILENCE
+        found = plan_of(scheduled)
+        self.in_force.plan = found
+        if found.error is not None:
+            self.fail(DasError(found.error))
+        if self.rehearsal is not None and found.num_draft_tokens:
+            self.rehearsal.asked = True
 
     def _draft_no_more(self) -> None:
         self.survival.stop()
@@ -302,7 +308,7 @@ class DeviceWorkerState(WorkerState):
         if (
             source is None
             or source is not runner.speculator
-            or not source.silent
+            or not self._silent
             or runner.pp_handler is not None
         ):
             return False
@@ -311,9 +317,14 @@ class DeviceWorkerState(WorkerState):
         batch = runner.execute_model_state.input_batch
         return batch.num_draft_tokens == 0 and not batch.has_structured_output_reqs
 
+    @property
+    def _silent(self) -> bool:
+        """Whether nothing is drafted or looked for at the end of the present step."""
+        return self.in_force.plan is not None and self.in_force.plan.silent
+
     def watch(self, output: Any) -> Any:
-        """Have the draft length of the next steps chosen when a step's output is on the
-        host; return the output.
+        """Have the plan of the next unscheduled step made when a step's output is on
+        the host; return the output.
         """
         step = self._step
         self._step = None
@@ -323,7 +334,7 @@ class DeviceWorkerState(WorkerState):
         if isinstance(manager, Admission):
             admitted = manager.admitted
             manager.admitted = None
-        if step is None or output is None or self.lengths is None:
+        if step is None or output is None or self.planner is None:
             return output
         # there were none, whatever was admitted before the step failed
         if self.survival.drafts_no_more:
@@ -332,10 +343,10 @@ class DeviceWorkerState(WorkerState):
             step.offer = self.source and self.source.offer
             step.kinds = self.speculation and self.speculation.kinds()
         stock = output.get_output
-        lengths = self.lengths
+        planner = self.planner
 
         def get_output() -> Any:
-            lengths.settle()
+            planner.count_last()
             result = stock()  # waits for the device
             with self.surviving():
                 step.req_ids = result.req_ids
@@ -343,16 +354,14 @@ class DeviceWorkerState(WorkerState):
                     step.admitted = admitted.numpy().astype(np.int64)
                 if self.speculation is not None:
                     step.calls = self.speculation.take()
-                if self.rehearsal is not None and step.given is not None:
-                    self.rehearsal.verified += int(step.given.sum())
+                if self.rehearsal is not None and step.verified is not None:
+                    self.rehearsal.verified += int(step.verified.sum())
                     self.rehearsal.accepted += sum(
                         max(0, len(got) - 1) for got in result.sampled_token_ids
                     )
-                setattr(
-                    result,
-                    DRAFT_LENGTH,
-                    lengths.output(step, result.sampled_token_ids, time.perf_counter()),
-                )
+                arrived = time.perf_counter()
+                output = Output(step, result.sampled_token_ids, arrived)
+                setattr(result, plan.ATTRIBUTE, planner.process_output(output))
             return result
 
         output.get_output = get_output
@@ -411,6 +420,7 @@ class DeviceWorkerState(WorkerState):
                 self.source,
                 self._limits,
                 self._confidence,
+                self.in_force,
                 self.fail_in_step,
             )
             self.speculation = Speculation(
@@ -434,9 +444,9 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
         if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
             return stock(scheduler_output, *args, **kwargs)
         with state.surviving():
-            state.note(scheduler_output)
+            state.read_plan(scheduler_output)
         state.begin_standalone(scheduler_output)
-        if state.lengths is None:
+        if state.planner is None:
             return state.survival.take(stock, scheduler_output, *args, **kwargs)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             with state.surviving():
@@ -452,11 +462,11 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.29")
-def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged, no draft length is chosen, and
+def plan_steps(stock: Any, state: DeviceWorkerState) -> Any:
+    """Without it no figures of the rollouts are logged, no drafts are planned, and
     each step without drafts does a speculator's work for none (V2 runner). Remove this
     patch when vLLM reports the tokens of each decode step to plug-ins, lets a worker
-    choose the draft length, and leaves out that work.
+    plan the drafts, and leaves out that work.
     """
     runner = state.runner
     nothing = torch.empty(

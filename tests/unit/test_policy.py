@@ -1,23 +1,24 @@
-"""The controller on a modelled engine: what it decides for a batch, and that it never
+"""The policy on a modelled engine: what it decides for a batch, and that it never
 makes a rollout slower.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from driver import decide
 
 from das_adapter.config import DasConfig
 from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S, LOOK_SHARE, LOOK_STEPS
-from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.policy import DraftPolicy, EndedRequest
 from das_adapter.core.requests import RequestTable
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import Outcome, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
@@ -32,6 +33,7 @@ class Rollout:
     texts: list[int]
     looks: int = 0
     """Steps in which the history was searched."""
+    ended: list[EndedRequest] = field(default_factory=list)
 
 
 def stated(limits: np.ndarray, chance: float) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +46,7 @@ def stated(limits: np.ndarray, chance: float) -> tuple[np.ndarray, np.ndarray]:
 def rollout(
     lengths: np.ndarray,
     truth: StepModel,
-    controller: Controller | None,
+    policy: DraftPolicy | None,
     chance: float = 0.8,
     most: int = 16,
     at_once: int | None = None,
@@ -59,6 +61,7 @@ def rollout(
     seconds = 0.0
     steps = 0
     looks = 0
+    ended: list[EndedRequest] = []
     total_drafted = 0
     total_accepted = 0
     keep: dict[int, int] = {}
@@ -66,8 +69,8 @@ def rollout(
         live = [i for i in range(len(lengths)) if done[i] < lengths[i]][:at_once]
         steps += 1
         for i in live:
-            if controller and i not in slots:
-                slots[i] = controller.open(i, int(done[i]), int(lengths.max()))
+            if policy and i not in slots:
+                slots[i] = policy.begin(i, int(done[i]), int(lengths.max()))
         carried = np.array([keep.get(i, 0) for i in live])
         got = []
         for i, d in zip(live, carried, strict=True):
@@ -80,40 +83,44 @@ def rollout(
         seconds += took
         total_drafted += int(carried.sum())
         done[live] += got
-        if controller is None:
+        if policy is None:
             continue
         at = np.array([slots[i] for i in live])
         grown = np.array(got)
         room = np.maximum(lengths[live] - done[live] - 1, 0)
-        decoded = Decoded(at, grown, carried if carried.any() else None, None, room)
+        decoded = Outcome(at, grown, carried if carried.any() else None, None, room)
 
         def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
             nonlocal looks
             looks += 1
             return stated(limits, chance)
 
-        plan = controller.plan(decoded, history)
+        plan = decide(policy, decoded, history)
         keep = dict(zip(live, plan.history.tolist(), strict=True))
-        controller.timed(TimedStep(at, grown, tokens, took))
+        policy.timed(TimedStep(at, grown, tokens, took))
         for i in [i for i in live if done[i] >= lengths[i]]:
-            controller.close(slots.pop(i))
-    return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist(), looks)
+            ended.append(policy.end(slots.pop(i)))
+    return Rollout(
+        seconds, steps, total_drafted, total_accepted, done.tolist(), looks, ended
+    )
 
 
 def make(
     budget: Any = "optimal", most: int = 16, speculate: Any = "auto"
-) -> Controller:
-    return Controller(
+) -> DraftPolicy:
+    return DraftPolicy(
         DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate), limit=2048
     )
 
 
 def warm(
-    controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float
-) -> Controller:
-    rollout(lengths, truth, controller, **how)
-    controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
-    return controller
+    policy: DraftPolicy, lengths: np.ndarray, truth: StepModel, **how: float
+) -> DraftPolicy:
+    rollout(lengths, truth, policy, **how)
+    policy.weight_sync(
+        np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE)
+    )
+    return policy
 
 
 def long_tail(count: int = 48, seed: int = 0) -> np.ndarray:
@@ -149,10 +156,10 @@ def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(
         rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).seconds
         for k in (1, 3, 7, 15)
     ]
-    controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
+    policy = warm(make(), np.full(48, 96), MEMORY_BOUND)
     groups = [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)]
-    controller.sync(np.array(groups, RESPONSE))
-    assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
+    policy.weight_sync(np.array(groups, RESPONSE))
+    assert rollout(lengths, MEMORY_BOUND, policy).seconds <= 1.05 * min(fixed)
 
 
 @pytest.mark.parametrize(
@@ -166,44 +173,43 @@ def test_never_much_slower_than_off(
 ) -> None:
     lengths = np.random.default_rng(1).integers(150, 400, batch)
     off = rollout(lengths, truth, None).seconds
-    controller = warm(make(), lengths, truth, chance=chance)
-    assert rollout(lengths, truth, controller, chance=chance).seconds <= 1.02 * off
+    policy = warm(make(), lengths, truth, chance=chance)
+    assert rollout(lengths, truth, policy, chance=chance).seconds <= 1.02 * off
 
 
 def test_what_is_saved_is_what_is_reported() -> None:
     lengths = long_tail()
     off = rollout(lengths, MEMORY_BOUND, None).seconds
-    controller = warm(make(), lengths, MEMORY_BOUND)
-    on = rollout(lengths, MEMORY_BOUND, controller).seconds
-    assert controller.account.time.saved() == pytest.approx(off - on, abs=0.05 * off)
+    policy = warm(make(), lengths, MEMORY_BOUND)
+    on = rollout(lengths, MEMORY_BOUND, policy).seconds
+    assert policy.figures()["time_saved_s"] == pytest.approx(off - on, abs=0.05 * off)
 
 
 def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
     lengths = long_tail()
     off = rollout(lengths, MEMORY_BOUND, None).seconds
-    controller = warm(make(), lengths, MEMORY_BOUND)
-    on = sum(rollout(lengths, MEMORY_BOUND, controller).seconds for _ in range(3))
-    assert controller.account.time.saved() == pytest.approx(
+    policy = warm(make(), lengths, MEMORY_BOUND)
+    on = sum(rollout(lengths, MEMORY_BOUND, policy).seconds for _ in range(3))
+    assert policy.figures()["time_saved_s"] == pytest.approx(
         3 * off - on, abs=0.05 * 3 * off
     )
 
 
 def test_drafting_goes_to_those_who_decide_the_end() -> None:
     lengths = np.array([60] * 30 + [1200] * 12)
-    controller = make()
+    policy = make()
     for version in range(1, 4):
-        rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-        controller.sync(
+        rollout(lengths, StepModel(base=0.02, token=0.001), policy, chance=0.7)
+        policy.weight_sync(
             np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE)
         )
-    rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-    table = controller.requests  # of the requests that had the slots last
-    kinds = np.where(table.written[: len(lengths)] > 60, "long", "short")
-    long, short = (
-        table.drafted[: len(lengths)][kinds == kind].sum()
-        / table.steps[: len(lengths)][kinds == kind].sum()
-        for kind in ("long", "short")
-    )
+    result = rollout(lengths, StepModel(base=0.02, token=0.001), policy, chance=0.7)
+    drafted: dict[bool, list[float]] = {True: [], False: []}
+    for request in result.ended:
+        steps = request.written - request.accepted
+        drafted[request.written > 60].append(request.drafted / steps)
+    long = np.mean(drafted[True])
+    short = np.mean(drafted[False])
     assert long > 1.0
     assert short < 0.2 * long
 
@@ -211,21 +217,21 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
 def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
     truth = StepModel(base=0.005, token=0.004)
     lengths = np.array([100] * 63 + [900])
-    controller = warm(make(), lengths, truth, chance=0.6)
-    result = rollout(lengths, truth, controller, chance=0.6)
+    policy = warm(make(), lengths, truth, chance=0.6)
+    result = rollout(lengths, truth, policy, chance=0.6)
     assert result.drafted > 300
     assert result.accepted / result.drafted > 0.4
     assert result.seconds < rollout(lengths, truth, None).seconds
 
 
-@pytest.mark.parametrize("policy", ["uniform", "unlimited"])
-def test_always_means_always_and_asks_no_clock(policy: str) -> None:
+@pytest.mark.parametrize("budget", ["uniform", "unlimited"])
+def test_always_means_always_and_asks_no_clock(budget: str) -> None:
     lengths = np.full(24, 200)
     runs = []
     for truth in (COMPUTE_BOUND, MEMORY_BOUND):
-        controller = make(policy, speculate="always")
-        runs.append(rollout(lengths, truth, controller, chance=0.3))
-        assert controller.account.reason is None
+        policy = make(budget, speculate="always")
+        runs.append(rollout(lengths, truth, policy, chance=0.3))
+        assert policy.figures()["reason"] is None
     assert runs[0].drafted == runs[1].drafted > 1000
     assert runs[0].steps == runs[1].steps
 
@@ -236,8 +242,8 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_w
 ) -> None:
     lengths = np.full(64, 300)
     truth = COMPUTE_BOUND.scaled(scale)
-    controller = warm(make(), lengths, truth, chance=0.05)
-    result = rollout(lengths, truth, controller, chance=0.05)
+    policy = warm(make(), lengths, truth, chance=0.05)
+    result = rollout(lengths, truth, policy, chance=0.05)
     # in a step
     looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)
     usual = result.steps * min(0.5, max(1 / LOOK_STEPS, looks))
@@ -247,8 +253,8 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_w
 def test_steps_that_only_measure_ask_the_same_requests() -> None:
     """A neural drafter has to read what they have written since."""
     drafts = ModelDrafts(4, narrows=False)
-    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
-    slots = np.array([controller.open(i, 0, 2048) for i in range(32)])
+    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
+    slots = np.array([policy.begin(i, 0, 2048) for i in range(32)])
     one = np.ones(32, dtype=int)
     one_draft = np.zeros(32, dtype=int)
     asked = list[tuple[int, ...]]()
@@ -256,12 +262,12 @@ def test_steps_that_only_measure_ask_the_same_requests() -> None:
         # rows move as requests come and go
         order = np.random.default_rng(step).permutation(32)
         drafted = one_draft[order]
-        decoded = Decoded(
+        decoded = Outcome(
             slots[order], one, drafted if drafted.any() else None, drafted, 1000 * one
         )
-        plan = controller.plan(decoded)
+        plan = decide(policy, decoded)
         tokens = 32 + int(drafted.sum())
-        controller.timed(
+        policy.timed(
             TimedStep(
                 slots[order], one, tokens, COMPUTE_BOUND.step(tokens, 32, drafted.any())
             )
@@ -280,26 +286,26 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
     lengths = np.full(60, 120)
     truth = StepModel(base=0.03, token=0.0005)
     off = rollout(lengths, truth, None, at_once=8)
-    controller = make()
-    on = rollout(lengths, truth, controller, at_once=8)
+    policy = make()
+    on = rollout(lengths, truth, policy, at_once=8)
     assert on.seconds < 0.55 * off.seconds
-    assert controller.account.time.saved() == pytest.approx(
+    assert policy.figures()["time_saved_s"] == pytest.approx(
         off.seconds - on.seconds, rel=0.1
     )
 
 
 def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
     """Its longest request was not the last to begin."""
-    controller = Controller(DasConfig(), limit=2048, prior=MEMORY_BOUND)
+    policy = DraftPolicy(DasConfig(), limit=2048, prior=MEMORY_BOUND)
     lengths = np.array([500] + [40] * 36)
-    seconds = rollout(lengths, MEMORY_BOUND, controller, chance=0.01, at_once=4).seconds
-    assert controller.account.time.saved() == pytest.approx(0.0, abs=0.02 * seconds)
+    seconds = rollout(lengths, MEMORY_BOUND, policy, chance=0.01, at_once=4).seconds
+    assert policy.figures()["time_saved_s"] == pytest.approx(0.0, abs=0.02 * seconds)
 
 
 @pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
 def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
-    controller = make(policy, most=8)
-    slots = np.array([controller.open(i, 5, 100) for i in range(5)])
+    policy = make(policy, most=8)
+    slots = np.array([policy.begin(i, 5, 100) for i in range(5)])
     room = np.array([0, 3, 8, 50, 1])
     seen = []
 
@@ -307,8 +313,8 @@ def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
         seen.append(limits)
         return stated(limits, 0.9)
 
-    plan = controller.plan(
-        Decoded(slots, np.ones(5, dtype=int), None, None, room), history
+    plan = decide(
+        policy, Outcome(slots, np.ones(5, dtype=int), None, None, room), history
     )
     assert np.all(seen[0] <= np.minimum(room, 8))
     assert np.all(seen[0] >= 0)
@@ -324,11 +330,11 @@ def test_das_drafts_for_who_ends_last_however_much_is_written_without_drafts(
     """
     truth = StepModel(base=0.042, token=0.0, bend=0.0022, knee=4)
     lengths = long_tail(requests)
-    controller = Controller(
-        DasConfig(budget="das", speculate="always"), 2048, prior=truth
+    policy = DraftPolicy(DasConfig(budget="das", speculate="always"), 2048, prior=truth)
+    policy.weight_sync(
+        np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE)
     )
-    controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
-    assert rollout(lengths, truth, controller).steps < 0.6 * lengths.max()
+    assert rollout(lengths, truth, policy).steps < 0.6 * lengths.max()
 
 
 @pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND])
@@ -340,11 +346,11 @@ def test_one_length_for_all_is_never_much_slower_than_off(
     lengths = np.random.default_rng(1).integers(150, 400, batch)
     off = rollout(lengths, truth, None).seconds
 
-    def controller() -> Controller:
-        return Controller(DasConfig(), limit=2048, common=(1, 2, 4, 8, 16))
+    def policy() -> DraftPolicy:
+        return DraftPolicy(DasConfig(), limit=2048, lengths=(1, 2, 4, 8, 16))
 
     on = rollout(
-        lengths, truth, warm(controller(), lengths, truth, chance=chance), chance=chance
+        lengths, truth, warm(policy(), lengths, truth, chance=chance), chance=chance
     ).seconds
     assert on <= 1.02 * off
     if truth is MEMORY_BOUND and chance == 0.9 and batch < 64:
@@ -358,19 +364,20 @@ def test_one_length_for_all_is_one_that_there_are_graphs_of(
 ) -> None:
     common = (1, 2, 4, 8)
     das = DasConfig(budget=policy, max_draft_tokens=8, speculate=speculate)
-    controller = Controller(das, 2048, common=common)
-    slots = np.array([controller.open(i, 5, 400) for i in range(5)])
+    policy = DraftPolicy(das, 2048, lengths=common)
+    slots = np.array([policy.begin(i, 5, 400) for i in range(5)])
     lengths = set()
     for _ in range(100):
-        decoded = Decoded(slots, np.ones(5, dtype=int), None, None, np.full(5, 50))
-        keep = controller.plan(
+        decoded = Outcome(slots, np.ones(5, dtype=int), None, None, np.full(5, 50))
+        keep = decide(
+            policy,
             decoded,
             lambda limits, floor: stated(np.minimum(limits, [0, 1, 3, 5, 5]), 0.9),
         ).history
         assert len(set(keep.tolist())) == 1
         lengths.add(int(keep[0]))
         tokens = int(keep.sum()) + 5
-        controller.timed(
+        policy.timed(
             TimedStep(
                 slots,
                 np.ones(5, dtype=int),

@@ -1,0 +1,585 @@
+"""How many draft tokens, for whom, and from where: the one protocol of a decode step.
+
+An accepted token saves its request one token. What that is worth depends on whether the
+request decides when the rollout ends (`core/worth.py`). A draft token costs what it
+adds to the step, and, where a model drafts it, a pass of the model.
+
+Every driver (the engine on vLLM's V1 and V2 runners, a simulated engine, the tests)
+calls the same methods in the same order. Two requests, of which the second joins later:
+
+    slot = policy.begin(...)            the first joins
+    policy.next(outcome)                a step brought it a token: what to look for
+    policy.choose(search, candidates)   what was found: the drafts of the next step
+    policy.flush()                      the driver has time: the policy learns
+    policy.timed(step)                  the next step has begun
+    slot = policy.begin(...)            the second joins
+    policy.next(outcome) ...            a step brought tokens to both
+    policy.end(slot)                    the first has ended
+    policy.weight_sync(responses)       the rollout is over
+    policy.figures()                    what is told of it
+
+`next` and `choose` answer with `Rest` where nobody drafts. The policy reads no clock,
+and nobody reaches through it: the step counter, looks, probes and rests are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from das_adapter.config import Budget, DasConfig
+from das_adapter.core.acceptance import AcceptanceCurve
+from das_adapter.core.account import Account, State
+from das_adapter.core.backoff import Backoff
+from das_adapter.core.budget import das_budgets, makespan_weights
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.plain_time import PlainTime
+from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
+from das_adapter.core.requests import PACE_STEPS, RequestTable
+from das_adapter.core.steps import (
+    Candidates,
+    Chances,
+    Floats,
+    Ints,
+    Outcome,
+    Rest,
+    Search,
+    StepPlan,
+    TimedStep,
+)
+from das_adapter.core.worth import token_worth
+
+REPLAN_STEPS = 64
+"""Steps after which the worth of a token is computed anew, at the latest; after an
+arrival 2, 4, 8, ...
+"""
+PROBE_REQUESTS = 4
+"""Maximum number of requests drafted for in a probe step: the same ones each time, for
+a neural drafter has to read what they have written since.
+"""
+REFILL_STEPS = 64
+"""Steps for which a request that took another's place makes the batch one that
+refills.
+"""
+LEAST_CHANCE = 0.005
+"""Chance under which no draft token is considered."""
+FIXED_CHANCE = 0.15
+"""The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a
+token that is rejected six times out of seven is not worth its place in the step.
+"""
+GOLDEN = 0.618034
+"""Successive multiples of it are spread evenly between whole numbers."""
+_NEVER = -(2**30)
+_NO_CHANCES: Chances = np.zeros(0, dtype=np.float32)
+
+
+def least_chance(budget: Budget) -> float:
+    """Return the chance under which a draft ends, as far as that never changes."""
+    return {"optimal": LEAST_CHANCE, "unlimited": 0.0}.get(budget, FIXED_CHANCE)
+
+
+class EndedRequest(NamedTuple):
+    """What the policy knows of a request when it ends."""
+
+    length_class: int
+    """`LengthClass`."""
+    written: int
+    """Tokens of its response."""
+    drafted: int
+    """Draft tokens that were verified."""
+    accepted: int
+
+
+class DraftPolicy:
+    """The policy of one engine. A live request has a slot from `begin` to `end`."""
+
+    def __init__(
+        self,
+        config: DasConfig,
+        limit: int,
+        prior: StepModel | None = None,
+        drafts: ModelDrafts | None = None,
+        lengths: Sequence[int] | None = None,
+        sizes: tuple[int, ...] = (),
+        look_share: float | None = None,
+    ) -> None:
+        """
+        Args:
+            config: the `das:` block.
+            limit: tokens of the longest response that there can be.
+            prior: times of steps until the engine's own steps give some; see
+                `StepTimes`.
+            drafts: figures of the model that drafts; None: none does.
+            lengths: draft lengths to choose from, rising, where all requests of a step
+                have the same; None: each has its own.
+            sizes: tokens for which the engine has CUDA graphs; see `StepModel`.
+            look_share: share of the time that looks may take, see `Account`.
+        """
+        self._account = Account(
+            PlainTime(StepTimes(prior, sizes=sizes), sizes), config.speculate
+        )
+        if look_share is not None:
+            self._account.look_share = look_share
+        self._lengths = LengthModel(limit)
+        self.drafts = drafts
+        """Figures of the model that drafts; None: none does."""
+        self._requests = RequestTable()
+        self._budget = config.budget
+        self._longest_draft = config.num_draft_tokens
+        self._floor = least_chance(config.budget)
+        self._always = config.speculate == "always" and config.budget != "optimal"
+        """Whether nothing is asked but the fixed budgets."""
+        self._looks_up = config.looked_up is not None
+        self._rules = (self._always, self._budget, self._floor)
+        """Those of the block, while a rehearsal has others."""
+        self._rehearsing = False
+        """Whether drafts are tried, and nothing is learned."""
+        self._common_lengths = lengths
+        self._curve = AcceptanceCurve()
+        self._running = 0
+        """Requests that have begun and not ended."""
+        self._arrived = False
+        """Whether one began since drafts were last considered."""
+        self._last_end = _NEVER
+        """Step in which a request ended last."""
+        self._last_refill = _NEVER
+        """Step in which a request took another's place last."""
+        self._replan = Backoff(4, REPLAN_STEPS)
+        self._least_chance = LEAST_CHANCE
+        self._model = self.latency.model
+        """Times of steps at the context of the present batch."""
+        self._drafting_s = 0.0
+        """Seconds that drafting took in a step, lately."""
+        self._unlearned: tuple[Outcome, bool] | None = None
+        """The last outcome, and whether a drafter was asked; None: it was learned
+        from.
+        """
+
+    # Requests
+
+    def begin(
+        self, problem: int, written: int, longest: int, record: bool = True
+    ) -> int:
+        """Give a request that joins a slot, and return it.
+
+        Args:
+            problem: the problem that it is about.
+            written: tokens of its response that are there already.
+            longest: the most tokens that its response can have.
+            record: whether it belongs to a training rollout.
+        """
+        lengths = self._lengths
+        cdf = lengths.cdf(problem).copy()
+        cdf[np.searchsorted(lengths.edges, longest) :] = 1.0
+        if not self._running:
+            # Another batch (a validation's, say), not one that refills.
+            self._begin_batch()
+        elif self._last_end >= 0:
+            self._last_refill = self._account.step
+        self._arrived = True
+        self._running += 1
+        slot = self._requests.open(written, cdf)
+        so_far = np.array([float(written)])
+        first = classes(cdf[None, :], lengths.edges, so_far, lengths.bounds)
+        self._requests.first_class[slot] = first[0]
+        self._requests.record[slot] = record
+        return slot
+
+    def end(self, slot: int) -> EndedRequest:
+        """Free the slot of a request that has ended; return what is known of it."""
+        self.flush()
+        table = self._requests
+        columns = table.length_class, table.written, table.drafted, table.accepted
+        ended = EndedRequest(*(int(column[slot]) for column in columns))
+        self._account.time.close(slot)
+        self._last_end = self._account.step
+        self._running -= 1
+        table.close(slot)
+        return ended
+
+    def weight_sync(self, responses: Responses) -> None:
+        """Judge the rollout that a weight sync ends, learn the lengths of its finished
+        responses, and begin the next.
+        """
+        self.flush()
+        self._lengths.observe(responses)
+        self._lengths.refit()
+        self._curve.sync()
+        self.latency.fit()
+        model_may_rest = self.drafts is not None and not self.drafts.always
+        self._account.sync(model_may_rest)
+        if self.drafts is not None:
+            self.drafts.sync()
+        self._begin_batch()
+
+    # A decode step
+
+    def next(self, outcome: Outcome) -> Search | Rest:
+        """Take what a decode step brought, and say what to look for, for the next; or
+        that nobody drafts for it.
+        """
+        self.flush()
+        slots = outcome.slots
+        running = len(slots)
+        account = self._account
+        account.advance(outcome.steps + outcome.left_out)
+        asked = account.asks(running, outcome.carried is not None)
+        self._unlearned = outcome, asked
+        if outcome.unseen is not None:
+            self._requests.written[slots] += outcome.unseen
+        if not asked or not running or not account.looks(running):
+            return Rest(account.rest_steps(running), asked)
+        mean_context = 0.0
+        if outcome.context is not None:
+            mean_context = sum(outcome.context.tolist()) / running
+        self._model = self.latency.model.at(mean_context)
+        if self.drafts is not None:
+            self.drafts.context = mean_context
+        limits = self._draft_limits(slots, outcome.room, outcome.context)
+        floor = self._floor
+        if self._budget == "optimal" and not account.due("drafted"):
+            floor = self._least_chance
+        return Search(limits, floor)
+
+    def choose(
+        self, search: Search, candidates: Candidates | None = None
+    ) -> StepPlan | Rest:
+        """Choose the drafts of the next step among what was found in the history; None:
+        nothing was looked up.
+        """
+        assert self._unlearned is not None
+        outcome, _ = self._unlearned
+        slots = outcome.slots
+        running = len(slots)
+        self._arrived = False
+        if candidates is None:
+            candidates = _NO_CHANCES, np.zeros(running + 1, dtype=np.int64)
+        drafts = None if self._account.model_rest.reason else self.drafts
+        cuts = self._budget == "optimal"
+        offer = Offer(search.limits, *candidates, drafts, search.floor, cuts)
+        if self._always:
+            plan = self._everything(offer)
+        else:
+            plan = self._weigh(slots, offer)
+        if self._common_lengths is None:
+            plan = self._with_budget(plan, slots, search.limits)
+        if not plan.total and not plan.budget:
+            return Rest(self._account.rest_steps(running), True)
+        return plan
+
+    def flush(self) -> None:
+        """Learn from the last outcome, if that is still to be done."""
+        if self._unlearned is None:
+            return
+        outcome, asked = self._unlearned
+        self._unlearned = None
+        if self._rehearsing:
+            return
+        if asked:
+            self._learn(outcome)
+        else:
+            self._requests.skip(outcome.slots, outcome.got)
+
+    def timed(self, step: TimedStep) -> float | None:
+        """Take how long a decode step took, or the sum of several baseline steps.
+        Return the seconds that the latency model expected of the step; None: there is
+        no model yet, or there are several steps.
+        """
+        account = self._account
+        if step.steps is not None:
+            sums = np.array((step.steps, step.seconds, step.context), dtype=float)
+            account.count(step.slots, sums)
+            return None
+        running = len(step.slots)
+        predicted = self.latency.add(
+            step.tokens, running, step.drafted, step.seconds, step.context
+        )
+        drafting_s = step.drafting_seconds - self._drafting_s
+        self._drafting_s += drafting_s / PACE_STEPS
+        self.latency.keep_fitted()
+        if account.time.batch.refilled != self._refilling:
+            account.time.settle(self._refilling)
+        account.timed(step, predicted)
+        return predicted
+
+    def timed_drafting(self, seconds: float) -> None:
+        """Take how long a model drafted at the end of a step that also read prompts:
+        such steps are not timed.
+        """
+        self._account.time.add(seconds)
+        self._account.model(took=seconds)
+
+    # What is told
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures since the last weight sync, as plain numbers."""
+        return self._account.figures()
+
+    @property
+    def latency(self) -> StepTimes:
+        """Times of the engine's steps."""
+        return self._account.time.engine
+
+    @latency.setter
+    def latency(self, times: StepTimes) -> None:
+        self._account.time.engine = times
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drafter is asked before the next weight sync."""
+        return self._account.idle
+
+    @property
+    def idle_reason(self) -> str | None:
+        """Why no drafter is asked before the next weight sync; None: one may be."""
+        return self._account.reason if self.idle else None
+
+    @property
+    def model_rests(self) -> bool:
+        """Whether the model that drafts is not asked before the next weight sync."""
+        return self.idle or self._account.model_rest.reason is not None
+
+    @property
+    def baseline_known(self) -> bool:
+        """Whether enough baseline steps were timed."""
+        return self._account.time.known
+
+    def take_news(self) -> str | None:
+        """Return what has changed for the worse since the last call, as a line of the
+        log.
+        """
+        return self._account.take_news()
+
+    # What an engine says of itself
+
+    def stop(self, reason: str, state: State = State.STOPPED) -> None:
+        """Draft no more until the next weight sync."""
+        self._account.stop(reason, state)
+
+    def give_own_lengths(self, sizes: tuple[int, ...]) -> None:
+        """Give each request of a step its own number of draft tokens; `sizes`: see
+        `StepModel.drafted_sizes`.
+        """
+        self._common_lengths = None
+        if sizes:
+            self.latency.draft_in(sizes)
+
+    def share_with(self, other: DraftPolicy) -> None:
+        """Learn step times and response lengths together with the policy of an engine
+        that is alike.
+        """
+        self.latency = other.latency
+        self._lengths = other._lengths
+
+    def rehearse(self) -> None:
+        """Draft in every step whatever it costs, until `rehearsed`: an engine tries its
+        drafts before it serves.
+        """
+        self._rehearsing = True
+        self._rules = self._always, self._budget, self._floor
+        self._always = True
+        self._budget = "unlimited"
+        self._floor = 0.0
+
+    def rehearsed(self) -> None:
+        """Decide as the block says, as if nothing had been decoded yet."""
+        self._rehearsing = False
+        self._unlearned = None
+        self._always, self._budget, self._floor = self._rules
+        self._account.forget()
+        self._begin_batch()
+
+    # Inside
+
+    @property
+    def _refilling(self) -> bool:
+        return self._account.step - self._last_refill < REFILL_STEPS
+
+    def _begin_batch(self) -> None:
+        """Begin another batch: what follows is not compared with the steps before."""
+        self._account.time.settle()
+        self._last_end = _NEVER
+        self._last_refill = _NEVER
+
+    def _learn(self, outcome: Outcome) -> None:
+        slots = outcome.slots
+        table = self._requests
+        table.advance(slots, outcome.got, outcome.carried, self._curve.counts)
+        by_model = outcome.by_model
+        if self.drafts is None or by_model is None or not by_model.any():
+            return
+        saved_s = self.drafts.verified(
+            by_model,
+            outcome.got,
+            table.worth[slots],
+            table.record[slots],
+            outcome.kinds,
+        )
+        self._account.model(saved=saved_s)
+
+    def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
+        """Return the most draft tokens of each request, int64 [b], before it is known
+        what there is to draft.
+        """
+        step = self._account.step
+        running = len(slots)
+        if self._arrived or self._replan.due(step, running):
+            self._replan.done(step, running, again_soon=self._arrived)
+            self._value_requests(slots, context)
+        if self._budget == "optimal":
+            price_s = self._model.marginal(running)
+            return self._requests.limits(slots, room, self._longest_draft, price_s)
+        limits: Ints = np.minimum(room, self._longest_draft)
+        if self._budget == "das":
+            # A fraction of a token is drafted in that share of the steps.
+            planned = self._requests.budget[slots] + step * GOLDEN % 1.0
+            whole = np.floor(planned).astype(np.int64)
+            np.minimum(limits, whole, out=limits)
+        np.maximum(limits, 0, out=limits)
+        return limits
+
+    def _everything(self, offer: Offer) -> StepPlan:
+        """Return all drafts that there are; where all requests have one length and
+        drafts are looked up, as much as the device may find by then.
+        """
+        self._account.decided(len(offer.limits), True, False)
+        plan = everything(offer)
+        if self._common_lengths is None:
+            return plan
+        if self._looks_up:
+            plan = plan._replace(history=offer.limits)
+        return self._of_one_length(plan)
+
+    def _weigh(self, slots: Ints, offer: Offer) -> StepPlan:
+        """Return the drafts that gain most, if they gain enough; none, if they do not,
+        or a plain step is due; a few, where a drafted step is due all the same.
+        """
+        account = self._account
+        running = len(slots)
+        model = self._model
+        plain_due = account.probe("plain")
+        worth = self._requests.worth[slots]
+        if self._common_lengths:
+            best = one_length(offer, worth, model, self._common_lengths)
+        else:
+            best = own_lengths(offer, worth, model)
+        gain_share = self._gain_share(best, running)
+        worthwhile = account.draws(running, gain_share, offer.cut)
+        drafts = worthwhile and not plain_due and best.total > 0
+        plain_s = model.step(running, running, False)
+        untried = False
+        if offer.drafts is not None and not drafts:
+            untried = offer.drafts.untried(plain_s)
+        there = len(offer.chances) > 0 or offer.drafts is not None
+        probes = account.probe("drafted", untried) and there
+        plan = best if drafts else StepPlan.nothing(running)
+        if probes:
+            plan = self._probe(slots, offer, untried)
+            drafts = plan.total > 0
+        account.decided(running, drafts, probes, plain_due, plain_s)
+        if self._common_lengths and plan is not best:
+            plan = self._of_one_length(plan)
+        return plan
+
+    def _gain_share(self, plan: StepPlan, running: int) -> float | None:
+        """Return the gain of a plan as a share of its step's time; None: it drafts
+        nothing.
+        """
+        if not plan.total:
+            return None
+        tokens = running + plan.total
+        drafted_s = self._model.step(tokens, running, True) + plan.passes_s
+        return plan.gain / drafted_s
+
+    def _probe(self, slots: Ints, offer: Offer, untried: bool) -> StepPlan:
+        """Return drafts for some requests, to see what a drafted step brings and costs:
+        for all of them where the model is `untried`, else for those in the lowest
+        slots.
+        """
+        running = len(slots)
+        by_model = untried or not len(offer.chances)
+        offered = offer.limits if by_model else np.diff(offer.offsets)
+        count = running if untried else min(PROBE_REQUESTS, running / 4)
+        order = np.where(offered > 0, slots, 2**30)
+        ranks = np.argsort(np.argsort(order))
+        chosen = np.minimum(offered, ranks < count)
+        none = np.zeros_like(chosen)
+        return StepPlan(none, chosen) if by_model else StepPlan(chosen, none)
+
+    def _of_one_length(self, plan: StepPlan) -> StepPlan:
+        """Return a plan in which all requests have the length that one of them
+        needs.
+        """
+        assert self._common_lengths is not None
+        history = enough(plan.history, self._common_lengths)
+        model = enough(plan.model, self._common_lengths)
+        return StepPlan(
+            np.full_like(plan.history, history), np.full_like(plan.model, model)
+        )
+
+    def _with_budget(self, plan: StepPlan, slots: Ints, limits: Ints) -> StepPlan:
+        """Return a plan with what a device needs that chooses, among the drafts that it
+        finds by then, whose tokens are verified.
+        """
+        budget = int(limits.sum()) if self._always else plan.total
+        worth: Floats = self._requests.worth[slots]
+        if self._budget != "optimal" or not worth.max() > 0:
+            worth = np.ones(len(slots))
+        return plan._replace(budget=budget, worth=worth)
+
+    def _value_requests(self, slots: Ints, context: Ints | None) -> None:
+        """Compute the worth of an accepted token of each request, the requests'
+        classes, and DAS's budgets.
+        """
+        table = self._requests
+        lengths = self._lengths
+        cdf = table.cdf[slots]
+        written = table.written[slots]
+        table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
+        if self._budget == "das":
+            table.budget[slots] = self._das_budgets(slots, cdf, written)
+        context_tokens = np.zeros(len(slots)) if context is None else context
+        model = self.latency.model
+        context_s = model.context * np.asarray(context_tokens, dtype=float)
+        request_s: Floats = model.request + context_s
+        worth = token_worth(
+            self._chances_to_end_last(cdf, written),
+            table.pace[slots],
+            table.load[slots],
+            request_s,
+            self._model,
+            self._drafting_s,
+        )
+        table.worth[slots] = worth
+        running = len(slots)
+        price_s = min(self._model.slope(running), self._model.slope(np.inf))
+        greatest_worth = max(float(worth.max()), 1e-12)
+        self._least_chance = max(LEAST_CHANCE, price_s / greatest_worth)
+
+    def _chances_to_end_last(self, cdf: Floats, written: Floats) -> Floats:
+        """Return the chance of each request to end last, float64 [b]; where requests
+        keep arriving nobody decides the end, and all have the same.
+        """
+        running = len(written)
+        if self._refilling:
+            return np.full(running, 1.0 / running)
+        return makespan_weights(cdf, self._lengths.edges, written)
+
+    def _das_budgets(self, slots: Ints, cdf: Floats, written: Floats) -> Floats:
+        """Return the draft tokens a step that DAS plans for each request (Eqs. 6-9),
+        float64 [b]; one whose class has risen has at least that class's tokens left.
+        """
+        table = self._requests
+        lengths = self._lengths
+        length_class = table.length_class[slots]
+        risen = np.where(length_class > table.first_class[slots], length_class, 0)
+        of_class = lengths.class_lengths[risen] - written
+        remaining = np.maximum(
+            expected_remaining(cdf, lengths.edges, written), of_class
+        )
+        curve = self._curve.fitted()
+        return das_budgets(remaining, curve, self._model, self._longest_draft)

@@ -1,0 +1,62 @@
+"""What an accepted draft token of a request is worth, in seconds.
+
+An accepted token saves its request one round of decoding. Two parts of a round are
+saved. The request's own part is what its tokens and its context add to each step. The
+rest of the round is saved only if the rollout ends earlier, which the request that ends
+last decides:
+
+    worth[i] = own_s[i] + P(i ends last) * rest_of_round_s
+
+A round that is not needed saves at most what a plain round costs: a draft that takes a
+request to its end with fewer rounds cannot save the drafts of those rounds as well.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from das_adapter.core.latency import StepModel
+from das_adapter.core.steps import Floats
+
+
+def token_worth(
+    last: Floats,
+    pace: Floats,
+    load: Floats,
+    request_s: Floats,
+    model: StepModel,
+    drafting_s: float,
+) -> Floats:
+    """Return the seconds that an accepted token of each request saves, float64 [b].
+
+    Args:
+        last: chance of each request to end last, float64 [b].
+        pace: tokens that each gets in a step, lately, float64 [b].
+        load: draft tokens that each has in a step, lately, float64 [b].
+        request_s: seconds that each adds to a step, its tokens apart, float64 [b].
+        model: times of the engine's steps.
+        drafting_s: seconds that drafting takes in a step, lately.
+    """
+    tokens = 1.0 + load
+    token_s = model.slope(float(tokens.sum()))
+    drafted_round_s = (token_s * tokens + request_s) / pace
+    plain_round_s = token_s + request_s
+    own_s: Floats = np.minimum(drafted_round_s, plain_round_s)
+    rest_s = _rest_of_round(last, tokens, model)
+    expected_pace = float(last @ pace)
+    saved_s = min(rest_s, (rest_s + drafting_s) / expected_pace)
+    return own_s + last * saved_s
+
+
+def _rest_of_round(last: Floats, tokens: Floats, model: StepModel) -> float:
+    """Return the seconds of one of the rollout's last rounds that belong to no request:
+    the step's time without its tokens and requests.
+    """
+    num_last_requests = 1.0 / float(last @ last)
+    """Of as many requests with equal chances one would end last."""
+    num_last_tokens = num_last_requests * float(last @ tokens)
+    drafts = num_last_tokens > num_last_requests
+    step_s = model.step(num_last_tokens, num_last_requests, drafts)
+    tokens_s = model.slope(num_last_tokens) * num_last_tokens
+    requests_s = model.request * num_last_requests
+    return max(0.0, step_s - tokens_s - requests_s)
