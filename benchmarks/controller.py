@@ -188,7 +188,7 @@ class Bench:
         under new problem ids.
         """
         from das_adapter.config import DasConfig
-        from das_adapter.core.controller import Controller
+        from das_adapter.core.policy import DraftPolicy
         from das_adapter.engine.timing import StepTimer
         from das_adapter.protocol.messages import (
             Published,
@@ -205,13 +205,13 @@ class Bench:
         speculate = "auto" if arm == "optimal" else "always"
         drafter = self.drafter
         das = DasConfig(budget=policy, max_draft_tokens=most, speculate=speculate)
-        controller = Controller(das, self.runner.max_model_len)
+        drafts = DraftPolicy(das, self.runner.max_model_len)
         if times is not None:
-            controller.account.time.engine = copy.deepcopy(times)
+            drafts.latency = copy.deepcopy(times)
         drafter.settle()
-        drafter.catch_up()  # what was put off is about the controller before
+        drafter.catch_up()  # what was put off is about the policy before
         drafter.engine.close(list(drafter.engine.live))
-        drafter.engine.controller = controller
+        drafter.engine.policy = drafts
         drafter.timer = StepTimer()
         drafter.engine.counters.take()
         self.turn += 1
@@ -225,7 +225,7 @@ class Bench:
         history = Published(str(self.store.directory), self.store.generation)
         drafter.refresh(Refresh(version, history, responses(kept).tobytes()))
         if arm == "idle":
-            controller.account.stop("idle")
+            drafts.stop("idle")
 
     def arm(
         self, name: str, requests: Any, trajectories: Any, times: Any
@@ -295,9 +295,9 @@ def warm(bench: Bench) -> Any:
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
     for arm in ("optimal", "k3", "k15", "optimal", "optimal"):
-        bench.prepare(arm, trajectories, bench.drafter.engine.controller.times)
+        bench.prepare(arm, trajectories, bench.drafter.engine.policy.latency)
         bench.run(requests if arm == "optimal" else requests[:16])
-    times = bench.drafter.engine.controller.times
+    times = bench.drafter.engine.policy.latency
     times.fit()
     return times
 

@@ -1,5 +1,5 @@
 """Measure the processor time of V1's proposer in one decode step, and of V2's choice of
-draft lengths, with that of the controller, by batch size.
+plans, with that of the policy of drafts, by batch size.
 
     python benchmarks/controller_overhead.py [--out FILE.json]
 
@@ -9,10 +9,10 @@ after it and when its drafts are taken, and for the search: that of more than fo
 requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step
 of the 1.5B shape at a context of 2048 tokens.
 
-On V2 the requests are those of `v2_lengths.py`, with texts of one length: `output`
-takes what a step brought and chooses, `settle` learns from it while the device works.
-Of both, `core` is what the controller takes, `hear` and `take` what the live texts
-take. All figures are of the quietest of three rounds.
+On V2 the requests are those of `v2_lengths.py`, with texts of one length:
+`process_output` takes what a step brought and plans, `count_last` learns from it while
+the device works. Of both, `core` is what the policy takes, `hear` and `take` what the
+live texts take. All figures are of the quietest of three rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUP = 8
 CONTEXT = 2048
 VOCABULARY = 151936
 STEPS = 300
-CORE = "search", "decide", "worth", "learn", "timed"
+CORE = "next", "choose", "flush", "timed"
 CHEAP = StepModel(base=0.008, token=8e-6)
 """Seconds of a step on V2, in which most drafts are worth verifying at each of the
 batch sizes.
@@ -79,7 +79,7 @@ def proposer(
     )
     drafter = Proposer(vllm_config)
     params = SamplingParams(max_tokens=None)
-    drafter.engine.controller.account.time.engine = StepTimes(roof.line())
+    drafter.engine.policy.latency = StepTimes(roof.line())
     requests = {
         str(i): SimpleNamespace(
             prompt_token_ids=text[:8].tolist(),
@@ -196,28 +196,29 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
 
     engine = v2_lengths.Engine(True, CHEAP)
     rng = np.random.default_rng(batch)
-    lengths = engine.lengths
+    planner = engine.planner
     rows = list[dict[str, float]]()
     spent = dict[str, float]()
-    clocked(lengths.engine.controller, CORE, spent)
-    clocked(lengths.texts, ("hear", "take", "take_singles", "found"), spent)
-    clocked(lengths, ("settle", "output"), spent)
-    stock = lengths.output
+    clocked(planner.engine.policy, CORE, spent)
+    clocked(planner.texts, ("hear", "take", "take_singles", "found"), spent)
+    clocked(planner, ("count_last", "process_output"), spent)
+    stock = planner.process_output
 
-    def output(step: Any, sampled: list[list[int]], now: float) -> Any:
-        answer = stock(step, sampled, now)
+    def process_output(output: Any) -> Any:
+        answer = stock(output)
+        step = output.step
         if len(step.req_ids) == batch:
             rows.append(
                 {
                     "drafts": sum(step.drafts.values()),
-                    "got": sum(map(len, sampled)),
+                    "got": sum(map(len, output.sampled)),
                     **spent,
                 }
             )
         spent.clear()
         return answer
 
-    lengths.output = output
+    planner.process_output = process_output
     # it learns what steps cost
     engine.rollout(0, [v2_lengths.Text(rng) for _ in range(batch)])
     rows.clear()
@@ -228,7 +229,7 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
             for _ in range(batch)
         ],
     )
-    assert not lengths.engine.failed
+    assert not planner.engine.failed
     return rows[30:]
 
 
@@ -245,15 +246,15 @@ def chosen(batch: int) -> dict[str, float]:
         return np.array([sum(row.get(name, 0.0) for name in names) for row in rows])
 
     found = {}
-    for name, parts in {"": ("output", "settle"), "core_": CORE}.items():
+    for name, parts in {"": ("process_output", "count_last"), "core_": CORE}.items():
         took = of(drafting, *parts)
         found |= {
             f"{name}mean_us": float(took.mean()),
             f"{name}p50_us": float(np.median(took)),
         }
-    for name in ("output", "settle", "hear", "take", "found"):
+    for name in ("process_output", "count_last", "hear", "take", "found"):
         found[f"{name}_p50_us"] = float(np.median(of(drafting, name)))
-    rest = of(resting, "output", "settle")
+    rest = of(resting, "process_output", "count_last")
     return found | {
         "drafted_share": len(drafting) / len(every),
         "accepted_share": float(

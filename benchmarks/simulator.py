@@ -101,9 +101,9 @@ def arm_seconds(
         ]
         source.remember(history)
         drafting = Controlled(das, requests, 1, 1024, source)
-        (controller,) = drafting.controllers
-        controller.account.time.engine = StepTimes(model)
-        controller.sync(
+        (policy,) = drafting.policies
+        policy.latency = StepTimes(model)
+        policy.weight_sync(
             np.array(
                 [
                     (problem, len(ids) // 4, version)

@@ -30,9 +30,9 @@ from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Roofline
-from das_adapter.engine.v2.lengths import Step
+from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.v2.neural import Call
-from das_adapter.protocol.engine_args import DraftTokens
+from das_adapter.engine.v2.step_planner import Step
 from das_adapter.sim.models import sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
@@ -124,11 +124,9 @@ class ByModel(Engine):
         self._sure = arm == "own"
         self._pass = one_pass
 
-    def _draft(
-        self, live: Any, chosen: DraftTokens, step: Step
-    ) -> dict[str, np.ndarray]:
-        count = int(chosen)
-        drafts = self.lengths.engine.drafts
+    def _draft(self, live: Any, chosen: DraftPlan, step: Step) -> dict[str, np.ndarray]:
+        count = chosen.num_draft_tokens
+        drafts = self.planner.engine.drafts
         kinds = np.array(
             [text.kinds[text.at :][:count] for text in live.values()], dtype=np.uint8
         )

@@ -3,8 +3,8 @@ runner, in simulated H100 steps.
 
 PYTHONPATH=.venv/newest python benchmarks/v2_lengths.py --out FILE.json
 
-The host's part is the engine's own (`engine/v2/lengths.py`): it hears of drafts when
-the runner would tell it, and chooses for steps whose drafts do not exist yet. The
+The host's part is the engine's own (`engine/v2/step_planner.py`): it is told of drafts
+when the runner would tell it, and chooses for steps whose drafts do not exist yet. The
 device's part and the time are simulated: it verifies the first tokens of each draft,
 or, with own numbers, those of greatest chance times worth; a step takes what the
 roofline says of the policy's shape, for the tokens of the CUDA graph that it replays:
@@ -35,9 +35,9 @@ from das_adapter.config import DasConfig, parse
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import LAUNCH, StepModel
 from das_adapter.core.roofline import Roofline
+from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.v2.lengths import DraftLengths, Step
-from das_adapter.protocol.engine_args import DraftTokens
+from das_adapter.engine.v2.step_planner import Output, Step, StepPlanner
 from das_adapter.protocol.messages import Refresh
 from das_adapter.sim.models import sizes
 
@@ -112,13 +112,13 @@ class Engine:
                 cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=model.sizes
             ),
         )
-        self.lengths = DraftLengths(config, vllm_config)
+        self.planner = StepPlanner(config, vllm_config)
         self._own = own
         self._model = model
         self.now = 0.0
         self._aborted: set[str] = set()
         if own:
-            self.lengths.engine.controller.gives_own(model.drafted_sizes or ())
+            self.planner.give_own_lengths(model.drafted_sizes or ())
 
     def rollout(
         self, number: int, texts: Sequence[Text], at_once: int | None = None
@@ -127,8 +127,8 @@ class Engine:
         waits any more.
         """
         began = self.now
-        chosen = [DraftTokens(0)] * 2
-        scheduled = DraftTokens(0)
+        chosen = [DraftPlan()] * 2
+        scheduled = DraftPlan()
         waiting = list(enumerate(texts))
         live = dict[str, Text]()
         ended = self._aborted
@@ -157,47 +157,44 @@ class Engine:
             got = [text.write(real[req_id]) for req_id, text in live.items()]
             scheduled = chosen[0]
             offers = self._draft(live, scheduled, step)
-            self.lengths.settle()
-            new = self.lengths.output(step, [[1] * count for count in got], self.now)
-            chosen = [
-                chosen[1],
-                new if isinstance(new, DraftTokens) else DraftTokens(new),
-            ]
+            self.planner.count_last()
+            output = Output(step, [[1] * count for count in got], self.now)
+            chosen = [chosen[1], self.planner.process_output(output)]
             ended = {req_id for req_id, text in live.items() if text.at >= text.length}
             live = {
                 req_id: text for req_id, text in live.items() if req_id not in ended
             }
         self._aborted = set(live)
-        self.lengths.refresh(Refresh(version=number + 1))
+        self.planner.refresh(Refresh(version=number + 1))
         return self.now - began
 
     def _draft(
-        self, live: dict[str, Text], chosen: DraftTokens, step: Step
+        self, live: dict[str, Text], chosen: DraftPlan, step: Step
     ) -> dict[str, np.ndarray]:
         """Return the chances of each request's draft at the end of a step, as
         `Text.draft`, and tell the host.
         """
         offers = {
-            r: text.draft() if chosen.looks else np.zeros(0, np.float32)
+            r: text.draft() if chosen.looks_up else np.zeros(0, np.float32)
             for r, text in live.items()
         }
-        step.offer = _offer(list(offers.values())) if chosen.looks else None
+        step.offer = _offer(list(offers.values())) if chosen.looks_up else None
         return offers
 
     def _given(
-        self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftTokens
+        self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftPlan
     ) -> dict[str, int]:
         """Return how many draft tokens of each request the step verifies."""
         if not self._own:
-            return dict.fromkeys(req_ids, int(chosen))
-        longest, dear, _ = chosen.parts(req_ids)
-        most = np.minimum(longest, int(chosen)).tolist()
+            return dict.fromkeys(req_ids, chosen.num_draft_tokens)
+        longest, dear, _ = chosen.limits_and_worth(req_ids)
+        most = np.minimum(longest, chosen.num_draft_tokens).tolist()
         worth = np.zeros((len(req_ids), MOST))
         for row, (req_id, limit) in enumerate(zip(req_ids, most, strict=True)):
             chances = offers.get(req_id, np.zeros(0))[:limit]
             worth[row, : len(chances)] = np.cumprod(chances) * float(dear[row])
             worth[row, limit:] = -1.0
-        total = min(chosen.total, sum(most))
+        total = min(chosen.budget, sum(most))
         rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST
         return dict(
             zip(

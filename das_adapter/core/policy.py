@@ -139,6 +139,8 @@ class DraftPolicy:
         self._rehearsing = False
         """Whether drafts are tried, and nothing is learned."""
         self._common_lengths = lengths
+        self._device_chooses = False
+        """Whether a device chooses whose drafts are verified."""
         self._curve = AcceptanceCurve()
         self._running = 0
         """Requests that have begun and not ended."""
@@ -265,11 +267,11 @@ class DraftPolicy:
             plan = self._everything(offer)
         else:
             plan = self._weigh(slots, offer)
-        if self._common_lengths is None:
+        if self._device_chooses:
             plan = self._with_budget(plan, slots, search.limits)
-        if not plan.total and not plan.budget:
-            return Rest(self._account.rest_steps(running), True)
-        return plan
+        if plan.budget or plan.total:
+            return plan
+        return Rest(self._account.rest_steps(running), True)
 
     def flush(self) -> None:
         """Learn from the last outcome, if that is still to be done."""
@@ -361,10 +363,11 @@ class DraftPolicy:
         self._account.stop(reason, state)
 
     def give_own_lengths(self, sizes: tuple[int, ...]) -> None:
-        """Give each request of a step its own number of draft tokens; `sizes`: see
-        `StepModel.drafted_sizes`.
+        """Give each request of a step its own number of draft tokens, which a device
+        chooses within the budget of the plan; `sizes`: see `StepModel.drafted_sizes`.
         """
         self._common_lengths = None
+        self._device_chooses = True
         if sizes:
             self.latency.draft_in(sizes)
 
@@ -467,9 +470,10 @@ class DraftPolicy:
             best = one_length(offer, worth, model, self._common_lengths)
         else:
             best = own_lengths(offer, worth, model)
-        gain_share = self._gain_share(best, running)
+        total = best.total
+        gain_share = self._gain_share(best, total, running) if total else None
         worthwhile = account.draws(running, gain_share, offer.cut)
-        drafts = worthwhile and not plain_due and best.total > 0
+        drafts = worthwhile and not plain_due and total > 0
         plain_s = model.step(running, running, False)
         untried = False
         if offer.drafts is not None and not drafts:
@@ -485,14 +489,11 @@ class DraftPolicy:
             plan = self._of_one_length(plan)
         return plan
 
-    def _gain_share(self, plan: StepPlan, running: int) -> float | None:
-        """Return the gain of a plan as a share of its step's time; None: it drafts
-        nothing.
+    def _gain_share(self, plan: StepPlan, total: int, running: int) -> float:
+        """Return the gain of a plan with so many draft tokens as a share of its step's
+        time.
         """
-        if not plan.total:
-            return None
-        tokens = running + plan.total
-        drafted_s = self._model.step(tokens, running, True) + plan.passes_s
+        drafted_s = self._model.step(running + total, running, True) + plan.passes_s
         return plan.gain / drafted_s
 
     def _probe(self, slots: Ints, offer: Offer, untried: bool) -> StepPlan:

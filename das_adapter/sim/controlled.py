@@ -70,8 +70,6 @@ class Controlled(Drafting):
         if self._shared:
             for policy in self.policies[1:]:
                 policy.share_with(self.policies[0])
-        # Tokens of each request's response that its policy knows of, int64 [requests].
-        self._known = np.zeros(len(requests.written), dtype=np.int64)
         # steps since the policy was asked
         self._walked = np.zeros(engines, dtype=np.int64)
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
@@ -183,7 +181,7 @@ class Controlled(Drafting):
         for row in rows[r.slot[rows] < 0].tolist():
             written = int(r.written[row])
             r.slot[row] = policy.begin(int(r.problem[row]), written, int(r.most[row]))
-            self._known[row] = written
+            r.told[row] = written
         return r.slot[rows]
 
     def _outcome(self, tick: Ticked, slots: Ints, context: Ints) -> Outcome:
@@ -192,8 +190,8 @@ class Controlled(Drafting):
         """
         r = self._requests
         rows = tick.rows
-        unseen = np.maximum(0, r.written[rows] - tick.got - self._known[rows])
-        self._known[rows] = r.written[rows]
+        unseen = np.maximum(0, r.written[rows] - tick.got - r.told[rows])
+        r.told[rows] = r.written[rows]
         length = np.minimum(r.length[rows], r.most[rows])
         return Outcome(
             slots,

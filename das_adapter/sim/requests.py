@@ -31,6 +31,8 @@ class Requests:
     """Weight version at which it was sent."""
     engine: Ints
     written: Ints
+    told: Ints
+    """Those of these that its engine's policy of drafts knows of."""
     forwards: Ints
     """Steps that it took part in."""
     drafted: Ints

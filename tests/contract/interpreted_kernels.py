@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from das_adapter.config import DasConfig
 from das_adapter.core.confidence import EVEN, KINDS
+from das_adapter.engine.plan import DraftPlan, PlanInForce
 from das_adapter.engine.v2 import device_index, ranking, search
 from das_adapter.engine.v2.admission import (
     Admission,
@@ -45,7 +46,6 @@ from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.v2.verification import accept_drawn
 from das_adapter.engine.v2.worker import DeviceWorkerState
-from das_adapter.protocol.engine_args import DraftTokens
 
 SLOTS = 4
 LENGTH = 240
@@ -329,6 +329,7 @@ def eagle(confidence: DraftConfidence | None) -> Any:
         None,
         limits,
         confidence,
+        PlanInForce(),
         raised,
     )
     return speculator
@@ -436,19 +437,22 @@ def admitted(
     states = SimpleNamespace(
         max_num_reqs=4, num_speculative_steps=3, device=torch.device("cpu")
     )
+    plan = DraftPlan(
+        3,
+        budget=total,
+        req_ids=list(shares),
+        limits=np.array([most for most, _ in shares.values()], dtype=np.int64),
+        worth=np.array([worth for _, worth in shares.values()]),
+    )
+    in_force = PlanInForce(plan)
     of: Any = {
         "req_states": states,
         "query_start_loc": torch.full((5,), -9, dtype=torch.int32),
     }
     with mock.patch.multiple(torch.cuda, Stream=mock.Mock(), Event=mock.Mock()):
-        ours = (lambda _: drops), ranking.Ranking(4, 3, states.device), raised, largest
+        ranks = ranking.Ranking(4, 3, states.device)
+        ours = (lambda _: drops), in_force, ranks, raised, largest
         manager = Admission(*ours, **of, num_bonus_tokens=1, max_total_logits=100)
-    wanted = DraftTokens(3)
-    wanted.total = total
-    wanted.req_ids = list(shares)
-    wanted.most = np.array([most for most, _ in shares.values()], dtype=np.int64)
-    wanted.worth = np.array([worth for _, worth in shares.values()])
-    manager.wanted = wanted
     batch = SimpleNamespace(
         num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0])
     )
@@ -757,7 +761,7 @@ def test_a_models_draft_that_is_better_than_the_historys_brings_its_own_chances(
     None
 ):
     source: Any = object.__new__(HistorySpeculator)
-    source.wanted = 3
+    source._in_force = PlanInForce(DraftPlan(3))
     source.offer = SimpleNamespace()
     source._drafts = torch.tensor([[1, 2, 3], [4, 5, 6]])
     source.draft_token_confidence_probs = chances = torch.tensor(

@@ -49,10 +49,10 @@ ON_V2 = {
             "v1/worker/gpu/model_runner.py",
         )
     },
-    "the plan is copied": {
-        "v1/core/sched/scheduler.py": (
-            r"num_spec_tokens_to_schedule=num_spec_tokens_to_schedule",
-            "num_spec_tokens_to_schedule=int(num_spec_tokens_to_schedule)",
+    "the plan is lost": {
+        "v1/engine/core.py": (
+            r"scheduler_output = (self\.scheduler\.schedule\((?:[^()]|\([^()]*\))*\))",
+            r"scheduler_output = __import__('dataclasses').replace(\1)",
         )
     },
     "a method is not called any more": {

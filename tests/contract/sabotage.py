@@ -35,7 +35,7 @@ def garbage_drafts() -> None:
 
 
 def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
-    if self.engine.controller.account.idle:
+    if self.engine.policy.idle:
         return [[] for _ in sampled]
     if self.engine.rehearsing:
         return [[TOKEN] if tokens else [] for tokens in sampled]

@@ -84,7 +84,7 @@ def test_where_no_roofline_is_known_draft_tokens_cost_nothing_up_to_a_gpus_knee(
         is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce RTX 4090"
     )
     monkeypatch.setattr(timing, "current_platform", other)
-    times = EngineController(DasConfig(), engine()).controller.times
+    times = EngineController(DasConfig(), engine()).policy.latency
     assert not times.known
     for _ in range(8):
         times.add(8, 8, False, 0.010)

@@ -21,19 +21,19 @@ from das_adapter.core.backoff import Rest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine import rehearsal
 from das_adapter.engine.alone import SharedHistory
+from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.rehearsal import TOKEN
-from das_adapter.engine.scheduler import DraftLength
+from das_adapter.engine.scheduler import PlanLookup
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.lengths import DraftLengths
 from das_adapter.engine.v2.live import LiveTexts
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import MissedText
 from das_adapter.engine.v2.speculator import HistorySpeculator
+from das_adapter.engine.v2.step_planner import Output, StepPlanner
 from das_adapter.engine.v2.worker import DeviceWorkerState
-from das_adapter.protocol.engine_args import DraftTokens
 
 
 def garbage_drafts() -> None:
@@ -181,7 +181,7 @@ def count_unequal() -> None:
         """What the tokens are ranked by: of a draft from the history those behind it
         have no chance.
         """
-        some = chances[: batch.num_reqs, : int(self.wanted)]
+        some = chances[: batch.num_reqs, : self._in_force.num_draft_tokens]
         COMPARED["unlike"] = COMPARED.get("unlike", 0) + (
             len(some[some > 0].unique()) > 1
         )
@@ -210,12 +210,12 @@ def count_unequal() -> None:
 def slow_policy() -> None:
     """Tell the controller that a step takes the same time whatever it carries."""
     steps = itertools.count()
-    output = DraftLengths.output
+    output = StepPlanner.process_output
 
-    def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
-        return output(self, step, sampled, 50.0 * next(steps))
+    def slowly(self: Any, arrived: Output) -> DraftPlan:
+        return output(self, arrived._replace(arrived=50.0 * next(steps)))
 
-    DraftLengths.output = slowly  # type: ignore[method-assign]
+    StepPlanner.process_output = slowly  # type: ignore[method-assign]
     count_unequal()
 
 
@@ -260,10 +260,10 @@ def any_length(reading_along: bool) -> None:
     count_unequal()
     Rest.judge = lambda *_, **__: False  # type: ignore[method-assign]
     steps = itertools.count()
-    output = DraftLengths.output
+    output = StepPlanner.process_output
 
-    def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
-        output(self, step, sampled, now)
+    def arbitrary(self: Any, arrived: Output) -> DraftPlan:
+        output(self, arrived)
         if drafts := self.engine.drafts:
             COMPARED["learned"] = int(
                 (drafts.confidence.chances != Confidence().chances).sum()
@@ -271,12 +271,15 @@ def any_length(reading_along: bool) -> None:
         number = next(steps)
         tokens = (3, 1, 0, 0, 0, 0, 0, 2)[number % 8]
         by_model = number // 8 % 3 > 0
-        chosen = DraftTokens(tokens, by_model=by_model * tokens)
-        chosen.chances = Confidence().chances
-        chosen.total = len(sampled) * tokens - len(sampled) // 2 if tokens else 0
-        return chosen
+        requests = len(arrived.sampled)
+        return DraftPlan(
+            tokens,
+            by_model * tokens,
+            chances=Confidence().chances,
+            budget=requests * tokens - requests // 2 if tokens else 0,
+        )
 
-    DraftLengths.output = arbitrary  # type: ignore[method-assign]
+    StepPlanner.process_output = arbitrary  # type: ignore[method-assign]
     if reading_along:
         MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
 
@@ -409,9 +412,9 @@ def without_rehearsal(act: Callable[[], None]) -> None:
 
 
 PLACES = {
-    "the scheduler's room for drafts": (DraftLength, "_with_room"),
+    "the scheduler's room for drafts": (PlanLookup, "_with_room"),
     "the begin of a step": (DeviceWorkerState, "begin"),
-    "the plan that comes with a step": (DeviceWorkerState, "note"),
+    "the plan that comes with a step": (DeviceWorkerState, "read_plan"),
     "the tokens of a step": (Admission, "get_num_tokens"),
     "the layout of a step": (Admission, "reallocate_drafts"),
     "the verification": (verification, "accept_drawn"),
@@ -419,7 +422,7 @@ PLACES = {
     "a look-up": (DeviceIndex, "draft"),
     "the drafts of all ranks": (HistorySpeculator, "share"),
     "the draft of a model": (Speculation, "propose"),
-    "what is learned of a step": (DraftLengths, "output"),
+    "what is learned of a step": (StepPlanner, "process_output"),
     "the texts of a step": (LiveTexts, "take"),
 }
 """Of the way of a draft, where it may fail in a later step."""

@@ -68,11 +68,11 @@ def rollout(
             * (1.0 + noise * rng.standard_normal())
             + read * context
         )
-        asked = account.ask(requests, drafted)
+        account.advance(1)
+        asked = account.asks(requests, drafted)
         took = plain * asking if asked or drafted else plain
         got = int(pace) if drafted else 1
         if asked:
-            account.now += 1
             account.decided(requests, asking > 1.0, False)
             account.timed(
                 timed_step(np.full(requests, got), took, drafted, context), None
@@ -151,7 +151,7 @@ def test_the_state_says_what_was_decided() -> None:
             (True, False, State.DRAFTING),
         ]
     ):
-        account.now = step
+        account.step = step
         account.decided(8, drafted, probing)
         assert account.state is state
 
@@ -163,16 +163,16 @@ def test_the_state_says_what_was_decided() -> None:
 def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
     account = make()
     looks = list[int]()
-    for account.now in range(100):
-        if account.look.due(account.now, 10):
-            looks.append(account.now)
+    for account.step in range(100):
+        if account.look.due(account.step, 10):
+            looks.append(account.step)
             account.decided(10, False, False)
     assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
     assert set(np.diff(looks)[5:]) == {LOOK_STEPS}
-    assert not account.look.due(account.now, 9)
-    assert account.look.due(account.now, 8)  # smaller by more than a tenth
+    assert not account.look.due(account.step, 9)
+    assert account.look.due(account.step, 8)  # smaller by more than a tenth
     account.decided(10, True, False)
-    assert account.look.due(account.now + 1, 10)
+    assert account.look.due(account.step + 1, 10)
 
 
 # 3. It probes: now and then a step is taken the other way.
@@ -203,17 +203,17 @@ def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
     account = make()
     asked = list[bool]()
     for _ in range(300):
-        soon = account.asks_in(8) <= 1
-        asked.append(account.ask(8, False))
+        soon = account.rest_steps(8) == 0
+        account.advance(1)
+        asked.append(account.asks(8, False))
         assert asked[-1] == soon
         if asked[-1]:
-            account.now += 1
             account.decided(8, False, False)
-    assert account.now == 300
+    assert account.step == 300
     assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
-    assert account.ask(7, False)  # the batch has become smaller by a tenth
+    assert account.asks(7, False)  # the batch has become smaller by a tenth
     # a step with drafts is no baseline
-    assert all(account.ask(8, True) for _ in range(100))
+    assert all(account.asks(8, True) for _ in range(100))
 
 
 @pytest.mark.parametrize("speculate", ["always", 32])
@@ -316,7 +316,7 @@ def test_a_rollout_that_gains_goes_on_drafting_and_takes_few_baseline_steps() ->
 def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None:
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
-        account.ask(8, False)
+        account.advance(1)
         account.time.take(
             timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False),
             None,
@@ -382,15 +382,15 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
     for step in range(GUARD_STEPS):
         assert account.state is State.DRAFTING, step
         account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
-        account.now += 1
+        account.advance(1)
     assert account.state is State.STOPPED
     assert "of drafted steps" in (account.reason or "")
     assert "no drafts until the next weight sync" in (account.take_news() or "")
     assert account.take_news() is None
-    assert not account.ask(8, False)
+    assert not account.asks(8, False)
     assert account.figures()["reason"] == account.reason
     account.sync()
-    assert account.ask(8, True)
+    assert account.asks(8, True)
 
 
 def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_drafted_ones() -> (
@@ -404,7 +404,7 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
             ),
             None,
         )
-        account.now += 1
+        account.advance(1)
     assert account.state is State.DRAFTING
 
 
@@ -437,7 +437,7 @@ def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
     account.stop("RuntimeError()", State.FAILED)
     account.stop("collapsed")
     assert (account.state, account.reason) == (State.FAILED, "RuntimeError()")
-    assert not account.ask(8, True)
+    assert not account.asks(8, True)
     account.sync()
     assert account.state is State.DRAFTING
 

@@ -152,4 +152,3 @@ def test_a_step_that_verifies_no_drafts_is_neither_drafted_for_nor_timed(
     assert drafts[3:9] == [[[], []]] * 6
     assert drafts[10] == [(LOOP * 5)[2:10]] * 2
     assert len(timed) == 5
-    assert engine.drafter.engine.controller.account.now == 12

@@ -65,7 +65,7 @@ MUTATIONS = {
         r"\1metadata",
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample",
     ),
-    "the plan's type lost": (
+    "the number of draft tokens copied": (
         SCHEDULER,
         r"num_spec_tokens_to_schedule=num_spec_tokens_to_schedule",
         r"num_spec_tokens_to_schedule=int(num_spec_tokens_to_schedule)",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY
-from das_adapter.core.steps import Ints, Outcome, Rest, Search, StepPlan, TimedStep
+from das_adapter.core.steps import Ints, Outcome, Rest, Search, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import SILENCE, DraftPlan
 from das_adapter.engine.requests import LiveRequest
@@ -408,44 +408,35 @@ class StepPlanner:
         chosen = self.engine.policy.choose(search, candidates)
         if isinstance(chosen, Rest):
             return self._resting_plan(chosen)
-        by_model = self._model_tokens_of(chosen)
+        drafts = self.engine.drafts
+        wanted = 0
+        num_model_tokens = 0
+        chances = None
+        if drafts is not None:
+            wanted = max(chosen.longest, _largest(chosen.model))
+            num_model_tokens = drafts.drafted(wanted)
+            chances = drafts.confidence.chances
         if not self._own_lengths:
-            wanted = max(by_model[0], _largest(chosen.history))
-            return self._with_chances(DraftPlan(wanted, by_model[1]))
+            wanted = max(wanted, _largest(chosen.history))
+            return DraftPlan(wanted, num_model_tokens, chances=chances)
         # The device gives tokens to the requests to which its newest drafts promise
         # most.
-        longest = by_model[1]
+        longest = num_model_tokens
         if self.engine.history is not None:
             longest = _largest(search.limits)
-        wanted = min(longest, max(chosen.budget, by_model[1]))
         req_ids = step.req_ids
         if len(places) < len(req_ids):
             req_ids = [req_ids[place] for place in places.tolist()]
-        plan = DraftPlan(
-            wanted,
-            by_model[1],
-            budget=chosen.budget,
-            req_ids=req_ids,
-            limits=search.limits,
-            worth=chosen.worth / chosen.worth.max(),
+        return DraftPlan(
+            min(longest, max(chosen.budget, num_model_tokens)),
+            num_model_tokens,
+            True,
+            chances,
+            chosen.budget,
+            req_ids,
+            search.limits,
+            chosen.worth / chosen.worth.max(),
         )
-        return self._with_chances(plan)
-
-    def _model_tokens_of(self, chosen: StepPlan) -> tuple[int, int]:
-        """Return how many tokens a model is to draft for a request, and how many it
-        drafts then.
-        """
-        drafts = self.engine.drafts
-        if drafts is None:
-            return 0, 0
-        wanted = max(chosen.longest, _largest(chosen.model))
-        return wanted, drafts.drafted(wanted)
-
-    def _with_chances(self, plan: DraftPlan) -> DraftPlan:
-        drafts = self.engine.drafts
-        if drafts is None:
-            return plan
-        return replace(plan, chances=drafts.confidence.chances)
 
     def _resting_plan(self, rest: Rest) -> DraftPlan:
         """Return a plan without drafts: what there is is looked up once for each time

@@ -1,10 +1,11 @@
-"""The draft length of the next steps on vLLM's V2 runner: a rollout that lost is
-followed by silence.
+"""The plans of the next steps on vLLM's V2 runner: a rollout that lost is followed by
+silence.
 """
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -16,20 +17,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 import torch
-from das_adapter.engine.v2.lengths import DraftLengths, Step
 
 from das_adapter.config import parse
-from das_adapter.core.account import LOOK_STEPS, State
+from das_adapter.core.account import LOOK_STEPS
 from das_adapter.core.index import IndexFileError
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.steps import StepPlan
+from das_adapter.core.steps import Rest, StepPlan, TimedStep
+from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.scheduler import DraftLength
-from das_adapter.engine.v2 import lengths
+from das_adapter.engine.scheduler import PlanLookup
+from das_adapter.engine.v2 import step_planner
 from das_adapter.engine.v2.live import LiveTexts
+from das_adapter.engine.v2.step_planner import Output, Step, StepPlanner
 from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
-from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.metrics import figures
 from das_adapter.tools import run_series
@@ -61,24 +62,25 @@ class Engine:
         vllm_config = SimpleNamespace(
             model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None)
         )
-        self.lengths = DraftLengths(config, vllm_config)
+        self.planner = StepPlanner(config, vllm_config)
         # as the data sheet of a GPU says
-        known = StepTimes(StepModel(base=PLAIN_S, token=0.0))
-        self.lengths.engine.controller.account.time.engine = known
+        policy = self.planner.engine.policy
+        policy.latency = StepTimes(StepModel(base=PLAIN_S, token=0.0))
         self.wanting = False
         self.now = 0.0
         self._rollouts = 0
-        self.chosen = DraftTokens(0)
-        controller = self.lengths.engine.controller
-        stock = controller.decide
+        self.chosen = DraftPlan()
+        stock = policy.choose
 
-        def decide(*args: Any) -> Any:
+        def choose(*args: Any) -> Any:
             found = stock(*args)
-            return StepPlan(
-                np.full(len(found.history), DRAFTED * self.wanting), found.model
-            )
+            if not self.wanting or isinstance(found, Rest):
+                return found if isinstance(found, Rest) else Rest(0, True)
+            wanted = np.full(len(found.history), DRAFTED)
+            budget = int(wanted.sum()) if found.budget else 0
+            return found._replace(history=wanted, budget=budget)
 
-        controller.decide = decide  # type: ignore[method-assign]
+        policy.choose = choose  # type: ignore[method-assign]
 
     def rollout(
         self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000
@@ -105,14 +107,14 @@ class Engine:
             )
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
-            wanted = self.chosen = self.lengths.output(
-                step, [[1] * (2 if drafts else 1)] * len(ids), self.now
-            )
+            sampled = [[1] * (2 if drafts else 1)] * len(ids)
+            self.chosen = self.planner.process_output(Output(step, sampled, self.now))
+            wanted = self.chosen.num_draft_tokens
         return carried
 
     def sync(self) -> str | None:
-        silent: str | None = self.lengths.stats()["reason"]
-        self.lengths.refresh(Refresh(version=self._rollouts))
+        silent: str | None = self.planner.stats()["reason"]
+        self.planner.refresh(Refresh(version=self._rollouts))
         return silent
 
 
@@ -120,7 +122,7 @@ def test_a_rollout_that_lost_is_followed_by_one_of_silence() -> None:
     engine = Engine()
     first = engine.rollout(192, drafted_s=2.15 * PLAIN_S, silent_steps=40)
     assert engine.sync() is None and sum(first) > 100
-    assert "drafting lost a whole rollout" in engine.lengths.stats()["reason"]
+    assert "drafting lost a whole rollout" in engine.planner.stats()["reason"]
     assert not any(engine.rollout(96, drafted_s=1.1 * PLAIN_S))
     engine.sync()
     assert all(engine.rollout(96, drafted_s=1.1 * PLAIN_S)[8:])
@@ -132,41 +134,47 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
 ) -> None:
     """And each has room for as much of it as it may get."""
     engine = Engine()
-    engine.lengths.engine.controller.common = None
+    engine.planner.give_own_lengths(())
     engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
     # it crosses from process to process
     chosen = pickle.loads(pickle.dumps(engine.chosen))
-    assert (chosen, chosen.total) == (DRAFTED * len(IDS), DRAFTED * len(IDS))
+    assert chosen.num_draft_tokens == chosen.budget == DRAFTED * len(IDS)
     assert chosen.req_ids == [f"{req_id} of 1" for req_id in IDS]
-    assert chosen.most.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
+    assert chosen.limits.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
     for req_ids, places in (
         (chosen.req_ids, [0, 1, 2, 3]),
         ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1]),
     ):
-        most, worth, joined = chosen.parts(req_ids)
+        most, worth, joined = chosen.limits_and_worth(req_ids)
         assert (most.tolist(), worth.tolist(), joined) == (
             [16] * len(places),
             chosen.worth[places].tolist(),
             0,
         )
-    most, worth, joined = chosen.parts(["one that joined"])
-    assert (most.tolist(), worth.tolist(), joined) == ([chosen], [1.0], 1)
-    assert DraftTokens(chosen) is chosen
+    most, worth, joined = chosen.limits_and_worth(["one that joined"])
+    assert (most.tolist(), worth.tolist(), joined) == (
+        [chosen.num_draft_tokens],
+        [1.0],
+        1,
+    )
 
 
 def scheduled(
-    chosen: DraftTokens, running: int, waiting: int = 0, chunks: bool = False
-) -> DraftTokens:
-    """Return the draft tokens of each request in a step of 8192 tokens."""
+    chosen: DraftPlan, running: int, waiting: int = 0, chunks: bool = False
+) -> DraftPlan:
+    """Return the plan of a step of 8192 tokens."""
     requests = [
         SimpleNamespace(is_prefill_chunk=chunks and i == running - 1)
         for i in range(running)
     ]
     scheduler = SimpleNamespace(max_num_scheduled_tokens=8192, running=requests)
     scheduler.get_request_counts = lambda: (running, waiting)
-    length = DraftLength(scheduler, (1, 2, 4, 8, 16))
-    length.chosen = chosen
-    return length[running - chunks]
+    lookup = PlanLookup(scheduler, (1, 2, 4, 8, 16))
+    lookup.chosen = chosen
+    number = lookup[running - chunks]
+    assert lookup.scheduled is not None
+    assert lookup.scheduled.num_draft_tokens == number
+    return lookup.scheduled
 
 
 @pytest.mark.parametrize(
@@ -184,32 +192,30 @@ def scheduled(
 def test_draft_tokens_leave_half_of_a_step_to_prompts_that_wait(
     total: int, by_model: int, running: int, fit: int, beside_prompts: int
 ) -> None:
-    chosen = DraftTokens(16, by_model)
-    chosen.total = total
-    chosen.req_ids = IDS
-    assert scheduled(chosen, running) == fit
-    assert (
-        scheduled(chosen, running, waiting=3)
-        == scheduled(chosen, running, chunks=True)
-        == beside_prompts
-    )
-    assert vars(scheduled(chosen, running)) == vars(chosen)
+    chosen = DraftPlan(16, by_model, budget=total, req_ids=IDS)
+    assert scheduled(chosen, running).num_draft_tokens == fit
+    waiting = scheduled(chosen, running, waiting=3)
+    in_chunks = scheduled(chosen, running, chunks=True)
+    assert waiting.num_draft_tokens == in_chunks.num_draft_tokens == beside_prompts
+    assert replace(waiting, num_draft_tokens=16) == chosen
 
 
 def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_number_verified() -> (
     None
 ):
     engine = Engine(drafter="self")
-    controller: Any = engine.lengths.engine.controller
-    controller.common, stock = None, controller.decide
-    plan = StepPlan(np.zeros(4, dtype=np.int64), np.array([3, 1, 0, 2]))
-    controller.decide = lambda *args: plan._replace(gain=stock(*args).gain)
+    engine.planner.give_own_lengths(())
+    policy: Any = engine.planner.engine.policy
+    model = np.array([3, 1, 0, 2])
+    worth = np.ones(4)
+    policy.choose = lambda *_: StepPlan(0 * model, model, budget=6, worth=worth)
     engine.rollout(40, drafted_s=PLAIN_S)
     chosen = pickle.loads(pickle.dumps(engine.chosen))
-    assert (chosen, chosen.by_model, chosen.total, len(chosen.most)) == (4, 4, 6, 4)
+    assert (chosen.num_draft_tokens, chosen.num_model_tokens) == (4, 4)
+    assert (chosen.budget, len(chosen.limits)) == (6, 4)
     assert (
         chosen.chances.tolist()
-        == controller.drafts.confidence.chances.tolist()
+        == policy.drafts.confidence.chances.tolist()
         == sorted(chosen.chances)
     )
     assert 0.0 < chosen.chances[0] < 0.2 < 0.8 < chosen.chances[-1] < 1.0
@@ -219,9 +225,9 @@ def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified(
     None
 ):
     step = Step([], frozenset(), {"a": 4, "b": 3}, True, 0.0, req_ids=["b", "a", "c"])
-    assert step.given is not None and step.given.tolist() == [3, 4, 0]
+    assert step.verified is not None and step.verified.tolist() == [3, 4, 0]
     step.admitted = np.array([1, 3, 0])
-    assert step.given.tolist() == [1, 3, 0]
+    assert step.verified.tolist() == [1, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +240,13 @@ def test_each_rollouts_figures_are_told_once_wherever_the_host_asks_for_them(
     engine = Engine()
     found = []
     engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
-    engine.lengths.engine.fail(RuntimeError("boom"))
+    engine.planner.engine.fail(RuntimeError("boom"))
     if behind:
-        engine.lengths.refresh(Refresh(1))
-    found.append(figures([engine.lengths.stats()]))
+        engine.planner.refresh(Refresh(1))
+    found.append(figures([engine.planner.stats()]))
     if not behind:
-        engine.lengths.refresh(Refresh(1))
-    found.append(figures([engine.lengths.stats()]))
+        engine.planner.refresh(Refresh(1))
+    found.append(figures([engine.planner.stats()]))
     assert [step["das/health"] for step in found] == [0.0, 1.0]
     assert found[0]["das/time_saved_s"] > 0.5 and found[1]["das/time_saved_s"] == 0.0
     assert 0.0 < found[0]["das/of_stock"] < 1.0 and "das/of_stock" not in found[1]
@@ -251,9 +257,9 @@ def test_each_of_several_rollouts_that_fail_alike_is_told() -> None:
     found = []
     for version in (1, 2, 3):
         engine.rollout(20, drafted_s=PLAIN_S)
-        engine.lengths.engine.fail(RuntimeError("boom"))
-        engine.lengths.refresh(Refresh(version))
-        found.append(figures([engine.lengths.stats()])["das/health"])
+        engine.planner.engine.fail(RuntimeError("boom"))
+        engine.planner.refresh(Refresh(version))
+        found.append(figures([engine.planner.stats()])["das/health"])
     assert found == [0.0, 0.0, 0.0]
 
 
@@ -262,14 +268,14 @@ def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_beh
 ):
     engine = Engine()
     engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
-    engine.lengths.engine.fail(RuntimeError("boom"))
-    first = engine.lengths.stats()
+    engine.planner.engine.fail(RuntimeError("boom"))
+    first = engine.planner.stats()
     told = first["time_saved_s"]
     engine.rollout(64, drafted_s=1.1 * PLAIN_S)
-    saved = engine.lengths.engine.controller.account.time.saved()
-    engine.lengths.refresh(Refresh(1))
-    engine.lengths.refresh(Refresh(2))
-    second = engine.lengths.stats()
+    saved = engine.planner.engine.policy.figures()["time_saved_s"]
+    engine.planner.refresh(Refresh(1))
+    engine.planner.refresh(Refresh(2))
+    second = engine.planner.stats()
     assert 0.5 < told <= saved
     assert told + second["time_saved_s"] == pytest.approx(saved, rel=0.02)
     assert "boom" in first["error"] and second["error"] is None
@@ -282,10 +288,10 @@ def test_seconds_saved_are_told_once_however_often_the_host_asks() -> None:
     for version in (1, 2):
         for _ in range(2):
             engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
-            told.append(engine.lengths.stats()["time_saved_s"])
-        saved += engine.lengths.engine.controller.account.time.saved()
-        engine.lengths.refresh(Refresh(version))
-    told.append(engine.lengths.stats()["time_saved_s"])
+            told.append(engine.planner.stats()["time_saved_s"])
+        saved += engine.planner.engine.policy.figures()["time_saved_s"]
+        engine.planner.refresh(Refresh(version))
+    told.append(engine.planner.stats()["time_saved_s"])
     assert sum(told) == pytest.approx(saved) and saved > 1.0
 
 
@@ -317,16 +323,16 @@ def test_the_log_has_a_rollouts_counts_once_whoever_asks_for_them(
     for version in (1, 2):
         engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
         if "in it" in asked:
-            told.append(engine.lengths.stats())
+            told.append(engine.planner.stats())
             engine.rollout(30, drafted_s=PLAIN_S, silent_steps=2)
         if version == 1:
-            engine.lengths.engine.fail(RuntimeError("boom"))
+            engine.planner.engine.fail(RuntimeError("boom"))
         if "before" in asked:
-            told.append(engine.lengths.stats())
-        engine.lengths.refresh(Refresh(version))
+            told.append(engine.planner.stats())
+        engine.planner.refresh(Refresh(version))
         if "behind" in asked:
-            told.append(engine.lengths.stats())
-    told.append(engine.lengths.stats())
+            told.append(engine.planner.stats())
+    told.append(engine.planner.stats())
     logged = np.array(
         [
             [sum(counts[name] for counts in r.counts) for name in names]
@@ -352,7 +358,7 @@ def test_what_was_told_of_a_rollout_that_no_weight_sync_follows_is_in_the_log(
 ) -> None:
     engine = Engine(log_dir=str(tmp_path))
     engine.rollout(20, drafted_s=PLAIN_S)
-    told = engine.lengths.stats()
+    told = engine.planner.stats()
     (last,) = read(tmp_path)
     assert (last.end, last.counts[0]["tokens"], len(last.steps)) == (
         None,
@@ -363,15 +369,15 @@ def test_what_was_told_of_a_rollout_that_no_weight_sync_follows_is_in_the_log(
 
 def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
     engine = Engine(log_dir=str(tmp_path))
-    controller: Any = engine.lengths.engine.controller
-    stock = controller.decide
-    controller.decide = None
+    policy: Any = engine.planner.engine.policy
+    stock = policy.choose
+    policy.choose = None
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 20)
-    assert "NoneType" in engine.lengths.engine.counters.error
+    assert "NoneType" in engine.planner.engine.counters.error
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 40)
     engine.sync()
-    controller.decide = stock
-    assert set(engine.lengths.engine.live) == {f"{req_id} of 2" for req_id in IDS}
+    policy.choose = stock
+    assert set(engine.planner.engine.live) == {f"{req_id} of 2" for req_id in IDS}
     engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
     engine.sync()
     (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)
@@ -379,7 +385,7 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
 
 
 def test_a_command_that_fails_stops_the_drafter() -> None:
-    chooses: Any = Engine().lengths
+    chooses: Any = Engine().planner
     chooses.visit = None
     assert (
         "NoneType"
@@ -387,13 +393,13 @@ def test_a_command_that_fails_stops_the_drafter() -> None:
             "visit", {"files": []}
         )["error"]
     )
-    assert chooses.engine.controller.account.state is State.FAILED
+    assert chooses.engine.policy.figures()["state"] == "failed"
 
 
 def test_nobody_counts_while_the_counts_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chooses: Any = Engine().lengths
+    chooses: Any = Engine().planner
     state = WorkerState(None, chooses.engine.config, chooses)
     locked = []
     state.model_runner = 2
@@ -412,18 +418,20 @@ def test_nobody_counts_while_the_counts_are_taken(
 
 
 def test_a_request_that_the_history_refuses_takes_no_slot() -> None:
-    engine: Any = Engine().lengths.engine
+    engine: Any = Engine().planner.engine
     engine.history.open = None
     for number in range(100):
         with pytest.raises(TypeError):
             engine.open(LiveRequest(str(number), 1, 0, 8, True), 0)
-    assert not engine.live and len(engine.controller.requests.written) == 64
+        assert not engine.live
+    # It gets the slot that the next request gets as well.
+    assert engine.policy.begin(1, 0, 8) == 0
 
 
 def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_others() -> (
     None
 ):
-    chooses: Any = Engine().lengths
+    chooses: Any = Engine().planner
     stock = chooses.engine.history.open
 
     def open_one(request: LiveRequest, *texts: Any) -> None:
@@ -442,8 +450,10 @@ def test_a_request_that_the_history_refuses_leaves_no_gap_in_the_texts_of_the_ot
         ([], [[3], [5], [7]]),
     ):
         req_ids = ["first", "refused", "last"][: len(sampled)]
-        chooses.output(
-            Step(begun, frozenset(), {}, False, 0.0, req_ids=req_ids), sampled, 0.0
+        chooses.process_output(
+            Output(
+                Step(begun, frozenset(), {}, False, 0.0, req_ids=req_ids), sampled, 0.0
+            )
         )
     assert (first.text, refused.text, last.text) == ([1, 2, 3], [], [6, 7])
     assert "damaged" in chooses.engine.counters.error
@@ -456,14 +466,16 @@ def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step
         "stops", 7, 8, 18, True, length=8, stops=frozenset({3}), text=[]
     )
     full = LiveRequest("full", 7, 8, 12, True, length=8, text=[])
-    chooses = Engine().lengths
+    chooses = Engine().planner
     steps = ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
     for number, sampled in enumerate(steps):
         begun = [stops, full] if number == 0 else []
-        chooses.output(
-            Step(begun, frozenset(), {}, False, 0.0, req_ids=["full", "stops"]),
-            sampled,
-            0.0,
+        chooses.process_output(
+            Output(
+                Step(begun, frozenset(), {}, False, 0.0, req_ids=["full", "stops"]),
+                sampled,
+                0.0,
+            )
         )
     assert (stops.text, full.text) == ([1, 3], [1, 2, 5, 6])
 
@@ -472,10 +484,12 @@ def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
     first = LiveRequest("a", 7, 8, 18, True, length=8, text=[])
     # preempted, and a step's output was not heard
     again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])
-    chooses = Engine().lengths
+    chooses = Engine().planner
     for begun, sampled in (([first], [4]), ([again], []), ([], [6])):
-        chooses.output(
-            Step(begun, frozenset(), {}, False, 0.0, req_ids=["a"]), [sampled], 0.0
+        chooses.process_output(
+            Output(
+                Step(begun, frozenset(), {}, False, 0.0, req_ids=["a"]), [sampled], 0.0
+            )
         )
     assert first.text == [4, 5, 6]
 
@@ -486,16 +500,17 @@ class Plain:
     """
 
     def __init__(self, busy: float) -> None:
-        self.lengths = Engine().lengths
+        self.planner = Engine().planner
         self._busy = busy
-        self.timed: list[tuple[float, bool]] = []
-        stock = self.lengths.engine.timed
+        self.timed: list[TimedStep] = []
+        policy = self.planner.engine.policy
+        stock = policy.timed
 
-        def timed(step: Any, ended: float) -> None:
-            self.timed.append((step.seconds, step.asked))
-            stock(step, ended)
+        def timed(step: TimedStep) -> float | None:
+            self.timed.append(step)
+            return stock(step)
 
-        self.lengths.engine.timed = timed
+        policy.timed = timed  # type: ignore[method-assign]
         self.worked: list[bool] = []
         """Of each step, whether the output before it was taken at once."""
         self.looked: list[bool] = []
@@ -513,14 +528,14 @@ class Plain:
             looks = pending.pop(0)
             offer = NOTHING if looks else None
             step = Step(begun, frozenset(), {}, number > 0, now, offer, req_ids=ids)
-            counted = self.lengths.engine.counters.steps
-            self.lengths.settle()
+            counted = self.planner.engine.counters.steps
+            self.planner.count_last()
             self.worked.append(
-                number == 0 or self.lengths.engine.counters.steps > counted
+                number == 0 or self.planner.engine.counters.steps > counted
             )
             now += PLAIN_S + self._busy * self.worked[-1]
-            answer = self.lengths.output(step, [[1]] * len(ids), now)
-            pending.append(answer.looks)
+            output = Output(step, [[1]] * len(ids), now)
+            pending.append(self.planner.process_output(output).looks_up)
             self.looked.append(looks)
 
 
@@ -534,40 +549,37 @@ NOTHING: Any = SimpleNamespace(
 def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -> None:
     engine = Plain(busy=0.001)
     engine.rollout(400)
-    engine.lengths.stats()
-    asked = sum(asked for _, asked in engine.timed)
-    time = engine.lengths.engine.controller.account.time
-    unasked = [seconds for seconds, asked in engine.timed if not asked]
-    counted, seconds, _ = time.batch.baseline[4]
-    assert asked + counted == 399 and time.passed == pytest.approx(
-        399 * PLAIN_S + asked * 0.001
-    )
-    assert counted > 200 > len(unasked) > 30 and max(unasked) == pytest.approx(PLAIN_S)
-    assert seconds == pytest.approx(counted * PLAIN_S)
-    assert any(
-        seconds == pytest.approx(PLAIN_S + 0.001)
-        for seconds, asked in engine.timed
-        if asked
-    )
-    assert 0.0 < engine.lengths.engine.controller.account.time.of_stock() - 1.0 < 0.05
-    assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
+    engine.planner.stats()
+    asked = [step for step in engine.timed if step.asked]
+    baseline = [step for step in engine.timed if not step.asked]
+    counted = [step for step in baseline if step.steps is not None]
+    timed = [step for step in baseline if step.steps is None]
+    num_counted = sum(step.steps for step in counted if step.steps)
+    assert len(asked) + len(timed) + num_counted == 399
+    assert num_counted > 200 > len(timed) > 30
+    for step in baseline:
+        assert step.seconds / (step.steps or 1) == pytest.approx(PLAIN_S)
+    assert any(step.seconds == pytest.approx(PLAIN_S + 0.001) for step in asked)
+    policy = engine.planner.engine.policy
+    assert 0.0 < policy.figures()["of_stock"] - 1.0 < 0.05
+    assert [policy.end(slot).written for slot in range(4)] == [400] * 4
 
 
 def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
     aside = Plain(busy=0.0)
     aside.rollout(300)
-    monkeypatch.setattr(lengths, "MOST_ASIDE", 0)
+    monkeypatch.setattr(step_planner, "MOST_PUT_OFF", 0)
     at_once = Plain(busy=0.0)
     at_once.rollout(300)
     assert all(at_once.worked) and sum(aside.worked) < 150
     assert aside.looked == at_once.looked and any(aside.looked)
 
 
-def spoken(steps: int, record: bool) -> DraftLengths:
+def spoken(steps: int, record: bool) -> StepPlanner:
     """Have an engine rest while its requests write a text each; the second stops at a
     token in step 100, the third has no room for more after step 150.
     """
-    chooses = Engine().lengths
+    chooses = Engine().planner
     ids = list(IDS)
     ended = frozenset[str]()
     stops = frozenset([99])
@@ -593,16 +605,15 @@ def spoken(steps: int, record: bool) -> DraftLengths:
         )
         step.offer = NOTHING if number % 16 == 1 else None
         stopping = {IDS[1]: number == 99, IDS[2]: number == 149}
-        chooses.output(
-            step,
-            [[99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids],
-            now,
-        )
-        chooses.settle()
+        sampled = [
+            [99 if stopping.get(r) and r == IDS[1] else number % 90] for r in ids
+        ]
+        chooses.process_output(Output(step, sampled, now))
+        chooses.count_last()
         ended = frozenset(req_id for req_id in ids if stopping.get(req_id))
         ids = [req_id for req_id in ids if req_id not in ended]
     chooses.catch_up()
-    chooses.settle()
+    chooses.count_last()
     return chooses
 
 
@@ -622,35 +633,22 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
 
     monkeypatch.setattr(LiveTexts, "take_singles", counted)
     roughly = spoken(steps, record)
-    monkeypatch.setattr(lengths, "EVERY", 1)
+    monkeypatch.setattr(step_planner, "TIMED_EVERY", 1)
     taken.clear()
     together = spoken(steps, record)
     assert sum(taken) > 0.3 * steps
     monkeypatch.setattr(LiveTexts, "take_singles", lambda *_: None)
     apart = spoken(steps, record)
-    ours, theirs = (chooses.engine.controller for chooses in (together, apart))
+    ours = together.engine.policy
+    theirs = apart.engine.policy
+    some = roughly.engine.policy
     assert together.engine.counters == apart.engine.counters
-    assert (ours.account.now, ours.account.figures()) == (
-        theirs.account.now,
-        pytest.approx(theirs.account.figures()),
-    )
-    for column in ("written", "pace", "load"):
-        np.testing.assert_allclose(
-            getattr(ours.requests, column), getattr(theirs.requests, column)
-        )
-    assert (
-        ours.times.model == theirs.times.model
-        and ours.times.observed == theirs.times.observed
-    )
-    some = roughly.engine.controller
-    assert (
-        some.times.observed <= ours.times.observed
-        and roughly.engine.counters == together.engine.counters
-    )
-    assert some.account.time.passed == pytest.approx(ours.account.time.passed)
-    assert some.account.figures()["of_stock"] == pytest.approx(
-        ours.account.figures()["of_stock"], rel=0.03
-    )
+    assert roughly.engine.counters == together.engine.counters
+    assert ours.figures() == pytest.approx(theirs.figures())
+    assert ours.latency.model == theirs.latency.model
+    assert some.latency.observed <= ours.latency.observed == theirs.latency.observed
+    of_stock = ours.figures()["of_stock"]
+    assert some.figures()["of_stock"] == pytest.approx(of_stock, rel=0.03)
     for one, other in zip(
         together.engine.live.values(), apart.engine.live.values(), strict=True
     ):
@@ -659,6 +657,7 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
             other.text,
             other.slot,
         )
+        assert ours.end(one.slot) == theirs.end(other.slot)
 
 
 def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
@@ -669,14 +668,13 @@ def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
 
 
 def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:
-    lengths = Engine().lengths
+    planner = Engine().planner
     request = LiveRequest("a", 7, 8, 18, True, length=8)
-    lengths.output(
-        Step([request], frozenset(), {}, True, 0.0, req_ids=["a"]), [[4]], 0.0
-    )
-    counted = lengths.engine.counters
+    step = Step([request], frozenset(), {}, True, 0.0, req_ids=["a"])
+    planner.process_output(Output(step, [[4]], 0.0))
+    counted = planner.engine.counters
     assert counted.tokens == 0
-    lengths.settle()
+    planner.count_last()
     assert counted.tokens == 1
-    lengths.settle()
+    planner.count_last()
     assert counted.tokens == 1
