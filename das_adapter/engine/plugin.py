@@ -21,20 +21,27 @@ from das_adapter.engine.scheduler import (
     reserve_draft_slots,
     see_adapters,
     see_weight_calls,
+    send_the_plan,
 )
 
-AT_START = (
-    *(
-        choose_runner,
-        allow_look_up,
-        keep_draft_lengths,
-        judge_row_processors,
-        label_requests,
-    ),  # front end
-    *(reserve_draft_slots, follow_steps, see_weight_calls, see_adapters),  # engine core
-    *(try_drafts, try_drafts_in_process),
-    *(reach_workers, bind_worker),  # workers
+FRONT_END = (
+    choose_runner,
+    allow_look_up,
+    keep_draft_lengths,
+    judge_row_processors,
+    label_requests,
 )
+ENGINE_CORE = (
+    reserve_draft_slots,
+    send_the_plan,
+    follow_steps,
+    see_weight_calls,
+    see_adapters,
+    try_drafts,
+    try_drafts_in_process,
+)
+WORKERS = (reach_workers, bind_worker)
+AT_START = (*FRONT_END, *ENGINE_CORE, *WORKERS)
 """Applied in every process of vLLM, before anything is built."""
 IN_FRONT_ENDS = (log_figures, log_figures_offline)
 """Applied when a process imports their modules: few do."""
