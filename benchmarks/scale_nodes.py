@@ -48,9 +48,9 @@ class Engines:
             if command == "stats":
                 return [[{"tokens": 1}]]
             index = self._indexes[of]
-            if command == "visit":
+            if command == "map_guest_history":
                 for file in payload["files"]:
-                    index.visit(file)
+                    index.map_guest_history(file)
             elif payload.get("history"):
                 directory, generation = payload["history"]
                 if directory != self._directories[of]:

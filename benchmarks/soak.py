@@ -126,7 +126,7 @@ class Replica:
             self._llm.llm_engine,
         )
         step = engine.step
-        engine.step = lambda: (self._session.visit(), step())[1]
+        engine.step = lambda: (self._session.map_guest_history(), step())[1]
         self._session.start()
         self._drafted = self._accepted = 0
         gc.freeze()  # what is here by now is not looked at again

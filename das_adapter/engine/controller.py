@@ -307,7 +307,9 @@ class EngineController:
         else what is known of the latter.
         """
         history = self.history.stats() if self.history else {}
-        stats = self.counters.take() | self.controller.account.figures() | history
+        stats = (
+            self.counters.read_and_reset() | self.controller.account.figures() | history
+        )
         told = self._told
         self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)

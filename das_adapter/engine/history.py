@@ -130,14 +130,14 @@ class HistorySource:
         self.index.clear_live()
         return self.index.generation
 
-    def visit(self, files: Sequence[str]) -> None:
+    def map_guest_history(self, files: Sequence[str]) -> None:
         """Map files with the history of problems that are at home on other nodes;
         requests draft from it at once. They keep it until the weight sync that finds
         none of them.
         """
         for file in files:
             try:
-                self.index.visit(file)
+                self.index.map_guest_history(file)
             except (OSError, IndexFileError) as error:
                 logger.warning(
                     "das: history: a problem's history from another node was not"

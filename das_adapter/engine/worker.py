@@ -136,15 +136,15 @@ class WorkerState:
                 self.fail(error)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`; or of the
-        engine's core: `rehearse`, `rehearsed` or `give_up`. Raises only for an unknown
-        command: a worker that raises during a weight sync would leave the trainer
-        waiting for ever.
+        """Run a command of the host: `hello`, `refresh`, `map_guest_history` or
+        `stats`; or of the engine's core: `rehearse`, `rehearsed` or `give_up`. Raises
+        only for an unknown command: a worker that raises during a weight sync would
+        leave the trainer waiting for ever.
         """
         commands: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "refresh": self._refresh,
-            "visit": self.visit,
+            "map_guest_history": self.map_guest_history,
             "stats": self._stats,
             "rehearse": self.rehearse,
             "rehearsed": self.rehearsed,
@@ -180,10 +180,10 @@ class WorkerState:
                 logger.error("das: %s", self.counters.alarm)
         return answer
 
-    def visit(self, files: list[str]) -> None:
+    def map_guest_history(self, files: list[str]) -> None:
         """Take the history of problems that are at home on other nodes."""
         if self._decides is not None:
-            self._decides.visit(files)
+            self._decides.map_guest_history(files)
 
     def own_stats(self) -> EngineStats:
         """Return the figures of what stands in the device's memory."""
@@ -279,7 +279,7 @@ class WorkerState:
 
     def _stats(self) -> EngineStats:
         stats = (
-            self.counters.take()
+            self.counters.read_and_reset()
             if self._decides is None
             else self._decides.stats() | self.own_stats()
         )

@@ -169,7 +169,7 @@ class SyncEngineHooks(EngineHooks):
 
     def step(self) -> Any:
         """Take a step of the engine, which drafts from what has arrived."""
-        self._session.visit()
+        self._session.map_guest_history()
         return self._step()
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:

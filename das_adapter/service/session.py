@@ -67,7 +67,7 @@ class Session:
 
     def __init__(self, das: DasConfig, rpc: Rpc, any_time: bool = True):
         """`any_time`: whether the engine may be called while it generates; else whoever
-        lets it generate calls `visit` between two steps.
+        lets it generate calls `map_guest_history` between two steps.
         """
         self._das = das
         self._rpc = rpc
@@ -143,7 +143,7 @@ class Session:
             return
         try:
             text = np.asarray(tokens, dtype=np.int32).tobytes()
-            self._clock.finished(label, begin, end, text)
+            self._clock.count_response(label, begin, end, text)
             if label.record:
                 self._gathered.add(Trajectory(label.problem, text, version))
         except Exception:
@@ -163,7 +163,9 @@ class Session:
                     f"{self._name} {len(reports)}"
                 )
                 # the clock's go to the first
-                reports.append({**counts, **self._clock.take(), "engine": engine})
+                reports.append(
+                    {**counts, **self._clock.read_and_reset(), "engine": engine}
+                )
                 reports[-1] |= (
                     {"engines_behind": self._behind}
                     if self._here and len(reports) == 1
@@ -206,7 +208,7 @@ class Session:
                 "das: weight sync %s without fresh history; decoding goes on", version
             )
 
-    def visit(self) -> None:
+    def map_guest_history(self) -> None:
         """Let the engine map what was fetched of other nodes' histories, if there is
         anything.
         """
@@ -214,7 +216,11 @@ class Session:
         if not files:
             return
         try:
-            self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S)
+            self._rpc(
+                "map_guest_history",
+                {"files": [str(file) for file in files]},
+                PATIENCE_S,
+            )
         except Exception as error:
             logger.warning(
                 "das: requests go on without the history of their problems: %r", error
@@ -307,7 +313,7 @@ class Session:
                 "das: requests go on without the history of their problems: %r", error
             )
         if self._any_time:
-            self.visit()
+            self.map_guest_history()
 
 
 def for_run(das: DasConfig) -> DasConfig:

@@ -73,10 +73,12 @@ class Engine:
             raise TimeoutError("no answer")
         self.heard.append((command, payload))
         for file in payload.get("files", ()):
-            self.guests.visit(file)
+            self.guests.map_guest_history(file)
             self.brought += problems_in(file).tolist()
         return [
-            [Counters(tokens=7).take()] if command == "stats" else list(self._answers)
+            [Counters(tokens=7).read_and_reset()]
+            if command == "stats"
+            else list(self._answers)
         ]
 
     def write(self, problem: int, text: np.ndarray, version: int) -> None:

@@ -356,13 +356,16 @@ def test_figures_say_how_much_was_repeated() -> None:
         for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()
     }
     for clock, text in zip(clocks, ("a", "b"), strict=False):
-        clock.finished(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
+        clock.count_response(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
     found = figures(
-        [{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks]
+        [
+            {k: v for k, v in clock.read_and_reset().items() if k == "ahead"}
+            for clock in clocks
+        ]
     )
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
-    assert "das/run_ahead_tokens" not in figures([clocks[0].take()])
+    assert "das/run_ahead_tokens" not in figures([clocks[0].read_and_reset()])
 
 
 def trainer(**config: Any) -> Any:

@@ -263,7 +263,7 @@ class DraftLengths:
                 self._last = now
             account.count(slots, others)
             if training := int(np.count_nonzero(requests.record[slots])):
-                self.engine.counters.add(training, steps, busy)
+                self.engine.counters.add(requests=training, steps=steps, seconds=busy)
             requests.skip(slots, steps * one)
         return True
 
@@ -342,7 +342,13 @@ class DraftLengths:
             if sums.forwards:
                 busy = now - max(step.began, self._last or 0.0)
                 self.engine.counters.add(
-                    sums.forwards, 1, busy, sums.written, *sums[-3:]
+                    requests=sums.forwards,
+                    steps=1,
+                    seconds=busy,
+                    tokens=sums.written,
+                    drafted_forwards=sums.drafted_forwards,
+                    draft_tokens=sums.drafted,
+                    accepted_tokens=sums.accepted,
                 )
             self._time(taken)
             self._last = now
@@ -368,11 +374,11 @@ class DraftLengths:
             self._silence = 0
             return self.engine.refresh(message)
 
-    def visit(self, files: Sequence[str]) -> None:
+    def map_guest_history(self, files: Sequence[str]) -> None:
         with self._lock:
             self._catch_up()
             if self.engine.history:
-                self.engine.history.visit(files)
+                self.engine.history.map_guest_history(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`."""
