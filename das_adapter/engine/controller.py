@@ -164,7 +164,9 @@ class EngineController:
                     request.began,
                     time.time(),
                 )
-                self.log.add(decision_log.Request(request.problem, *counts, *times))
+                self.log.add(
+                    decision_log.RequestRecord(request.problem, *counts, *times)
+                )
             self.controller.close(request.slot)
 
     # The rehearsal
@@ -206,7 +208,7 @@ class EngineController:
                 predicted,
                 step.passes,
             )
-            self.log.add(decision_log.Step(begin, *record))
+            self.log.add(decision_log.StepRecord(begin, *record))
         self._tell()
 
     # Failures
@@ -286,7 +288,9 @@ class EngineController:
         self.controller.sync(message.responses)
         if self.log is not None:
             self.log.add(
-                decision_log.WeightSync(message.version, asdict(model), saved, stopped)
+                decision_log.WeightSyncRecord(
+                    message.version, asdict(model), saved, stopped
+                )
             )
         if self._gave_up is not None:
             self._stop(self._gave_up)
@@ -326,7 +330,7 @@ class EngineController:
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         if self.log is not None:
-            self.log.add(decision_log.Counts({**stats, "propose_seconds": []}))
+            self.log.add(decision_log.CountsRecord({**stats, "propose_seconds": []}))
         if ended := self._untold:
             stats |= {name: ended[name] for name in _OF_ROLLOUT if ended[name]}
             stats |= {

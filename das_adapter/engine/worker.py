@@ -20,7 +20,7 @@ from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
-from das_adapter.protocol.messages import Refresh, Refreshed, plain
+from das_adapter.protocol.messages import Refresh, Refreshed, to_plain_payload
 from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
@@ -155,7 +155,7 @@ class WorkerState:
                 f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}"
             )
         try:
-            return plain(commands[command](**payload))
+            return to_plain_payload(commands[command](**payload))
         except Exception as error:
             logger.exception("das: %s failed; decoding goes on without drafts", command)
             self.fail(error)

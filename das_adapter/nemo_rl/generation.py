@@ -197,7 +197,7 @@ class DasVllmGeneration(VllmGeneration):
         `Replicas.lend`); a validation lends none.
         """
         with _counting:
-            self._replicas.turns = self._labeller.turns
+            self._replicas.turns = self._labeller.has_later_turns
             return [] if self._validating else self._replicas.lend(most)
 
     def give_back(self, shard: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import plain
+from das_adapter.protocol.messages import to_plain_payload
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
 from das_adapter.service.ledger import Ledger
 
@@ -318,7 +318,7 @@ def test_numbers_of_numpy_cross_as_pythons() -> None:
         "counts": [(np.arange(2), None)],
         "error": "no",
     }
-    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(answer)))
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain_payload(answer)))
     assert crossed == {
         "of_stock": 0.5,
         "steps": 3,
