@@ -18,7 +18,7 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Chances, Ints, Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Refresh
-from das_adapter.protocol.spool import size_of
+from das_adapter.protocol.spool import bytes_on_disk
 
 logger = logging.getLogger("das_adapter")
 
@@ -160,7 +160,9 @@ class HistorySource:
         self._hits = 0
         return {
             "history_tokens": self.index.tokens,
-            "history_bytes": size_of(Path(self._directory)) if self._directory else 0,
+            "history_bytes": bytes_on_disk(Path(self._directory))
+            if self._directory
+            else 0,
             "live_bytes": self.index.live_bytes,
             "history_requests": requests,
             "history_hits": hits,

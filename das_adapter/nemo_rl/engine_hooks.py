@@ -138,7 +138,7 @@ class EngineHooks:
         if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
             label = replace(label, seed=None)
         for text in texts:
-            self._session.finished(label, text, begin, end, self.version)
+            self._session.record_response(label, text, begin, end, self.version)
 
     def _refitted(self, method: Any, answers: Sequence[Any] | None) -> bool:
         """Return whether a call was a refit that reached every rank, and count the
@@ -187,7 +187,7 @@ class SyncEngineHooks(EngineHooks):
         params = [
             self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)
         ]
-        self._session.begun(
+        self._session.fetch_guest_history(
             m.problem for m in marks if m is not None and m.problem is not None
         )
         outputs = self._generate(prompts, params, **kwargs)
@@ -240,7 +240,7 @@ class AsyncEngineHooks(EngineHooks):
                 kwargs["priority"] = kwargs.get("priority") or self._order.priority(
                     mark.problem
                 )
-            self._session.begun([mark.problem])
+            self._session.fetch_guest_history([mark.problem])
         texts: dict[int, Any] = {}
         pieces = sampling_params.output_kind.name == "DELTA"
         begin = time.time()
@@ -309,7 +309,7 @@ class AsyncEngineHooks(EngineHooks):
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
                 self._order.refresh(
-                    await asyncio.to_thread(ledger.expected, 25.0), self.version
+                    await asyncio.to_thread(ledger.expected_lengths, 25.0), self.version
                 )
         return result
 

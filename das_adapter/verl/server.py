@@ -93,7 +93,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             kwargs["priority"] = self._order.priority(
                 label.problem_of(prompt_ids), begun
             )
-        self._session.begun([label.problem_of(prompt_ids)])
+        self._session.fetch_guest_history([label.problem_of(prompt_ids)])
         begin = time.time()
         with self._aside.request():
             output = await super().generate(
@@ -101,7 +101,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             )
         if output.stop_reason not in ABORTED:
             text = [*prompt_ids[label.start_in(len(prompt_ids)) :], *output.token_ids]
-            self._session.finished(
+            self._session.record_response(
                 label, text, begin, time.time(), int(self.global_steps or 0)
             )
         return output
@@ -169,7 +169,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
             self._order.refresh(
-                await asyncio.to_thread(ledger.expected, 25.0), int(global_steps or 0)
+                await asyncio.to_thread(ledger.expected_lengths, 25.0),
+                int(global_steps or 0),
             )
 
 
