@@ -22,7 +22,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
-from das_adapter.service.run_ahead import Aside
+from das_adapter.service.run_ahead import AheadRequests
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -221,7 +221,7 @@ class AsyncEngineHooks(EngineHooks):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._aside = Aside(lambda ids: self._llm.abort(ids))
+        self._aside = AheadRequests(lambda ids: self._llm.abort(ids))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
@@ -275,8 +275,8 @@ class AsyncEngineHooks(EngineHooks):
     async def write_ahead(
         self, generate: Callable[[], AsyncIterator[Any]]
     ) -> tuple[Sequence[int], bool]:
-        """Write what a request of a next step will begin with, as `Aside.write` does;
-        `generate`: sends it.
+        """Write what a request of a next step will begin with, as
+        `AheadRequests.write` does; `generate`: sends it.
         """
 
         async def ask() -> tuple[Sequence[int], bool]:

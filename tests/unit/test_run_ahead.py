@@ -121,7 +121,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_ahead.texts.clear()
-    monkeypatch.setattr(run_ahead, "POLL_S", 0.0)
+    monkeypatch.setattr(run_ahead.tuning, "RUN_AHEAD_POLL_S", 0.0)
     yield
     ahead.Ahead.running = None
 
@@ -299,14 +299,14 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
 
 
 def test_texts_of_earlier_steps_are_forgotten() -> None:
-    for step in range(run_ahead.STEPS + 3):
+    for step in range(run_ahead.tuning.RUN_AHEAD_STEPS + 3):
         run_ahead.texts.append({10 + step: array("i", [step])})
-    assert [run_ahead.take(10 + step) is not None for step in range(3)] == [
+    assert [run_ahead.pop_text(10 + step) is not None for step in range(3)] == [
         False,
         False,
         True,
     ]
-    assert run_ahead.take(12) is None  # it was taken
+    assert run_ahead.pop_text(12) is None  # it was taken
 
 
 def test_a_label_carries_what_was_written_ahead() -> None:
@@ -404,11 +404,11 @@ def test_where_the_next_batch_is_not_known_it_says_so(
 def test_it_rests_where_nothing_is_repeated() -> None:
     batches = run_ahead.LookAhead([])
     batches.peek = lambda count: [None] * count  # type: ignore[method-assign]
-    coming = run_ahead.Coming(batches)
+    coming = run_ahead.UpcomingBatches(batches)
     shown = list[bool]()
     for step in range(40):
         # steps after the one that begins were shown, too
-        written = any(shown[-1 - run_ahead.STEPS : -1])
+        written = any(shown[-1 - run_ahead.tuning.RUN_AHEAD_STEPS : -1])
         coming.repeated = 0.01 if written else None
         shown.append(bool([*coming.show(step, 100)]))
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]
