@@ -235,7 +235,7 @@ V2_NEURAL = Host(_WHEELS, "0.31.0", relied_on=_V2 + _V2_DRAWS)
 """
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
 """As `V2_NEURAL`, where the policy copy drafts."""
-V2_ASKS = Host(
+V2_OWN_LENGTHS = Host(
     _WHEELS,
     "0.32.0",
     relied_on=symbols(
