@@ -109,8 +109,8 @@ class Patch:
         setattr(owner, attribute, replaced)
 
     def try_apply(self) -> None:
-        """Apply the patch where that is possible: a package that has changed must not disturb
-        a run without a `das:` block. One with a block is stopped by
+        """Apply the patch where that is possible: a package that has changed must not
+        disturb a run without a `das:` block. One with a block is stopped by
         `compat.require`.
         """
         _try(self.apply)
