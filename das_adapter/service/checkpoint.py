@@ -51,6 +51,12 @@ fingerprint of its ids.
 """
 
 
+SaveParts = Callable[[Path], int]
+"""Writes the index to a directory, a file `0`, `1`, ... for each node, and returns how
+many there are.
+"""
+
+
 def facts_of(scope: str, tokenizer: Any) -> Facts:
     """Return the facts of a run with this `history.scope` and tokenizer (Hugging
     Face's).
@@ -65,11 +71,10 @@ def facts_of(scope: str, tokenizer: Any) -> Facts:
 
 
 def write(
-    directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]
+    directory: Path, facts: Facts, lengths: Responses, save_parts: SaveParts
 ) -> None:
     """Write a history to a directory, in the place of what was there, all of it or
-    nothing: it gets its name when everything is written. `save_parts` writes the index
-    to a directory, a file `0`, `1`, ... for each node, and returns how many.
+    nothing: it gets its name when everything is written.
 
     Raises:
         OSError: it can't be written; what was there before is left as it was.
@@ -84,7 +89,8 @@ def write(
             part = index / str(number)
             part.stat()  # another node may have another directory of this name
         lengths_file = partial / _LENGTHS
-        np.save(lengths_file, lengths.view(np.uint64).reshape(-1, 3))
+        columns = lengths.view(np.uint64)
+        np.save(lengths_file, columns.reshape(-1, 3))
         written = {
             **facts,
             "parts": num_parts,
@@ -147,7 +153,8 @@ def _read(directory: Path) -> tuple[dict[str, Any], Responses]:
     lengths_content = (directory / _LENGTHS).read_bytes()
     num_parts = facts.pop("parts")
     lengths_digest = facts.pop("lengths")
-    if num_parts != len(files) or lengths_digest != _digest(lengths_content):
+    are_all_there = num_parts == len(files)
+    if not are_all_there or lengths_digest != _digest(lengths_content):
         raise ValueError(f"its files are not those that {_FACTS} tells of")
     for file in files:
         SuffixIndex.check(file)
@@ -196,7 +203,8 @@ def begin(
             newest = max(newest, newest_in(file))
         offset = newest - version
         start = service.start_from.remote(str(directory), offset)
-        ray.get([start, service.add.remote(lengths)], timeout=_START_S)
+        add = service.add.remote(lengths)
+        ray.get([start, add], timeout=_START_S)
         logger.warning("das: the history starts with %s", directory)
     except ray.exceptions.RayError as error:
         logger.error("das: the history does not start with %s: %r", directory, error)
@@ -220,7 +228,8 @@ def _choose_start(
             )
     if config.load:
         directory = Path(config.load).absolute()
-        return directory, check(directory, facts, f"{block}.history.load", version)
+        key = f"{block}.history.load"
+        return directory, check(directory, facts, key, version)
     return None
 
 
@@ -247,7 +256,8 @@ def save(folder: Path, facts: Facts) -> None:
         histories = [find_actor(name) for name in history_names()]
         if not histories:
             raise DasError("no node's history is running")
-        num_left = sum(wait_for([history.flush.remote() for history in histories]))
+        flushes = [history.flush.remote() for history in histories]
+        num_left = sum(wait_for(flushes))
         if num_left:
             logger.error(
                 "das: %d files of texts do not reach their homes; the checkpoint %s"
@@ -255,7 +265,8 @@ def save(folder: Path, facts: Facts) -> None:
                 num_left,
                 folder,
             )
-        lengths = wait_for(running_ledger().since.remote(0))
+        run_ledger = running_ledger()
+        lengths = wait_for(run_ledger.since.remote(0))
         write(folder / NAME, facts, lengths, save_parts)
     except Exception:
         logger.exception(

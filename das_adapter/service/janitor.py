@@ -24,7 +24,8 @@ def watch(directory: Path, grace_s: float) -> None:
     without a host that of `directory / "users"`. When they have been free for `grace_s`
     seconds, time enough for a restarted writer to take over, the directory is removed.
     """
-    command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
+    arguments = [str(directory), str(grace_s)]
+    command = [sys.executable, "-S", "-E", __file__, *arguments]
     # It forks once more, so that it is not ended together with this process's children.
     subprocess.run(
         command,
@@ -52,7 +53,8 @@ def sweep(root: Path, besides: str) -> None:
 def _is_own_directory(path: Path) -> bool:
     """Return whether a path is a directory of this user's, and no link."""
     status = path.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    is_own = status.st_uid == os.geteuid()
+    return is_own and stat.S_ISDIR(status.st_mode)
 
 
 def _remove_unwatched(directory: Path) -> None:

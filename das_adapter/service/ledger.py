@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import ray
 from ray._private import state
 
 from das_adapter.core.length import Expected, LengthLog, Responses
-from das_adapter.protocol.metrics import figures
+from das_adapter.protocol.metrics import EngineStats, figures
 
 logger = logging.getLogger("das_adapter")
 
@@ -57,7 +58,7 @@ class Ledger(LengthLog):
         begin = time.strftime("%Y%m%dT%H%M%S")
         run_id = uuid.uuid4().hex[:6]
         self._name = f"{begin}-{run_id}"
-        self._reports: dict[int, list[dict[str, Any]]] = {}
+        self._reports = defaultdict[int, list[EngineStats]](list)
         """Reports of the replicas, by training step."""
         self._logged_faults: set[str] = set()
         """Kinds of fault that are in the log."""
@@ -116,14 +117,15 @@ class Ledger(LengthLog):
         """
         return self._start_directory, self._start_offset, self._version
 
-    def report(self, step: int, report: dict[str, Any]) -> None:
+    def report(self, step: int, report: EngineStats) -> None:
         """Keep one replica's counts of a step, with the keys of `EngineStats` and
         `RolloutClock`.
         """
-        self._reports.setdefault(step, []).append(report)
-        for old in list(self._reports):
-            if old < step - _REPORTED_STEPS:
-                del self._reports[old]
+        self._reports[step].append(report)
+        oldest = step - _REPORTED_STEPS
+        for reported in list(self._reports):
+            if reported < oldest:
+                del self._reports[reported]
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the figures of a step over all replicas, under the names the trainer
@@ -172,8 +174,10 @@ def expected_lengths(timeout_s: float) -> Expected | None:
     it does not answer.
     """
     try:
-        call = running_ledger().expected_lengths.remote()
-        return Expected(wait_for_answer(call, timeout_s))
+        run_ledger = running_ledger()
+        call = run_ledger.expected_lengths.remote()
+        lengths = wait_for_answer(call, timeout_s)
+        return Expected(lengths)
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning(
             "das: no new predicted lengths; those from before stand: %r", error
@@ -200,12 +204,15 @@ def history_names() -> tuple[str, ...]:
     """Return the names of the histories of this run's nodes, sorted; each ends in `:`
     and Ray's id of its node.
     """
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    alive = set()
+    for node in ray.nodes():
+        if node["Alive"]:
+            alive.add(node["NodeID"])
     prefix = name_in_run(HISTORY) + ":"
     found = []
     for name in _actor_names():
-        node = name.rpartition(":")[2]
-        if name.startswith(prefix) and node in alive:
+        node_id = name.rpartition(":")[2]
+        if name.startswith(prefix) and node_id in alive:
             found.append(name)
     return tuple(sorted(found))
 
@@ -240,10 +247,10 @@ def get_or_start_actor(name: str, actor_class: type, *args: Any, **options: Any)
     except ValueError:
         # not in the placement group of an engine
         options.setdefault("scheduling_strategy", "DEFAULT")
-        remote = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)
-        detached = remote(actor_class)
-        started = detached.options(name=name, namespace=NAMESPACE, get_if_exists=True)
-        return started.remote(*args)
+        options |= {"num_cpus": 0, "max_restarts": -1, "lifetime": "detached"}
+        detached = ray.remote(**options)(actor_class)
+        named = detached.options(name=name, namespace=NAMESPACE, get_if_exists=True)
+        return named.remote(*args)
 
 
 def end_earlier_run() -> None:
@@ -253,7 +260,8 @@ def end_earlier_run() -> None:
     """
     if not ray.is_initialized():
         return
-    names = {name_in_run(_LEDGER), *history_names()} & _actor_names()
+    of_run = {name_in_run(_LEDGER), *history_names()}
+    names = of_run & _actor_names()
     if not names:
         return
     calls = []
@@ -295,7 +303,10 @@ def end_with_job() -> None:
 
 
 def _has_ended(job: str) -> bool:
-    return any(found["JobID"] == job and found["IsDead"] for found in state.jobs())
+    for found in state.jobs():
+        if found["JobID"] == job and found["IsDead"]:
+            return True
+    return False
 
 
 def metrics(step: int) -> dict[str, float]:
@@ -304,7 +315,8 @@ def metrics(step: int) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     try:
-        call = running_ledger().metrics.remote(step)
+        run_ledger = running_ledger()
+        call = run_ledger.metrics.remote(step)
         found = wait_for_answer(call, _METRICS_S)
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)

@@ -82,8 +82,8 @@ class LocalHistory:
         """Put what engines left into the store, with the history's weight versions."""
         for file, texts in self._writer.read_files():
             engine = file.split("-")[1]
-            newest = max((text.version for text in texts), default=0)
-            offset = self._offset_of(engine, newest)
+            versions = [text.version for text in texts]
+            offset = self._offset_of(engine, max(versions, default=0))
             renumbered = []
             for text in texts:
                 version = text.version + offset
@@ -95,7 +95,8 @@ class LocalHistory:
         self._writer.restore()
         self._writer.publish()
         store = self._writer.store
-        lines = [self._log_lines.format(record) for record in self._log_lines.buffer]
+        records = list(self._log_lines.buffer)
+        lines = [self._log_lines.format(record) for record in records]
         self._log_lines.flush()
         engine = path.name.partition("-")[2]
         answer = Answer(number, store.generation, lines)
@@ -120,7 +121,9 @@ class LocalHistory:
         """
         offset = self._offsets.get(engine, 0)
         store = self._writer.store
-        behind = store.newest - newest - offset if store.tokens else 0
+        behind = 0
+        if store.tokens:
+            behind = store.newest - newest - offset
         # Engines of one run may be one weight version apart; one without requests
         # counts several updates as one.
         if behind > 1:

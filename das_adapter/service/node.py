@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ _KEPT_LENGTHS = 2**12
 _NODE_ID_CHARACTERS = 16
 """Characters of Ray's id of a node in the name of its directory."""
 
+Texts = list[Trajectory]
+
 
 class NodeHistory:
     """The history of the problems at home on a node: each text that engines leave in
@@ -97,8 +99,9 @@ class NodeHistory:
                 directory,
                 error,
             )
-            begun = tempfile.mkdtemp(prefix=f"{name}-", dir=directory.parent)
-            self.writer = Writer(config, Path(begun), grace_s, object_store_bytes)
+            root_of_both = directory.parent
+            begun = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root_of_both))
+            self.writer = Writer(config, begun, grace_s, object_store_bytes)
         self._node = node or ""
         self._nodes: tuple[str, ...] = (self._node,)
         self._sending: dict[str, ray.ObjectRef] = {}
@@ -237,7 +240,9 @@ class NodeHistory:
         with self.writer.lock:
             for file, texts in self.writer.read_files():
                 of_engine = file.startswith(BATCH)
-                own = self._leave_for_homes(file, texts) if of_engine else texts
+                own = texts
+                if of_engine:
+                    own = self._leave_for_homes(file, texts)
                 renumbered = []
                 for text in own:
                     version = text.version + self._offset
@@ -246,22 +251,21 @@ class NodeHistory:
                 if of_engine:  # others were counted where they came from
                     self._lengths.append(responses(texts))
 
-    def _leave_for_homes(self, file: str, texts: list[Trajectory]) -> list[Trajectory]:
+    def _leave_for_homes(self, file: str, texts: Texts) -> Texts:
         """Leave texts of an engine that are at home elsewhere in the spool, for
         `_send_texts`; return the others.
         """
         nodes = self._nodes  # a weight sync may change it meanwhile
-        by_home: dict[str, list[Trajectory]] = {}
         if self._is_global:
             by_home = dict.fromkeys(nodes, texts)
         else:
-            problems = [text.problem for text in texts]
-            for text, home in zip(texts, homes(problems, nodes), strict=True):
-                by_home.setdefault(nodes[home], []).append(text)
+            by_home = _by_home(texts, nodes)
         own = by_home.pop(self._node, [])
         for node, texts_of_node in by_home.items():
-            name = file.replace(BATCH, f"{AWAY}-{node}", 1)
-            put_file(self.writer.directory, name, pack(texts_of_node))
+            kind = f"{AWAY}-{node}"
+            name = file.replace(BATCH, kind, 1)
+            content = pack(texts_of_node)
+            put_file(self.writer.directory, name, content)
         return own
 
     def _send_texts(self) -> None:
@@ -296,18 +300,20 @@ class NodeHistory:
         oldest if they take too much: those are removed.
         """
         waiting = []
-        excess_bytes = -(self.writer.policy.config.max_bytes // _OUTBOX)
+        waiting_bytes = 0
         for path in self.writer.waiting_files(AWAY):
             status = path.stat()
-            waiting.append((status.st_mtime, status.st_size, path))
-            excess_bytes += status.st_size
-        waiting.sort(key=lambda file: file[0])
+            waiting.append((path, status))
+            waiting_bytes += status.st_size
+        waiting.sort(key=lambda file: file[1].st_mtime)
+        history = self.writer.policy.config
+        max_waiting_bytes = history.max_bytes // _OUTBOX
         left = []
-        for _, num_bytes, path in waiting:
-            if excess_bytes <= 0:
+        for path, status in waiting:
+            if waiting_bytes <= max_waiting_bytes:
                 left.append(path)
                 continue
-            excess_bytes -= num_bytes
+            waiting_bytes -= status.st_size
             path.unlink()
             self._sending.pop(path.name, None)
             self.writer.report(
@@ -326,8 +332,8 @@ class NodeHistory:
         if call is None:
             history = ledger.find_actor(node)
             content = path.read_bytes()
-            call = history.receive.remote(f"{TEXTS}-{rest}", content)
-            self._sending[path.name] = call
+            name = f"{TEXTS}-{rest}"
+            self._sending[path.name] = history.receive.remote(name, content)
             return
         arrived, _ = ray.wait([call], timeout=0)
         if not arrived:
@@ -343,7 +349,8 @@ class NodeHistory:
             path.unlink()
             return
         node_id = node.rpartition(":")[2]
-        path.rename(path.with_name(f"{TEXTS}-{rest}-{node_id}"))
+        name = f"{TEXTS}-{rest}-{node_id}"
+        path.rename(path.with_name(name))
 
     def _sync_with_ledger(self, version: int, cursor: int) -> Synced | None:
         """Return what the ledger knows; None, with a line in the log, where it does not
@@ -352,7 +359,8 @@ class NodeHistory:
         try:
             self._send_lengths()
             # it has those now
-            call = ledger.running_ledger().sync.remote(version, cursor)
+            run_ledger = ledger.running_ledger()
+            call = run_ledger.sync.remote(version, cursor)
             synced: Synced = wait_for_answer(call, _LEDGER_S)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: history: the ledger does not answer: %r", error)
@@ -361,7 +369,9 @@ class NodeHistory:
         return synced
 
     def _set_nodes(self, nodes: tuple[str, ...]) -> None:
-        # else this node joins, and the others know at the next weight sync
+        """Distribute problems over these nodes from now on, if this one is among them:
+        else it joins, and the others know at the next weight sync.
+        """
         if self._node in nodes:
             self._nodes = nodes
 
@@ -373,9 +383,10 @@ class NodeHistory:
             return
         run_ledger = ledger.running_ledger()
         with self.writer.lock:
-            # another thread may have sent them meanwhile
-            lengths = np.concatenate([responses(()), *self._lengths])
+            # another thread may have sent them meanwhile: then there are none
+            batches = [responses(()), *self._lengths]
             self._lengths.clear()
+        lengths = np.concatenate(batches)
         call = run_ledger.add.remote(lengths)
         if wait:
             wait_for_answer(call, _PEER_S)
@@ -387,7 +398,8 @@ class NodeHistory:
         """
         with self.writer.lock:  # two threads may begin
             if self._offset is None:
-                call = ledger.running_ledger().start.remote()
+                run_ledger = ledger.running_ledger()
+                call = run_ledger.start.remote()
                 start, offset, run_version = wait_for_answer(call, _PEER_S)
                 version = max(run_version, self._version)
                 if version < 0:
@@ -408,11 +420,12 @@ class NodeHistory:
         next weight sync.
         """
         try:
-            files = []
+            files: list[Path] = []
             if self._start:
-                files = checkpoint.index_files(Path(self._start))
-            largest_first = sorted(files, key=lambda path: -path.stat().st_size)
-            for path in largest_first:
+                start = Path(self._start)
+                files = checkpoint.index_files(start)
+            files.sort(key=lambda path: -path.stat().st_size)
+            for path in files:  # the largest first
                 if path in self._loaded:
                     continue
                 try:
@@ -438,9 +451,21 @@ class NodeHistory:
         self.writer.altered = True
 
 
+def _by_home(texts: Texts, nodes: Sequence[str]) -> dict[str, Texts]:
+    """Return texts by the node on which their problems are at home."""
+    by_home = defaultdict[str, Texts](list)
+    problems = [text.problem for text in texts]
+    indices = homes(problems, nodes)
+    for text, index in zip(texts, indices, strict=True):
+        node = nodes[index]
+        by_home[node].append(text)
+    return by_home
+
+
 def _own_object_store_bytes() -> int:
     """Return the size of Ray's object store on this node."""
-    own = ray.get_runtime_context().get_node_id()
+    context = ray.get_runtime_context()
+    own = context.get_node_id()
     num_bytes = 0
     for node in ray.nodes():
         if node["NodeID"] == own:
@@ -457,7 +482,9 @@ def history_here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
     node_id = context.get_node_id()
     job = context.get_job_id()
     name = ledger.history_name()
-    directory = f"das-history-{job}-{node_id[:_NODE_ID_CHARACTERS]}"
+    short_id = node_id[:_NODE_ID_CHARACTERS]
+    directory = f"das-history-{job}-{short_id}"
+    on_this_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     # weight syncs wait for neither of them
     concurrency_groups = {"peers": 2, "checkpoints": 1}
     return ledger.get_or_start_actor(
@@ -469,5 +496,5 @@ def history_here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
         grace_s,
         name,
         concurrency_groups=concurrency_groups,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        scheduling_strategy=on_this_node,
     )

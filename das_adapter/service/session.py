@@ -30,7 +30,7 @@ from das_adapter.protocol.messages import (
     call_workers,
     responses,
 )
-from das_adapter.protocol.metrics import RolloutClock
+from das_adapter.protocol.metrics import EngineStats, RolloutClock
 from das_adapter.protocol.spool import Gathered, put_batch, write_private
 from das_adapter.service import node
 from das_adapter.service.ledger import (
@@ -55,6 +55,8 @@ _GUESTS_WAIT_S = 5.0
 begun.
 """
 
+Guest = tuple[int, str]
+"""A problem that is at home on another node, and the name of that node's history."""
 Answers = list[list[Any]]
 """The answers of the ranks of each data-parallel engine."""
 Rpc = Callable[[str, dict[str, Any], float], Answers]
@@ -129,7 +131,8 @@ class Session:
                 f" (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or"
                 " name das_adapter)"
             ) from error
-        logger.warning("das: an engine speculates: %s", hello[0][0])
+        first_rank = hello[0][0]
+        logger.warning("das: an engine speculates: %s", first_rank)
 
     def fetch_guest_history(self, problems: Iterable[int]) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests
@@ -142,10 +145,11 @@ class Session:
         try:
             new = list(set(problems) - self._begun)
             self._begun.update(new)
-            for problem, home in zip(new, homes(new, nodes), strict=True):
-                node_name = nodes[home]
-                if node_name != self._own_node:
-                    self._guests.add((problem, node_name))
+            indices = homes(new, nodes)
+            for problem, index in zip(new, indices, strict=True):
+                home = nodes[index]
+                if home != self._own_node:
+                    self._guests.add((problem, home))
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
 
@@ -168,7 +172,8 @@ class Session:
         if label.problem is None:
             return
         try:
-            text = np.asarray(tokens, dtype=np.int32).tobytes()
+            ids = np.asarray(tokens, dtype=np.int32)
+            text = ids.tobytes()
             self._clock.count_response(label, begin, end, text)
             if label.record:
                 trajectory = Trajectory(label.problem, text, version)
@@ -176,19 +181,19 @@ class Session:
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
-    def report(self, step: int, timeout_s: float = PATIENCE_S) -> list[dict[str, Any]]:
+    def report(self, step: int, timeout_s: float = PATIENCE_S) -> list[EngineStats]:
         """Report the counts since the last time to the run's ledger, as those of a
         training step, and return them, of each data-parallel engine; none, with a line
         in the log, where the engine does not answer.
         """
         try:
-            reports: list[dict[str, Any]] = []
-            for number, ranks in enumerate(self._rpc("stats", {}, timeout_s)):
-                # of the rank that samples
-                counts = max(ranks, key=lambda rank: rank.get("tokens", -1))
-                report = dict(counts)
+            reports: list[EngineStats] = []
+            engines = self._rpc("stats", {}, timeout_s)
+            for number, ranks in enumerate(engines):
+                report = dict(_counts_of(ranks))
                 # the clock's counts go to the first
-                report.update(self._clock.read_and_reset())
+                clock = self._clock.read_and_reset()
+                report.update(clock)
                 # an engine may report several times to one step
                 report["engine"] = f"{self._name} {number}"
                 if self._here and number == 0:
@@ -215,7 +220,8 @@ class Session:
                 self.report(version, _left_s(deadline))
             self._engines_behind = 1
             message = self._refresh_message(version, deadline)
-            engines = self._rpc("refresh", message.payload(), _left_s(deadline))
+            payload = message.payload()
+            engines = self._rpc("refresh", payload, _left_s(deadline))
             self._engines_behind = _count_behind(engines, message.history)
         except Exception:
             logger.exception(
@@ -308,24 +314,23 @@ class Session:
             self._directory = wait_for_answer(call, PATIENCE_S)
             put_batch(self._directory, self._name, batch)
 
-    def _fetch(self, guests: Sequence[tuple[int, str]]) -> None:
-        """Fetch the history of problems from the nodes on which they are at home;
-        `guests`: each problem with the name of that node's history.
-        """
+    def _fetch(self, guests: Sequence[Guest]) -> None:
+        """Fetch the history of problems from the nodes on which they are at home."""
         try:
             if not ray.is_initialized():  # as in `_leave`
                 return
             wanted = defaultdict[str, list[int]](list)
             for problem, home in guests:
                 wanted[home].append(problem)
-            calls = list[Any]()
+            calls = []
             for home, problems in wanted.items():
                 # it ended, and the others are homes still
                 with contextlib.suppress(ValueError):
-                    call = find_actor(home).give.remote(problems)
+                    history = find_actor(home)
+                    call = history.give.remote(problems)
                     calls.append(call)
-            for history in wait_for_answers(calls, _GUESTS_WAIT_S, "give"):
-                self._keep_for_engine(history)
+            for content in wait_for_answers(calls, _GUESTS_WAIT_S, "give"):
+                self._keep_for_engine(content)
         except Exception as error:
             logger.warning(
                 "das: requests go on without the history of their problems: %r", error
@@ -346,6 +351,11 @@ class Session:
         self._arrived.append(file)
 
 
+def _counts_of(ranks: Sequence[EngineStats]) -> EngineStats:
+    """Return the counts of an engine: those of its rank that samples."""
+    return max(ranks, key=lambda rank: rank.get("tokens", -1))
+
+
 def _left_s(deadline: float) -> float:
     """Return how many seconds are left; `deadline`: of the monotonic clock."""
     return max(0.0, deadline - time.monotonic())
@@ -353,14 +363,14 @@ def _left_s(deadline: float) -> float:
 
 def _count_behind(engines: Answers, history: Published | None) -> int:
     """Return how many engines have an older history than the published one."""
-    if history is None:
-        newest = math.inf
-    else:
+    newest = math.inf
+    if history is not None:
         newest = history.generation
     num_behind = 0
     for ranks in engines:
         generations = [rank.get("generation", newest) for rank in ranks]
-        if min(generations, default=newest) < newest:
+        oldest = min(generations, default=newest)
+        if oldest < newest:
             num_behind += 1
     return num_behind
 
@@ -369,7 +379,8 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    call = ledger().run.remote()
+    run_ledger = ledger()
+    call = run_ledger.run.remote()
     name = wait_for_answer(call, PATIENCE_S)
     log_dir = f"{das.log_dir}/{name}"
     return das.model_copy(update={"log_dir": log_dir})
