@@ -29,6 +29,9 @@ MAX_FILE_BYTES = 128 << 20
 """Bytes of a file, at which the next begins: a log takes at most twice that."""
 
 
+Stats = dict[str, Any]
+
+
 class StepRecord(NamedTuple):
     """A decode step that was timed."""
 
@@ -78,7 +81,7 @@ class CountsRecord(NamedTuple):
     time that it was asked.
     """
 
-    stats: dict[str, Any]
+    stats: Stats
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
 
 
@@ -112,7 +115,8 @@ class DecisionLog:
         """Write a record, if not at once: after counts or a weight sync everything so
         far is on disk.
         """
-        fields: list[Any] = [_KINDS[type(record)]]
+        kind = _KINDS[type(record)]
+        fields: list[Any] = [kind]
         for value in record:
             if isinstance(value, float):
                 value = round(value, 6)
@@ -153,7 +157,7 @@ class LoggedRollout:
     """Name of the log."""
     steps: list[StepRecord] = field(default_factory=list)
     requests: list[RequestRecord] = field(default_factory=list)
-    counts: list[dict[str, Any]] = field(default_factory=list)
+    counts: list[Stats] = field(default_factory=list)
     """`CountsRecord.stats`."""
     end: WeightSyncRecord | None = None
     """The weight sync that followed; None: the log ends before it."""
@@ -161,7 +165,9 @@ class LoggedRollout:
     @property
     def version(self) -> int:
         """Weight version that followed; -1: the log ends before it."""
-        return -1 if self.end is None else self.end.version
+        if self.end is None:
+            return -1
+        return self.end.version
 
 
 def read(directory: Path) -> list[LoggedRollout]:
@@ -179,7 +185,8 @@ def read(directory: Path) -> list[LoggedRollout]:
             f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
             " run's config"
         )
-    runs = list(dict.fromkeys(str(path.parent) for path in paths))
+    folders = [str(path.parent) for path in paths]
+    runs = list(dict.fromkeys(folders))
     if len(runs) > 1:
         names = ", ".join(runs)
         raise DasError(
@@ -229,7 +236,8 @@ def _records(path: Path) -> Iterator[Record]:
     """Yield the records of a file."""
     text = path.read_text(errors="replace")
     # the last line may be cut, or being written
-    whole_lines = text.rpartition("\n")[0].splitlines()
+    whole, _, _ = text.rpartition("\n")
+    whole_lines = whole.splitlines()
     for number, line in enumerate(whole_lines, 1):
         try:
             kind, *values = json.loads(line)

@@ -25,6 +25,11 @@ _LARGEST = {
 values.
 """
 
+Params = Mapping[str, Any]
+"""A request's sampling parameters, or the `extra_args` in them."""
+Hashes = Sequence[str]
+"""Hashes of a prompt's images, sound and video."""
+
 _PREFIX = "das_"
 _AHEAD = "das_ahead"
 """Key of `Label.ahead`, in `extra_args` of a host's requests alone: JSON has no
@@ -65,7 +70,7 @@ class Label:
     """
 
     @classmethod
-    def of(cls, extra_args: Mapping[str, Any] | None) -> Label:
+    def of(cls, extra_args: Params | None) -> Label:
         """Read a request's `extra_args`, which a stranger may have written; what they
         don't say has its default.
 
@@ -79,14 +84,16 @@ class Label:
         for name in _LARGEST:
             key = _PREFIX + name
             if key in given:
-                found[name] = _read_integer(name, given[key])
+                value = given[key]
+                found[name] = _read_integer(name, value)
         ahead = given.get(_AHEAD)
         if not isinstance(ahead, bytes | None):
             raise BadLabel(f"{_AHEAD}: found {ahead!r:.100}, allowed: bytes")
+        record = found.get("record", True)
         return cls(
             problem=found.get("problem"),
             seed=found.get("seed"),
-            record=bool(found.get("record", True)),
+            record=bool(record),
             start=found.get("start"),
             ahead=ahead,
         )
@@ -102,13 +109,13 @@ class Label:
                 entries[_PREFIX + name] = int(value)
         return entries
 
-    def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def put_into(self, params: Params) -> dict[str, Any]:
         """Return sampling parameters with this label in their `extra_args`."""
-        extra_args = dict(params.get("extra_args") or {})
-        extra_args.update(self.extra_args())
+        given = params.get("extra_args") or {}
+        extra_args = {**given, **self.extra_args()}
         return {**params, "extra_args": extra_args}
 
-    def problem_of(self, prompt_ids: npt.ArrayLike, media: Sequence[str] = ()) -> int:
+    def problem_of(self, prompt_ids: npt.ArrayLike, media: Hashes = ()) -> int:
         """Return the problem that a request with this prompt is about; `media`: hashes
         of the prompt's images.
         """
@@ -187,7 +194,7 @@ class Labeller:
             other._first_turns = self._first_turns.copy()
         return other
 
-    def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
+    def label(self, prompt: Any, validate: bool, media: Hashes = ()) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of
         its images, sound and video); `validate`: its text must stay out of the
         history.
@@ -236,7 +243,7 @@ class Labeller:
             del self._drawn_later[oldest]
 
 
-def _refuse_unknown_keys(extra_args: Mapping[str, Any]) -> None:
+def _refuse_unknown_keys(extra_args: Params) -> None:
     allowed = [_PREFIX + name for name in _LARGEST]
     for key in extra_args:
         is_ours = key.startswith(_PREFIX) and key != _AHEAD

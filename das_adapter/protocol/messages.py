@@ -27,12 +27,17 @@ class Trajectory(NamedTuple):
     """Weight version that wrote it."""
 
 
+Payload = dict[str, Any]
+"""Arguments of a command, plain containers."""
+
+
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
     """Return how long some trajectories are."""
     rows = []
     for trajectory in trajectories:
         num_tokens = len(trajectory.tokens) // _TOKEN_BYTES
-        rows.append((trajectory.problem, num_tokens, trajectory.version))
+        row = (trajectory.problem, num_tokens, trajectory.version)
+        rows.append(row)
     return np.array(rows, RESPONSE)
 
 
@@ -61,10 +66,12 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     texts = []
     for number, trajectory in enumerate(trajectories):
         text = trajectory.tokens
-        rows[number] = (trajectory.problem, len(text), trajectory.version)
+        num_bytes = len(text)
+        rows[number] = (trajectory.problem, num_bytes, trajectory.version)
         texts.append(text)
     count = np.uint64(len(rows))
-    return b"".join([count.tobytes(), rows.tobytes(), *texts])
+    header = count.tobytes() + rows.tobytes()
+    return b"".join([header, *texts])
 
 
 def unpack(content: bytes) -> list[Trajectory]:
@@ -76,12 +83,12 @@ def unpack(content: bytes) -> list[Trajectory]:
             f" {_ROW.itemsize}"
         )
     rows = np.frombuffer(content, _ROW, count, offset=_COUNT_BYTES)
-    texts_begin = _COUNT_BYTES + rows.nbytes
-    end = texts_begin + sum(rows["bytes"].tolist())
+    begin = _COUNT_BYTES + rows.nbytes
+    text_bytes = rows["bytes"].tolist()
+    end = begin + sum(text_bytes)
     if count and end != len(content):
         raise ValueError(f"found {len(content)} bytes of trajectories, expected {end}")
     trajectories = []
-    begin = texts_begin
     for problem, num_bytes, version in rows.tolist():
         text = content[begin : begin + num_bytes]
         trajectories.append(Trajectory(problem, text, version))
@@ -112,11 +119,12 @@ class Refresh:
         """`lengths` as an array, [n] of `RESPONSE`."""
         return np.frombuffer(self.lengths, RESPONSE)
 
-    def payload(self) -> dict[str, Any]:
+    def payload(self) -> Payload:
         """Return the fields that are not at their default, of which
         `Refresh(**payload)` makes the same message.
         """
-        return TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
+        adapter = TypeAdapter(Refresh)
+        return adapter.dump_python(self, exclude_defaults=True)
 
 
 class Refreshed(TypedDict, total=False):
@@ -130,9 +138,7 @@ class Refreshed(TypedDict, total=False):
     """What went wrong; the rank goes on without drafts."""
 
 
-async def call_workers(
-    engine: Any, command: str, payload: dict[str, Any]
-) -> list[list[Any]]:
+async def call_workers(engine: Any, command: str, payload: Payload) -> list[list[Any]]:
     """Run a command in every worker of vLLM's `AsyncLLM`.
 
     Its own `collective_rpc` calls all data-parallel engines too, but returns the

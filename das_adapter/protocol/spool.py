@@ -27,6 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ KEPT_BYTES = 64 << 20
 _BLOCK_BYTES = 512
 """Unit in which a file's status counts the space that it takes."""
 
+AnyPath = str | os.PathLike[str]
 Leave = Callable[[Sequence[Any]], None]
 """Leaves what was gathered."""
 
@@ -127,8 +129,9 @@ def _lies_beside_store(directory: Path, object_store_bytes: int) -> bool:
 def bytes_on_disk(directory: Path) -> int:
     """Return how many bytes the files of a history's directory take."""
     num_blocks = 0
-    folder = directory / FOLDER
-    for path in (*directory.glob("*"), *folder.glob("*")):
+    published = directory.glob("*")
+    left = (directory / FOLDER).glob("*")
+    for path in chain(published, left):
         with contextlib.suppress(OSError):  # it was removed
             status = path.lstat()
             num_blocks += status.st_blocks
@@ -145,7 +148,7 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def put_file(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
+def put_file(directory: AnyPath, name: str, content: bytes) -> None:
     """Leave a file in a spool, all of it or nothing; one of the same name is replaced.
 
     Raises:
@@ -166,7 +169,7 @@ def put_file(directory: str | os.PathLike[str], name: str, content: bytes) -> No
 
 
 def put_batch(
-    directory: str | os.PathLike[str], engine: str, trajectories: Sequence[Trajectory]
+    directory: AnyPath, engine: str, trajectories: Sequence[Trajectory]
 ) -> None:
     """Leave what an engine wrote; `put_file` says what is raised. Files are taken in
     the order of their names.
@@ -192,14 +195,16 @@ class Answer(NamedTuple):
     def write_to(self, directory: Path, engine: str) -> None:
         """Leave the answer in a spool; `put_file` says what is raised."""
         content = json.dumps(self).encode()
-        put_file(directory, f"{ANSWER}-{engine}", content)
+        name = f"{ANSWER}-{engine}"
+        put_file(directory, name, content)
 
     @classmethod
     def read(cls, path: Path) -> Answer:
         """Read what was left; ValueError, TypeError: it is no answer."""
         content = path.read_bytes()
         number, generation, log = json.loads(content)
-        return cls(int(number), int(generation), list(map(str, log)))
+        lines = list(map(str, log))
+        return cls(int(number), int(generation), lines)
 
 
 class Gathered:
