@@ -22,7 +22,13 @@ from das_adapter import patching
 from das_adapter.callers import CALLERS
 from das_adapter.errors import ConfigError, UnsupportedHost
 from das_adapter.features import RUN_AHEAD, feature_of
-from das_adapter.sources import Sources, Symbol, installed_version, symbols
+from das_adapter.sources import (
+    Sources,
+    Symbol,
+    installed_version,
+    public_version,
+    symbols,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -293,8 +299,7 @@ def version(host: str, directory: Path | None = None) -> str | None:
 
 def numbers(release: str) -> tuple[int, ...]:
     """Return the numbers of a version, three at most, to compare it by."""
-    public = release.split("+")[0]
-    digits = re.findall(r"\d+", public)[:3]
+    digits = re.findall(r"\d+", public_version(release))[:3]
     return tuple(map(int, digits))
 
 

@@ -53,11 +53,11 @@ _BEHIND_HISTORY = "history+"
 _TOKENS_LOOKED_UP = 16
 """Most draft tokens of a request in a step where they are looked up, by default."""
 _TOKENS_OF_COPY = 5
-"""The policy copy's, by default."""
+"""Draft tokens of the policy copy, by default."""
 _TOKENS_IN_PARALLEL = 7
-"""Those of a neural drafter that drafts all in one pass, by default."""
+"""Draft tokens of a neural drafter that drafts all in one pass, by default."""
 _TOKENS_OF_NEURAL = 3
-"""Those of other neural drafters, by default."""
+"""Draft tokens of other neural drafters, by default."""
 _SIZE = re.compile(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", re.IGNORECASE)
 
 

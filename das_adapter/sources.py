@@ -240,12 +240,12 @@ def _version_beside(directory: Path, distributions: Iterable[str]) -> str | None
     if own is None:
         return beside[0] if beside else None
     for version in beside:
-        if _public(version) == _public(own):
+        if public_version(version) == public_version(own):
             return version
     return own
 
 
-def _public(version: str) -> str:
+def public_version(version: str) -> str:
     """Return a version without what a build has added to it."""
     return version.split("+")[0]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from das_adapter import compat
-from das_adapter.sources import Sources, Symbol
+from das_adapter.sources import Sources, Symbol, public_version
 
 logger = logging.getLogger("das_adapter")
 
@@ -54,7 +54,7 @@ class Comparison:
         """How far the tests count for the installed package, in a few words."""
         if self.changed:
             return f"changed since {self.nearest}"
-        if _public(self.installed) == self.nearest:
+        if public_version(self.installed) == self.nearest:
             return "tried"
         return f"same code as {self.nearest}"
 
@@ -122,14 +122,10 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     fewest = min(map(len, changed.values()))
     alike = [version for version, names in changed.items() if len(names) == fewest]
     nearest = alike[-1]
-    if _public(installed) in alike:
-        nearest = _public(installed)
+    own = public_version(installed)
+    if own in alike:
+        nearest = own
     return Comparison(installed, nearest, tuple(changed[nearest]))
-
-
-def _public(version: str) -> str:
-    """Return a version without what a build has added to it."""
-    return version.split("+")[0]
 
 
 def _differences(one: Digests, other: Digests) -> list[str]:

@@ -26,7 +26,7 @@ _JOB_POLL_S = 5.0
 _END_S = 30.0
 """How long a run waits for what an earlier run of its job has left."""
 _END_POLL_S = 0.05
-"""How often it looks whether that has ended."""
+"""How often a run looks whether an earlier one has ended."""
 _METRICS_S = 10.0
 """How long the trainer's logger waits for the figures of a step."""
 _REPORTED_STEPS = 8

@@ -25,9 +25,9 @@ from das_adapter.service.writer import Writer
 logger = logging.getLogger("das_adapter")
 
 _TICK_S = 0.02
-"""How often it looks for what has arrived."""
+"""How often the writer looks for what has arrived."""
 _REST_S = 0.5
-"""How often it looks for other work, while there is none."""
+"""How often the writer looks for other work, while there is none."""
 _KEPT_LINES = 100
 """Lines of the log that wait for the next engine that asks, at most."""
 

@@ -123,7 +123,7 @@ class NodeHistory:
         self._start: str | None = None
         """Saved history that is to be loaded."""
         self._loaded: set[Path] = set()
-        """Files of it that were."""
+        """Files of that history that were loaded."""
         if node is not None:
             threading.Thread(
                 target=self._tick_for_ever, name="das-carry", daemon=True

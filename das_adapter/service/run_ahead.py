@@ -187,7 +187,7 @@ class AheadSample:
     text: array[int] = field(default_factory=lambda: array("i"))
     """What is written, int32 token ids."""
     ended: bool = False
-    """Whether that is all."""
+    """Whether the response ends with that text."""
 
     def add(self, seed: int | None, tokens: Sequence[int], ended: bool) -> None:
         """Add a piece, and say whether it is the last one; `seed`: of the noise."""
@@ -222,9 +222,9 @@ class AheadWriter:
         self._step_samples = 0
         """Number of samples of a step."""
         self._tasks = set[asyncio.Task[None]]()
-        """The samples that are being written."""
+        """Tasks of the samples that are being written."""
         self.task: asyncio.Task[None] | None = None
-        """Lends replicas, as long as there is something to write."""
+        """The task that begins samples, as long as there are any."""
 
     def add(self, step: int, samples: Sequence[AheadSample]) -> None:
         """Write a step ahead, too, behind those that wait."""
@@ -307,7 +307,7 @@ class AheadRequests:
         engine.
         """
         self._num_requests = 0
-        """Other requests."""
+        """Requests that do not write ahead."""
         self._rests = True
         """Whether no rollout goes on."""
         self._ending: asyncio.Task[None] | None = None
