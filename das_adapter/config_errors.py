@@ -47,23 +47,25 @@ _LOSSY_KEY = re.compile("synthetic|lenien|typical|posterior")
 _SET_BY_BLOCK = ("method", "model", "num_speculative_tokens")
 """Keys of vLLM's speculative_config that other keys of the block set."""
 
-Needs = Mapping[str, Mapping[str, Sequence[str | None]]]
+Values = Sequence[str | None]
+"""Values of a key, one of which another key needs."""
+Needs = Mapping[str, Mapping[str, Values]]
 """What keys need to have an effect, see `config.NEEDS`."""
 Place = tuple[Any, ...]
 """Keys that lead to a node of a host's config."""
 
 
-def message(error: ErrorDetails, model: Any, above: tuple[str, ...] = ("das",)) -> str:
+def message(error: ErrorDetails, model: Any, above: Place = ("das",)) -> str:
     """Return the message about one of pydantic's errors in a block that `model`, a
     `BaseModel`, read; `above`: keys over it.
     """
-    location = error["loc"] or ("",)
-    key = ".".join(map(str, (*above, *error["loc"])))
+    location = error["loc"]
+    key = _dotted((*above, *location))
     if error["type"] != "extra_forbidden":
         found = error["input"]
         reason = error["msg"].removeprefix("Value error, ")
         return f"{key}: found {found!r}: {reason}"
-    *parents, name = location
+    *parents, name = location or ("",)
     for parent in parents:
         fields = getattr(model, "model_fields", None)
         if fields is None:  # a mapping of blocks
@@ -115,11 +117,16 @@ def refuse_elsewhere(config: Any, block: str) -> None:
         found = _value_at(config, place)
         right = _value_at(config, right_place)
         if found not in (None, right):
-            key = ".".join(map(str, place))
+            key = _dotted(place)
             raise ConfigError(
                 f"{key}: found a block in a place where it has no effect; write it to"
                 f" {block}"
             )
+
+
+def _dotted(place: Place) -> str:
+    """Return keys as a message calls their place."""
+    return ".".join(map(str, place))
 
 
 def _value_at(config: Any, place: Place) -> Any:
@@ -153,8 +160,10 @@ def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
         return {**vars(node), **further}.items()
     if not hasattr(node, "items_ex"):
         return node.items()
+    if not len(node):
+        return ()
     # OmegaConf's: what a key refers to has a place of its own, or none
-    items: Iterable[tuple[Any, Any]] = node.items_ex(resolve=False) if len(node) else ()
+    items: Iterable[tuple[Any, Any]] = node.items_ex(resolve=False)
     return items
 
 
@@ -172,14 +181,16 @@ def check_effects(config: BaseModel, needs: Needs) -> None:
 
 def lacking(
     config: BaseModel, needs: Needs, key: str
-) -> Iterator[tuple[str, Any, Sequence[str | None]]]:
+) -> Iterator[tuple[str, Any, Values]]:
     """Yield what a key lacks to have an effect: each setting, its value, and those that
     are needed.
     """
     block = key.partition(".")[0]
-    needed = {**needs.get(block, {}), **needs.get(key, {})}
-    for setting, values in needed.items():
-        found: Any = operator.attrgetter(setting)(config)
+    of_block = needs.get(block, {})
+    of_key = needs.get(key, {})
+    for setting, values in {**of_block, **of_key}.items():
+        read = operator.attrgetter(setting)
+        found: Any = read(config)
         if found not in values:
             yield setting, found, values
 
@@ -189,8 +200,11 @@ def check_draft(config: Any) -> None:
     (`config.DasConfig`).
     """
     drafter = f"das.drafter={config.drafter!r}"
-    if config.neural and config.method != "mtp" and config.draft.model is None:
-        raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
+    has_checkpoint = config.draft.model is not None
+    needs_checkpoint = config.neural and config.method != "mtp"
+    if needs_checkpoint and not has_checkpoint:
+        reason = f"{drafter} needs the drafter's checkpoint"
+        raise wrong("draft.model", None, reason)
     if config.by_model and config.model_tokens > MAX_MODEL_TOKENS:
         raise wrong(
             "max_draft_tokens",
@@ -225,7 +239,8 @@ def check_options(options: Mapping[str, Any], needed: str | None) -> None:
         elif _is_lossy(key, value):
             reason = "with which tokens lose the policy's distribution"
         if reason is not None:
-            raise wrong(f"draft.options.{key}", value, f"{reason}: remove it")
+            full_key = f"draft.options.{key}"
+            raise wrong(full_key, value, f"{reason}: remove it")
 
 
 def _is_lossy(key: str, value: Any) -> bool:
@@ -241,8 +256,10 @@ def resembles_das(key: str) -> bool:
     """Return whether a key of the host's config is probably meant to be `das`."""
     words = re.split("[_-]", key.lower())
     first = words[0]
+    if len(first) <= 2:
+        return False
     near = difflib.get_close_matches(first, ["das"], cutoff=0.8)
-    return len(first) > 2 and bool(near)
+    return bool(near)
 
 
 def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -261,6 +278,7 @@ def unwritable(directory: str) -> Path | None:
     path = Path(directory).absolute()
     while not path.exists():
         path = path.parent
-    if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+    may_write = os.access(path, os.W_OK | os.X_OK)
+    if may_write and path.is_dir():
         return None
     return path

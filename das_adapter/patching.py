@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,9 @@ class Patch:
         """
         docstring = self.replacement.__doc__ or ""
         text = " ".join(docstring.split())
-        why, _, until = text.partition("Remove this patch when ")
-        return {"why": why.strip(), "until": until.rstrip(".")}
+        why, _, rest = text.partition("Remove this patch when ")
+        until = rest.rstrip(".")
+        return {"why": why.strip(), "until": until}
 
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
@@ -88,9 +89,10 @@ class Patch:
 
     def _apply_to(self, target: str, owner: Any = None, context: Context = ()) -> None:
         name = self.replacement.__name__
-        attribute = target.rpartition(":")[2].rpartition(".")[2]
+        module, _, dotted = target.partition(":")
+        *path, attribute = dotted.split(".")
         if owner is None:
-            owner = _owner_of(target)
+            owner = _owner(module, path)
         stock = getattr(owner, attribute, None)
         earlier = getattr(stock, _MARK, None)
         if earlier == name:
@@ -126,10 +128,10 @@ class Patch:
         self._apply_to(target)
 
 
-def _owner_of(target: str) -> Any:
-    """Return the module or class whose attribute a target is; None: it is not there."""
-    module, _, dotted = target.partition(":")
-    *path, _ = dotted.split(".")
+def _owner(module: str, path: Sequence[str]) -> Any:
+    """Return a module, or the class at a path in it, of a Ray actor the class that it
+    was made of; None: it is not there.
+    """
     owner: Any = importlib.import_module(module)
     for part in path:
         owner = getattr(owner, part, None)
@@ -180,7 +182,8 @@ def patches() -> tuple[Patch, ...]:
         text = path.read_text(encoding="utf-8")
         if "\n@patch(" in text:
             relative = path.relative_to(root).with_suffix("")
-            module = ".".join((__package__, *relative.parts))
+            parts = (__package__, *relative.parts)
+            module = ".".join(parts)
             found += _patches_in(text, path, module)
     return tuple(found)
 
@@ -193,14 +196,17 @@ def _patches_in(text: str, path: Path, module: str) -> list[Patch]:
     for node in ast.parse(text).body:
         if _is_constant(node) or _is_patch(node):
             kept.append(node)
-    code = compile(ast.Module(kept, []), str(path), "exec")
+    tree = ast.Module(kept, [])
+    code = compile(tree, str(path), "exec")
     names: dict[str, Any] = {"__name__": module, "patch": patch}
     exec(code, names)
     return [value for value in names.values() if isinstance(value, Patch)]
 
 
 def _is_constant(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    if not isinstance(node, ast.Assign):
+        return False
+    return isinstance(node.value, ast.Constant)
 
 
 def _is_patch(node: ast.stmt) -> bool:

@@ -35,6 +35,9 @@ _IMPORTS = 3
 _DIGEST_CHARACTERS = 10
 
 Nodes = list[ast.AST]
+Definitions = dict[str, Nodes]
+"""The nodes that define a name, by its dotted path."""
+Definition = tuple[str, ast.AST]
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,14 @@ class Symbol:
     @property
     def path(self) -> str:
         """Module and name, by which a message calls it."""
-        return f"{self.module.removesuffix('.*')}.{self.name}"
+        module = self.module.removesuffix(".*")
+        return f"{module}.{self.name}"
 
     def __str__(self) -> str:
-        signature = f"({', '.join(self.parameters)})" if self.parameters else ""
-        return f"{self.path}{signature}"
+        if not self.parameters:
+            return self.path
+        parameters = ", ".join(self.parameters)
+        return f"{self.path}({parameters})"
 
 
 def symbols(text: str, feature: str = "") -> tuple[Symbol, ...]:
@@ -93,7 +99,7 @@ class Sources:
         """
         self._package = package
         self._directory = directory or directory_of(package)
-        self._definitions: dict[str, dict[str, Nodes]] = {}
+        self._definitions: dict[str, Definitions] = {}
         """What the modules define that were read, by module and dotted path."""
 
     def files(self, module: str) -> dict[str, Path]:
@@ -115,16 +121,17 @@ class Sources:
                     found[f"{name}.{path.stem}"] = path
         return found
 
-    def definitions(self, module: str) -> dict[str, Nodes]:
+    def definitions(self, module: str) -> Definitions:
         """Return what a module defines, by dotted path: the nodes that define it, in
         the order of the source. It is empty where there is no such module.
         """
         if module not in self._definitions:
-            found: dict[str, Nodes] = {}
+            found: Definitions = {}
             for path in self.files(module).values():
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-                for name, node in _defined(tree):
-                    found.setdefault(name, []).append(node)
+                text = path.read_text(encoding="utf-8")
+                for name, node in _defined(ast.parse(text)):
+                    nodes = found.setdefault(name, [])
+                    nodes.append(node)
             self._definitions[module] = found
         return self._definitions[module]
 
@@ -132,7 +139,8 @@ class Sources:
         """Return whether a symbol is not defined, or is a function without a parameter
         that it must have.
         """
-        nodes = self.definitions(symbol.module).get(symbol.name)
+        definitions = self.definitions(symbol.module)
+        nodes = definitions.get(symbol.name)
         if nodes is None:
             return True
         first = nodes[0]
@@ -171,16 +179,19 @@ class Sources:
                 text += _written(node)
         if not text:
             return None
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return digest[:_DIGEST_CHARACTERS]
+        digest = hashlib.sha256(text.encode())
+        return digest.hexdigest()[:_DIGEST_CHARACTERS]
 
     def _code(self, module: str, name: str, imports: int = _IMPORTS) -> Nodes:
         """Return the nodes that define a name, behind so many imports at most."""
-        nodes = self.definitions(module).get(name, [])
+        definitions = self.definitions(module)
+        nodes = definitions.get(name, [])
         if not imports:
             return nodes
         for node in nodes:
-            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.level or not node.module:
                 continue
             for alias in node.names:
                 if name in (alias.asname, alias.name):
@@ -271,7 +282,7 @@ def _own_version(directory: Path) -> str | None:
     return None
 
 
-def _defined(scope: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
+def _defined(scope: ast.AST, above: str = "") -> Iterator[Definition]:
     """Yield what a module or class defines: its dotted path and the node that defines
     it. What a method assigns on an object counts as the class's.
     """
@@ -288,16 +299,22 @@ def _defined(scope: ast.AST, above: str = "") -> Iterator[tuple[str, ast.AST]]:
             for alias in node.names:
                 name = alias.asname or alias.name
                 yield above + name, node
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        elif _is_stored(node) and isinstance(node, ast.Name):
             yield above + node.id, node
         else:
             yield from _defined(node, above)  # of `if`, `try` and assignments
 
 
+def _is_stored(node: ast.AST) -> bool:
+    """Return whether a name or an attribute is assigned."""
+    context = getattr(node, "ctx", None)
+    return isinstance(context, ast.Store)
+
+
 def _assigned_attributes(function: ast.AST) -> Iterator[ast.Attribute]:
     """Yield the attributes that a function assigns."""
     for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if _is_stored(node) and isinstance(node, ast.Attribute):
             yield node
 
 
@@ -306,8 +323,8 @@ def _written(value: Any, inside: bool = False) -> str:
     `inside`: of a function.
     """
     if isinstance(value, list):
-        parts = [_written(part, inside) for part in value]
-        return f"[{','.join(parts)}]"
+        elements = ",".join(_written(part, inside) for part in value)
+        return f"[{elements}]"
     if not isinstance(value, ast.AST):
         return repr(value)
     inside = inside or isinstance(value, Function)
@@ -316,7 +333,9 @@ def _written(value: Any, inside: bool = False) -> str:
         if part is not None and part != []:
             text = _written(part, inside)
             parts.append(f"{name}={text}")
-    return f"{type(value).__name__}({','.join(parts)})"
+    kind = type(value).__name__
+    arguments = ",".join(parts)
+    return f"{kind}({arguments})"
 
 
 def _code_fields(node: ast.AST, inside: bool) -> dict[str, Any]:
@@ -331,6 +350,7 @@ def _code_fields(node: ast.AST, inside: bool) -> dict[str, Any]:
         fields.pop("annotation")
     if isinstance(node, Function):
         fields.pop("returns")
-    if isinstance(node, Function | ast.ClassDef) and ast.get_docstring(node, False):
-        fields["body"] = node.body[1:]
+    if isinstance(node, Function | ast.ClassDef):
+        if ast.get_docstring(node, clean=False):
+            fields["body"] = node.body[1:]
     return fields

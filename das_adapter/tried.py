@@ -22,6 +22,8 @@ logger = logging.getLogger("das_adapter")
 
 RECORD = Path(__file__).with_name("tried_digests.json")
 """By host and function: the versions in which the function has a digest."""
+Watched = tuple[Symbol, bool]
+"""A symbol, and whether the whole of a class counts."""
 Digests = dict[str, str]
 """Digests of functions, by module and name."""
 _SETS = {
@@ -59,12 +61,12 @@ class Comparison:
         return f"same code as {self.nearest}"
 
 
-def watched(host: str) -> dict[str, tuple[Symbol, bool]]:
+def watched(host: str) -> dict[str, Watched]:
     """Return the symbols of a host whose code has a digest, by module and name: each
     with whether that of a class counts as a whole.
     """
     known = compat.HOSTS[host]
-    found: dict[str, tuple[Symbol, bool]] = {}
+    found: dict[str, Watched] = {}
     for relied_on in (known, *_SETS.get(host, ())):
         for symbol in relied_on.symbols:
             found[symbol.path] = (symbol, False)
@@ -83,7 +85,9 @@ def digests(host: str, directory: Path | None = None) -> Digests:
     package = compat.HOSTS[host].package
     sources = Sources(package, directory)
     found: Digests = {}
-    for path, (symbol, whole) in sorted(watched(host).items()):
+    symbols = watched(host)
+    for path in sorted(symbols):
+        symbol, whole = symbols[path]
         digest = sources.digest(symbol, whole)
         if digest is not None:
             found[path] = digest
@@ -92,12 +96,14 @@ def digests(host: str, directory: Path | None = None) -> Digests:
 
 def recorded(host: str) -> dict[str, Digests]:
     """Return the recorded digests of a host's functions, by version."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    content = RECORD.read_text(encoding="utf-8")
+    record = json.loads(content)
     by_version: dict[str, Digests] = {}
     for path, versions_of in record.get(host, {}).items():
         for digest, versions in versions_of.items():
             for version in versions:
-                by_version.setdefault(version, {})[path] = digest
+                found = by_version.setdefault(version, {})
+                found[path] = digest
     return by_version
 
 
@@ -118,9 +124,13 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     changed: dict[str, list[str]] = {}
     for version in compat.HOSTS[host].tried:
         if version in known:  # a test holds that all are
-            changed[version] = _differences(found, known[version])
+            digests_then = known[version]
+            changed[version] = _differences(found, digests_then)
     fewest = min(map(len, changed.values()))
-    alike = [version for version, names in changed.items() if len(names) == fewest]
+    alike = []
+    for version, names in changed.items():
+        if len(names) == fewest:
+            alike.append(version)
     nearest = alike[-1]
     own = public_version(installed)
     if own in alike:
@@ -130,8 +140,11 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
 
 def _differences(one: Digests, other: Digests) -> list[str]:
     """Return the names whose digests differ, or that only one of both has."""
-    paths = one.keys() | other.keys()
-    return sorted(path for path in paths if one.get(path) != other.get(path))
+    found = []
+    for path in sorted(one.keys() | other.keys()):
+        if one.get(path) != other.get(path):
+            found.append(path)
+    return found
 
 
 def some_of(names: Sequence[str]) -> str:
