@@ -213,7 +213,7 @@ class Bench:
         drafter.engine.close(list(drafter.engine.live))
         drafter.engine.policy = drafts
         drafter.timer = StepTimer()
-        drafter.engine.counters.take()
+        drafter.engine.counters.read_and_reset()
         self.turn += 1
         shift = self.turn * PROBLEMS
         version = self.turn * WINDOW

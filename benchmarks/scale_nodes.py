@@ -48,9 +48,9 @@ class Engines:
             if command == "stats":
                 return [[{"tokens": 1}]]
             index = self._indexes[of]
-            if command == "visit":
+            if command == "map_guest_history":
                 for file in payload["files"]:
-                    index.visit(file)
+                    index.map_guest_history(file)
             elif payload.get("history"):
                 directory, generation = payload["history"]
                 if directory != self._directories[of]:
@@ -74,7 +74,7 @@ class Engines:
         written = 0
         for i, problem in enumerate(problems):
             session = self._sessions[i % len(self._sessions)]
-            session.begun([problem])
+            session.fetch_guest_history([problem])
             rng = np.random.default_rng(problem)
             base = rng.integers(0, 100_000, tokens, dtype=np.int32)
             rng = np.random.default_rng((problem, step))
@@ -84,7 +84,7 @@ class Engines:
                     rng.integers(0, 100_000, tokens, dtype=np.int32),
                     base,
                 )
-                session.finished(Label(problem, seed=1), text, 0.0, 1.0, step)
+                session.record_response(Label(problem, seed=1), text, 0.0, 1.0, step)
                 written += text.nbytes
             time.sleep(max(0.0, begin + seconds * i / len(problems) - time.monotonic()))
         return written
@@ -135,8 +135,8 @@ def count_traffic(history: Any) -> None:
             traffic["ledger calls"] += 1
             return getattr(self._actor, name)
 
-    stock = node.ledger.running
-    node.ledger.running = lambda: Ledger(stock())
+    stock = node.ledger.running_ledger
+    node.ledger.running_ledger = lambda: Ledger(stock())
 
 
 def traffic_of(history: Any) -> Counter[str]:
@@ -191,18 +191,18 @@ class Run:
         return ray.get([engines.sync.remote(self.version) for engines in self.engines])
 
     def histories(self) -> list[Any]:
-        from das_adapter.service.ledger import actor, history_of
+        from das_adapter.service.ledger import find_actor, history_name
 
-        return [actor(history_of(node.node_id)) for node in self.nodes]
+        return [find_actor(history_name(node.node_id)) for node in self.nodes]
 
     def place(self, problems: list[int], at_home: float) -> list[list[int]]:
         """Distribute problems over the nodes, a share of them where they are at
         home.
         """
         from das_adapter.core.homes import homes
-        from das_adapter.service.ledger import histories
+        from das_adapter.service.ledger import history_names
 
-        names = histories()
+        names = history_names()
         rng = np.random.default_rng(self.version)
         order = [
             next(i for i, node in enumerate(self.nodes) if name.endswith(node.node_id))

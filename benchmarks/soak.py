@@ -126,7 +126,7 @@ class Replica:
             self._llm.llm_engine,
         )
         step = engine.step
-        engine.step = lambda: (self._session.visit(), step())[1]
+        engine.step = lambda: (self._session.map_guest_history(), step())[1]
         self._session.start()
         self._drafted = self._accepted = 0
         gc.freeze()  # what is here by now is not looked at again
@@ -154,7 +154,7 @@ class Replica:
             Label(prompt_identity(ids), request_seed(0, prompt_identity(ids), step, i))
             for ids, i in asked
         ]
-        self._session.begun(
+        self._session.fetch_guest_history(
             label.problem for label in labels if label.problem is not None
         )
         begin = time.time()
@@ -170,7 +170,7 @@ class Replica:
         )
         texts = [list(output.outputs[0].token_ids) for output in outputs]
         for label, text in zip(labels, texts, strict=True):
-            self._session.finished(label, text, begin, time.time(), step)
+            self._session.record_response(label, text, begin, time.time(), step)
         return texts
 
     def sync(self, version: int) -> dict[str, Any]:
@@ -286,9 +286,9 @@ class Run:
 
     def history(self, of: int) -> Any:
         """The history of a node."""
-        from das_adapter.service.ledger import actor, history_of
+        from das_adapter.service.ledger import find_actor, history_name
 
-        return actor(history_of(self.nodes[of].node_id))
+        return find_actor(history_name(self.nodes[of].node_id))
 
     def figures(self, of: int) -> dict[str, Any]:
         """What a node's history says of itself."""
@@ -332,9 +332,9 @@ class Run:
         threading.Timer(self.rng.uniform(1, 8), os.kill, (pid, signal.SIGCONT)).start()
 
     def ledger_killed(self) -> None:
-        from das_adapter.service.ledger import running
+        from das_adapter.service.ledger import running_ledger
 
-        ray.kill(running(), no_restart=False)
+        ray.kill(running_ledger(), no_restart=False)
 
     def files_removed(self) -> None:
         shutil.rmtree(self.figures(self.rng.randrange(2))["directory"])
@@ -352,10 +352,10 @@ class Run:
 
     def text_torn(self) -> None:
         from das_adapter.protocol.messages import Trajectory, pack
-        from das_adapter.protocol.spool import put
+        from das_adapter.protocol.spool import put_file
 
         whole = pack([Trajectory(1, bytes(400), 0)])
-        put(
+        put_file(
             self.figures(self.rng.randrange(2))["directory"],
             "batch-torn-0-0",
             whole[: self.rng.randrange(len(whole))],
@@ -392,7 +392,9 @@ class Run:
         pinned = NodeAffinitySchedulingStrategy(third.node_id, soft=False)
 
         def join() -> None:
-            ray.get(node.here(HistoryConfig(max_bytes=2**26)).directory.remote())
+            ray.get(
+                node.history_here(HistoryConfig(max_bytes=2**26)).directory.remote()
+            )
 
         ray.get(
             ray.remote(join).options(num_cpus=0, scheduling_strategy=pinned).remote()

@@ -22,23 +22,23 @@ class _Commands(click.Group):
         except BrokenPipeError:  # click ends quietly where nobody reads on
             raise
         except (DasError, OSError) as error:
-            raise _error(ctx)(str(error)) from None
+            raise _error_class(ctx)(str(error)) from None
         except ModuleNotFoundError as error:
-            extra = (
-                "; the page needs das-adapter[plot]" if error.name == "plotly" else ""
-            )
-            raise _error(ctx)(f"{error}{extra}") from None
+            reason = str(error)
+            if error.name == "plotly":
+                reason += "; the page needs das-adapter[plot]"
+            raise _error_class(ctx)(reason) from None
 
 
 class _CompareError(click.ClickException):
     exit_code = 2  # 1 says that tokens differ
 
 
-def _error(ctx: click.Context) -> type[click.ClickException]:
+def _error_class(ctx: click.Context) -> type[click.ClickException]:
     """Return the error with which the command that was called ends."""
-    return (
-        _CompareError if ctx.invoked_subcommand == "compare" else click.ClickException
-    )
+    if ctx.invoked_subcommand == "compare":
+        return _CompareError
+    return click.ClickException
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -22,7 +22,13 @@ from das_adapter import patching
 from das_adapter.callers import CALLERS
 from das_adapter.errors import ConfigError, UnsupportedHost
 from das_adapter.features import RUN_AHEAD, feature_of
-from das_adapter.sources import Sources, Symbol, installed_version, symbols
+from das_adapter.sources import (
+    Sources,
+    Symbol,
+    installed_version,
+    public_version,
+    symbols,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -44,45 +50,48 @@ class Host:
 
     @property
     def package(self) -> str:
-        """Name under which Python imports it."""
+        """Name under which Python imports the package."""
         return self.distributions[0].replace("-", "_")
 
     @property
     def callers(self) -> tuple[Symbol, ...]:
-        """Its code that calls das-adapter, or whose records it reads."""
+        """The package's code that calls das-adapter, or whose records it reads."""
         return CALLERS.get(self.package, ())
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
         """All symbols: those that no patch names, and the targets of the patches that
-        `oldest` needs. Patches for a CPU are checked when they are applied. Where a
-        patch adds its attribute, the class must be there.
+        `oldest` needs. Patches for a CPU are checked when they are applied.
         """
-        found = [
-            replace(symbol, feature=feature_of(symbol.module, symbol.feature))
-            for symbol in self.relied_on
-        ]
+        found = []
+        for symbol in self.relied_on:
+            feature = feature_of(symbol.module, symbol.feature)
+            found.append(replace(symbol, feature=feature))
         for patch in patching.patches():
-            needs = tuple(re.findall(r"\w+", patch.needs))
-            counts = (
-                numbers(patch.since) <= numbers(self.oldest)
-                and ".cpu." not in patch.replacement.__module__
-            )
-            for module, _, name in (
-                target.partition(":") for target in patch.targets if counts
-            ):
-                if module.startswith(f"{self.package}."):
-                    name = name.rpartition(".")[0] if patch.adds else name
-                    found.append(
-                        Symbol(
-                            module,
-                            name,
-                            needs,
-                            patch.optional,
-                            feature_of(module, patch.feature),
-                        )
-                    )
+            is_for_cpu = ".cpu." in patch.replacement.__module__
+            is_needed = numbers(patch.since) <= numbers(self.oldest)
+            if is_for_cpu or not is_needed:
+                continue
+            for target in patch.targets:
+                if target.startswith(f"{self.package}."):
+                    found.append(_symbol_of(patch, target))
         return tuple(found)
+
+
+def _symbol_of(patch: patching.Patch, target: str) -> Symbol:
+    """Return what must be there for a patch of a target: the target, or, where the
+    patch adds it, its class.
+    """
+    module, _, name = target.partition(":")
+    if patch.adds:
+        name = name.rpartition(".")[0]
+    return Symbol(
+        module,
+        name,
+        parameters=tuple(re.findall(r"\w+", patch.needs)),
+        optional=patch.optional,
+        feature=feature_of(module, patch.feature),
+    )
 
 
 _VLLM = symbols("""
@@ -230,12 +239,12 @@ V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 run V1.
 """
 V2_NEURAL = Host(_WHEELS, "0.31.0", relied_on=_V2 + _V2_DRAWS)
-"""The same where neural drafters run there, from this version on; before, all but
-`draft_model` do with what earlier versions have instead.
+"""What is relied on where neural drafters run on the V2 runner, from this version on;
+before, all but `draft_model` do with what earlier versions have instead.
 """
 V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_DRAWS + _V2_PASSES)
-"""As `V2_NEURAL`, where the policy copy drafts."""
-V2_ASKS = Host(
+"""What is relied on where the policy copy drafts on the V2 runner."""
+V2_OWN_LENGTHS = Host(
     _WHEELS,
     "0.32.0",
     relied_on=symbols(
@@ -290,29 +299,33 @@ def version(host: str, directory: Path | None = None) -> str | None:
 
 def numbers(release: str) -> tuple[int, ...]:
     """Return the numbers of a version, three at most, to compare it by."""
-    return tuple(map(int, re.findall(r"\d+", release.split("+")[0])[:3]))
+    digits = re.findall(r"\d+", public_version(release))[:3]
+    return tuple(map(int, digits))
 
 
 @functools.cache
 def lacking(host: str | Host, directory: Path | None = None) -> list[Symbol]:
-    """List the symbols that a package lacks, or has with other parameters; read from
+    """Return the symbols that a package lacks, or has with other parameters; read from
     its source files, nothing is imported. `directory`: of the package, if it is not the
     one that Python would import.
     """
     known = HOSTS[host] if isinstance(host, str) else host
     sources = Sources(known.package, directory)
 
-    def lacks(symbol: Symbol) -> bool:
-        within = symbol.name.partition(".")[0]
-        if symbol.optional and within not in sources.definitions(symbol.module):
-            return False
-        return sources.lacks(symbol)
-
-    return list(filter(lacks, known.symbols))
+    found = []
+    for symbol in known.symbols:
+        outermost = symbol.name.partition(".")[0]
+        if symbol.optional and outermost not in sources.definitions(symbol.module):
+            continue
+        if sources.lacks(symbol):
+            found.append(symbol)
+    return found
 
 
 def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
-    """List what a package lacks of the symbols that every run needs; see `lacking`."""
+    """Return what a package lacks of the symbols that every run needs; see
+    `lacking`.
+    """
     return [symbol for symbol in lacking(host, directory) if not symbol.feature]
 
 
@@ -372,9 +385,11 @@ def require(host: str) -> None:
     gone = missing(host)
     if gone:
         names = ", ".join(map(str, gone))
+        known = HOSTS[host]
+        tried = ", ".join(known.tried)
         raise UnsupportedHost(
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >="
-            f" {HOSTS[host].oldest}, tried with {', '.join(HOSTS[host].tried)}"
+            f" {known.oldest}, tried with {tried}"
         )
 
 
@@ -382,7 +397,8 @@ def for_cpu(host: str) -> Any:
     """Return what the room `cpu` has for a host; its entry points name it, so that no
     other room imports that one.
     """
-    return importlib.metadata.entry_points(group="das_adapter.cpu")[host].load()
+    entry_points = importlib.metadata.entry_points(group="das_adapter.cpu")
+    return entry_points[host].load()
 
 
 def check_plugin() -> None:
@@ -393,9 +409,8 @@ def check_plugin() -> None:
         ConfigError: names the variable.
     """
     found = os.environ.get(PLUGINS_VARIABLE, "auto")
-    if found.strip().lower() != "auto" and "das_adapter" not in map(
-        str.strip, found.lower().split(",")
-    ):
+    plugins = [name.strip() for name in found.lower().split(",")]
+    if plugins != ["auto"] and "das_adapter" not in plugins:
         raise ConfigError(
             f"{PLUGINS_VARIABLE}: found {found!r}, with which veRL leaves das-adapter"
             " out; allowed: not set, 'auto', or a list with das_adapter"

@@ -48,8 +48,23 @@ _NEURAL = (*get_args(_Neural), *get_args(_WithHistory))
 _PARALLEL = ("dflash", "dspark")
 
 
+_BEHIND_HISTORY = "history+"
+"""Begin of the names of drafters that draft beside the history."""
+_TOKENS_LOOKED_UP = 16
+"""Most draft tokens of a request in a step where they are looked up, by default."""
+_TOKENS_OF_COPY = 5
+"""Draft tokens of the policy copy, by default."""
+_TOKENS_IN_PARALLEL = 7
+"""Draft tokens of a neural drafter that drafts all in one pass, by default."""
+_TOKENS_OF_NEURAL = 3
+"""Draft tokens of other neural drafters, by default."""
+_SIZE = re.compile(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", re.IGNORECASE)
+
+
 def _read_speculate(when: Any) -> Any:
-    if when in ("auto", "always") or (type(when) is int and when >= 1):
+    if when in ("auto", "always"):
+        return when
+    if type(when) is int and when >= 1:
         return when
     raise ValueError(
         "allowed: 'auto', 'always', or a number of running requests, 1 or more"
@@ -57,9 +72,7 @@ def _read_speculate(when: Any) -> Any:
 
 
 def _read_size(size: Any) -> Any:
-    if isinstance(size, int | str) and re.fullmatch(
-        r"\d+(\.\d+)? *([kmgtpe]i?)?b?", str(size), re.I
-    ):
+    if isinstance(size, int | str) and _SIZE.fullmatch(str(size)):
         return size
     raise ValueError(
         "allowed: a number of bytes, 65536 or more, or a size such as 512MiB"
@@ -67,7 +80,9 @@ def _read_size(size: Any) -> Any:
 
 
 def _read_load(load: Any) -> Any:
-    if load is None or load is False or (isinstance(load, str) and load):
+    if load is None or load is False:
+        return load
+    if isinstance(load, str) and load:
         return load
     raise ValueError("allowed: null, a directory, or false")
 
@@ -267,7 +282,7 @@ class DasConfig(_Block):
     @property
     def method(self) -> str:
         """What vLLM calls the neural drafter."""
-        return self.drafter.removeprefix("history+")
+        return self.drafter.removeprefix(_BEHIND_HISTORY)
 
     @property
     def parallel(self) -> bool:
@@ -289,24 +304,29 @@ class DasConfig(_Block):
         """Most tokens that a model drafts for a request in a step: the policy copy, or
         the neural drafter.
         """
-        usual = 7 if self.parallel else 3 if self.neural else 5
-        return (
-            min(usual, self.num_draft_tokens)
-            if self.looked_up
-            else self.max_draft_tokens or usual
-        )
+        if self.parallel:
+            default = _TOKENS_IN_PARALLEL
+        elif self.neural:
+            default = _TOKENS_OF_NEURAL
+        else:
+            default = _TOKENS_OF_COPY
+        if self.looked_up:
+            return min(default, self.num_draft_tokens)
+        return self.max_draft_tokens or default
 
     @property
     def num_draft_tokens(self) -> int:
         """Most draft tokens of a request in a step (vLLM's num_speculative_tokens)."""
-        return self.max_draft_tokens or 16 if self.looked_up else self.model_tokens
+        if self.looked_up:
+            return self.max_draft_tokens or _TOKENS_LOOKED_UP
+        return self.model_tokens
 
     @property
     def keyed(self) -> bool:
         """Whether tokens are sampled with keyed noise."""
-        return self.verify.noise == "keyed" or (
-            self.verify.noise is None and self.drafter != "none"
-        )
+        if self.verify.noise is None:
+            return self.drafter != "none"
+        return self.verify.noise == "keyed"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers that `parse` reads back to an equal config: the
@@ -348,15 +368,15 @@ def parse(block: Any) -> DasConfig | None:
     if block is None:
         return None
     try:
-        config = DasConfig.model_validate(_plain(block))
+        config = DasConfig.model_validate(_to_plain_containers(block))
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(message(e, DasConfig) for e in error.errors())
-        ) from None
-    if config.drafter != "none":
-        check_effects(config, NEEDS)
-        check_draft(config)
-    return config if config.drafter != "none" or config.keyed else None
+        messages = [message(found, DasConfig) for found in error.errors()]
+        raise ConfigError("\n".join(messages)) from None
+    if config.drafter == "none":
+        return config if config.keyed else None
+    check_effects(config, NEEDS)
+    check_draft(config)
+    return config
 
 
 def read(source: str) -> Any:
@@ -367,7 +387,9 @@ def read(source: str) -> Any:
     if not source.strip():
         return None
     found = read_mapping(source)
-    return block_of(found, source) if "das" in found else found
+    if "das" in found:
+        return block_of(found, source)
+    return found
 
 
 def read_mapping(source: str) -> Mapping[str, Any]:
@@ -377,11 +399,10 @@ def read_mapping(source: str) -> Mapping[str, Any]:
     import yaml
 
     try:
-        text = (
-            source
-            if source.lstrip().startswith("{")
-            else Path(source).expanduser().read_text()
-        )
+        text = source
+        if not source.lstrip().startswith("{"):
+            path = Path(source).expanduser()
+            text = path.read_text()
         try:  # YAML knows no tabs between JSON's values
             found = json.loads(text)
         except ValueError:
@@ -407,9 +428,11 @@ def block_of(parent: Any, where: str) -> Any:
     if not isinstance(parent, Mapping):
         return None
     if "das" not in parent:
-        for key in filter(resembles_das, map(str, parent)):
-            raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
-    elif parent["das"] is None:
+        for key in parent:
+            if resembles_das(str(key)):
+                raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
+        return None
+    if parent["das"] is None:
         raise ConfigError(
             f"{where}.das: found an empty block: write `drafter: none`, or `das: {{}}`"
             " for the defaults"
@@ -423,16 +446,17 @@ def check_files(config: DasConfig) -> None:
     """
     if config.drafter == "none":
         return
-    if config.history.load and not os.path.isdir(config.history.load):
-        raise wrong(
-            "history.load", config.history.load, "expected a directory that exists"
-        )
-    if config.log_dir is not None and (there := unwritable(config.log_dir)):
-        raise wrong(
-            "log_dir",
-            config.log_dir,
-            f"expected a directory that can be written to: {there} is none",
-        )
+    load = config.history.load
+    if load and not os.path.isdir(load):
+        raise wrong("history.load", load, "expected a directory that exists")
+    if config.log_dir is not None:
+        obstacle = unwritable(config.log_dir)
+        if obstacle is not None:
+            raise wrong(
+                "log_dir",
+                config.log_dir,
+                f"expected a directory that can be written to: {obstacle} is none",
+            )
 
 
 def make_absolute(block: MutableMapping[str, Any], config: DasConfig) -> None:
@@ -445,12 +469,15 @@ def make_absolute(block: MutableMapping[str, Any], config: DasConfig) -> None:
         block["history"]["load"] = os.path.abspath(config.history.load)
 
 
-def _plain(node: Any) -> Any:
-    """Turn a host's containers (OmegaConf's, say) into plain ones with strings as
+def _to_plain_containers(node: Any) -> Any:
+    """Return a host's containers (OmegaConf's, say) as plain ones, with strings as
     keys.
     """
     if isinstance(node, Mapping):
-        return {str(key): _plain(value) for key, value in node.items()}
+        plain = {}
+        for key, value in node.items():
+            plain[str(key)] = _to_plain_containers(value)
+        return plain
     if isinstance(node, Sequence) and not isinstance(node, str | bytes):
-        return [_plain(value) for value in node]
+        return [_to_plain_containers(value) for value in node]
     return node

@@ -5,7 +5,7 @@ is allowed or to be written.
 from __future__ import annotations
 
 import difflib
-import functools
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,39 +34,63 @@ IN_EVERY_STEP = (
 """Keys of vLLM's speculative_config with which a neural drafter has to draft in every
 step, as vLLM has it.
 """
-MOST_BY_MODEL = 16
+MAX_MODEL_TOKENS = 16
 """Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly
 ever accepted.
 """
-LOSSY = {"rejection_sample_method": ("standard", "block")}
+LOSSLESS = {"rejection_sample_method": ("standard", "block")}
 """Keys of vLLM's speculative_config that decide acceptance, and their values that keep
 the policy's distribution.
 """
+_LOSSY_KEY = re.compile("synthetic|lenien|typical|posterior")
+"""Occurs in the names of keys with which tokens lose the policy's distribution."""
+_SET_BY_BLOCK = ("method", "model", "num_speculative_tokens")
+"""Keys of vLLM's speculative_config that other keys of the block set."""
+
+Values = Sequence[str | None]
+"""Values of a key, one of which another key needs."""
+Needs = Mapping[str, Mapping[str, Values]]
+"""What keys need to have an effect, see `config.NEEDS`."""
+Place = tuple[Any, ...]
+"""Keys that lead to a node of a host's config."""
 
 
-def message(error: ErrorDetails, model: Any, above: tuple[str, ...] = ("das",)) -> str:
-    """Say one of pydantic's errors about a block that `model`, a `BaseModel`, read;
-    `above`: keys over it.
+def message(error: ErrorDetails, model: Any, above: Place = ("das",)) -> str:
+    """Return the message about one of pydantic's errors in a block that `model`, a
+    `BaseModel`, read; `above`: keys over it.
     """
-    *parents, name = error["loc"] or ("",)
-    key = ".".join(map(str, (*above, *error["loc"])))
+    location = error["loc"]
+    key = _dotted((*above, *location))
     if error["type"] != "extra_forbidden":
-        return (
-            f"{key}: found {error['input']!r}:"
-            f" {error['msg'].removeprefix('Value error, ')}"
-        )
+        found = error["input"]
+        reason = error["msg"].removeprefix("Value error, ")
+        return f"{key}: found {found!r}: {reason}"
+    *parents, name = location or ("",)
     for parent in parents:
-        # of a block; else it is a mapping of blocks
         fields = getattr(model, "model_fields", None)
-        model = get_args(model)[1] if fields is None else fields[str(parent)].annotation
-    near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    hint = f"; write {SUCCESSORS[key]} in its place." if key in SUCCESSORS else hint
-    return f"{key}: unknown key{hint} Allowed: {', '.join(model.model_fields)}"
+        if fields is None:  # a mapping of blocks
+            model = get_args(model)[1]
+        else:
+            model = fields[str(parent)].annotation
+    allowed = list(model.model_fields)
+    hint = _hint(key, str(name), allowed)
+    names = ", ".join(allowed)
+    return f"{key}: unknown key{hint} Allowed: {names}"
+
+
+def _hint(key: str, name: str, allowed: Sequence[str]) -> str:
+    """Return what ends the sentence about an unknown key: what to write instead."""
+    successor = SUCCESSORS.get(key)
+    if successor is not None:
+        return f"; write {successor} in its place."
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return "."
 
 
 def wrong(key: str, found: Any, allowed: str) -> ConfigError:
-    """Make the error of a key's value."""
+    """Return the error about a key's value."""
     return ConfigError(f"das.{key}: found {found!r}, {allowed}")
 
 
@@ -75,9 +99,9 @@ def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
     key, can't run.
     """
     if found not in allowed:
+        values = " or ".join(map(repr, allowed))
         raise ConfigError(
-            f"{block}: found {key}={found!r} beside it, allowed:"
-            f" {' or '.join(map(repr, allowed))}"
+            f"{block}: found {key}={found!r} beside it, allowed: {values}"
         )
 
 
@@ -86,55 +110,69 @@ def refuse_elsewhere(config: Any, block: str) -> None:
     which the right place refers, and one among engine arguments; `block`: the key of
     the right place.
     """
-
-    def at(place: Iterable[Any]) -> Any:
-        return functools.reduce(within, place, config)
-
-    def within(node: Any, key: Any) -> Any:
-        return node.get(key) if isinstance(node, Mapping) else getattr(node, key, None)
-
-    right = tuple(block.split("."))
+    right_place = tuple(block.split("."))
     for place in _places_of_blocks(config):
-        if place != right and at(place) not in (None, at(right)):
-            key = ".".join(map(str, place))
+        if place == right_place:
+            continue
+        found = _value_at(config, place)
+        right = _value_at(config, right_place)
+        if found not in (None, right):
+            key = _dotted(place)
             raise ConfigError(
                 f"{key}: found a block in a place where it has no effect; write it to"
                 f" {block}"
             )
 
 
-def _places_of_blocks(
-    node: Any, above: tuple[Any, ...] = ()
-) -> Iterator[tuple[Any, ...]]:
+def _dotted(place: Place) -> str:
+    """Return keys as a message calls their place."""
+    return ".".join(map(str, place))
+
+
+def _value_at(config: Any, place: Place) -> Any:
+    """Return what is at a place of a host's config; None: nothing."""
+    value = config
+    for key in place:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        else:
+            value = getattr(value, key, None)
+    return value
+
+
+def _places_of_blocks(node: Any, above: Place = ()) -> Iterator[Place]:
     """Yield the keys that lead to what is under `das` in a host's config: whatever it
     is at the top, mappings below.
     """
-    items: Iterable[tuple[Any, Any]]
-    if not isinstance(node, Mapping):
-        items = {
-            **vars(node),
-            **(getattr(node, "model_extra", None) or {}),
-        }.items()  # pydantic's
-    elif hasattr(
-        node, "items_ex"
-    ):  # OmegaConf's: what a key refers to has a place of its own, or none
-        items = node.items_ex(resolve=False) if len(node) else []
-    else:
-        items = node.items()
-    for key, value in items:
+    for key, value in _items_of(node):
+        place = (*above, key)
         if key == "das":
-            yield from [(*above, key)] * (isinstance(value, Mapping) or not above)
+            if isinstance(value, Mapping) or not above:
+                yield place
         elif isinstance(value, Mapping | BaseModel) and key != "additional_config":
-            yield from _places_of_blocks(value, (*above, key))
+            yield from _places_of_blocks(value, place)
 
 
-def check_effects(
-    config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]
-) -> None:
-    """Refuse a key that was set and has no effect; `needs`: see `config.NEEDS`."""
+def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of a node of a host's config."""
+    if not isinstance(node, Mapping):
+        further = getattr(node, "model_extra", None) or {}  # pydantic's
+        return {**vars(node), **further}.items()
+    if not hasattr(node, "items_ex"):
+        return node.items()
+    if not len(node):
+        return ()
+    # OmegaConf's: what a key refers to has a place of its own, or none
+    items: Iterable[tuple[Any, Any]] = node.items_ex(resolve=False)
+    return items
+
+
+def check_effects(config: BaseModel, needs: Needs) -> None:
+    """Refuse a key that was set and has no effect."""
     for key, value in _set_keys(config):
-        for setting, found, values in lacking(config, needs, key):
-            allowed = " or ".join(repr(value) for value in values if value is not None)
+        for setting, found, needed in lacking(config, needs, key):
+            named = [repr(one) for one in needed if one is not None]
+            allowed = " or ".join(named)
             raise ConfigError(
                 f"das.{key}={value!r} has an effect only with das.{setting}={allowed}"
                 f" (found {found!r}): remove it"
@@ -142,16 +180,17 @@ def check_effects(
 
 
 def lacking(
-    config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]], key: str
-) -> Iterator[tuple[str, Any, Sequence[str | None]]]:
+    config: BaseModel, needs: Needs, key: str
+) -> Iterator[tuple[str, Any, Values]]:
     """Yield what a key lacks to have an effect: each setting, its value, and those that
-    are needed; `needs`: see `config.NEEDS`.
+    are needed.
     """
-    for setting, values in {
-        **needs.get(key.partition(".")[0], {}),
-        **needs.get(key, {}),
-    }.items():
-        found: Any = functools.reduce(getattr, setting.split("."), config)
+    block = key.partition(".")[0]
+    of_block = needs.get(block, {})
+    of_key = needs.get(key, {})
+    for setting, values in {**of_block, **of_key}.items():
+        read = operator.attrgetter(setting)
+        found: Any = read(config)
         if found not in values:
             yield setting, found, values
 
@@ -161,13 +200,16 @@ def check_draft(config: Any) -> None:
     (`config.DasConfig`).
     """
     drafter = f"das.drafter={config.drafter!r}"
-    if config.neural and config.method != "mtp" and config.draft.model is None:
-        raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
-    if config.by_model and config.model_tokens > MOST_BY_MODEL:
+    has_checkpoint = config.draft.model is not None
+    needs_checkpoint = config.neural and config.method != "mtp"
+    if needs_checkpoint and not has_checkpoint:
+        reason = f"{drafter} needs the drafter's checkpoint"
+        raise wrong("draft.model", None, reason)
+    if config.by_model and config.model_tokens > MAX_MODEL_TOKENS:
         raise wrong(
             "max_draft_tokens",
             config.max_draft_tokens,
-            f"allowed with {drafter}: 1 to {MOST_BY_MODEL}",
+            f"allowed with {drafter}: 1 to {MAX_MODEL_TOKENS}",
         )
     always = "das.budget='unlimited' and das.speculate='always'"
     if config.in_every_step and config.log_dir is not None:
@@ -176,10 +218,10 @@ def check_draft(config: Any) -> None:
             config.log_dir,
             f"allowed: null, because nothing is decided with {always}",
         )
-    check_options(
-        config.draft.options,
-        None if config.in_every_step else f"das.drafter={config.method!r}, {always}",
-    )
+    needed = None
+    if not config.in_every_step:
+        needed = f"das.drafter={config.method!r}, {always}"
+    check_options(config.draft.options, needed)
 
 
 def check_options(options: Mapping[str, Any], needed: str | None) -> None:
@@ -189,25 +231,35 @@ def check_options(options: Mapping[str, Any], needed: str | None) -> None:
     `needed`: what the keys of `IN_EVERY_STEP` need; None: they are allowed.
     """
     for key, value in options.items():
-        refused = None
-        if key in ("method", "model", "num_speculative_tokens"):
-            refused = "which das.drafter, das.draft.model and das.max_draft_tokens set"
-        elif value and key in IN_EVERY_STEP and needed:
-            refused = f"allowed only with {needed}"
-        elif (
-            value not in LOSSY[key]
-            if key in LOSSY
-            else re.search("synthetic|lenien|typical|posterior", key)
-        ):
-            refused = "with which tokens lose the policy's distribution"
-        if refused:
-            raise wrong(f"draft.options.{key}", value, f"{refused}: remove it")
+        reason = None
+        if key in _SET_BY_BLOCK:
+            reason = "which das.drafter, das.draft.model and das.max_draft_tokens set"
+        elif key in IN_EVERY_STEP and value and needed:
+            reason = f"allowed only with {needed}"
+        elif _is_lossy(key, value):
+            reason = "with which tokens lose the policy's distribution"
+        if reason is not None:
+            full_key = f"draft.options.{key}"
+            raise wrong(full_key, value, f"{reason}: remove it")
+
+
+def _is_lossy(key: str, value: Any) -> bool:
+    """Return whether tokens lose the policy's distribution with a value of a key of
+    vLLM's speculative_config.
+    """
+    if key in LOSSLESS:
+        return value not in LOSSLESS[key]
+    return _LOSSY_KEY.search(key) is not None
 
 
 def resembles_das(key: str) -> bool:
     """Return whether a key of the host's config is probably meant to be `das`."""
-    word = re.split("[_-]", key.lower())[0]
-    return len(word) > 2 and bool(difflib.get_close_matches(word, ["das"], cutoff=0.8))
+    words = re.split("[_-]", key.lower())
+    first = words[0]
+    if len(first) <= 2:
+        return False
+    near = difflib.get_close_matches(first, ["das"], cutoff=0.8)
+    return bool(near)
 
 
 def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -224,5 +276,9 @@ def unwritable(directory: str) -> Path | None:
     first of its parents that is there. None: nothing does.
     """
     path = Path(directory).absolute()
-    there = next(place for place in (path, *path.parents) if place.exists())
-    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
+    while not path.exists():
+        path = path.parent
+    may_write = os.access(path, os.W_OK | os.X_OK)
+    if may_write and path.is_dir():
+        return None
+    return path

@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,13 @@ from das_adapter.errors import DasError, UnsupportedHost
 logger = logging.getLogger("das_adapter")
 
 _MARK = "__das_patch__"
+"""Attribute of what stands at a target: the name of the patch that put it there."""
+
+Replacement = Callable[..., Any]
+"""Gets what stands at a target, None where nothing does, and what `Patch.apply` was
+given; returns what stands there from then on.
+"""
+Context = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,8 @@ class Patch:
     """`package.module:Class.attribute` each; of a Ray actor the class that it was made
     of.
     """
-    replacement: Callable[..., Any]
-    """Called with what stands there, None where nothing does, and what `apply` was
-    given.
-    """
+    replacement: Replacement
+    """The function that is the patch."""
     adds: bool = False
     """Whether nothing stands there in the package itself."""
     since: str = ""
@@ -61,10 +66,11 @@ class Patch:
         """What its docstring says: what fails without the patch (`why`), and when it
         can be removed (`until`).
         """
-        why, _, until = " ".join((self.replacement.__doc__ or "").split()).partition(
-            "Remove this patch when "
-        )
-        return {"why": why.strip(), "until": until.rstrip(".")}
+        docstring = self.replacement.__doc__ or ""
+        text = " ".join(docstring.split())
+        why, _, rest = text.partition("Remove this patch when ")
+        until = rest.rstrip(".")
+        return {"why": why.strip(), "until": until}
 
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
@@ -81,69 +87,88 @@ class Patch:
         for target in self.targets:
             self._apply_to(target, owner, context)
 
-    def _apply_to(
-        self, target: str, owner: Any = None, context: tuple[Any, ...] = ()
-    ) -> None:
+    def _apply_to(self, target: str, owner: Any = None, context: Context = ()) -> None:
         name = self.replacement.__name__
-        (module, _, dotted) = target.partition(":")
+        module, _, dotted = target.partition(":")
         *path, attribute = dotted.split(".")
         if owner is None:
-            owner = importlib.import_module(module)
-            for part in path:
-                owner = getattr(owner, part, None)
-            if actor := getattr(owner, "__ray_metadata__", None):
-                owner = actor.modified_class
+            owner = _owner(module, path)
         stock = getattr(owner, attribute, None)
-        first = getattr(stock, _MARK, None)
-        if first == name:
+        earlier = getattr(stock, _MARK, None)
+        if earlier == name:
             return
-        if first is not None:
-            raise DasError(f"patch {name}: {target} is patched already, by {first}")
-        if (stock is None and not self.adds) or owner is None:
+        if earlier is not None:
+            raise DasError(f"patch {name}: {target} is patched already, by {earlier}")
+        is_missing = stock is None and not self.adds
+        if owner is None or is_missing:
             raise UnsupportedHost(f"patch {name}: found no {target}")
         replaced = self.replacement(stock, *context)
-        if replaced is not stock:
-            if stock is not None and inspect.isfunction(replaced):
-                functools.update_wrapper(replaced, stock)
-            setattr(replaced, _MARK, name)
-            setattr(owner, attribute, replaced)
+        if replaced is stock:
+            return
+        if stock is not None and inspect.isfunction(replaced):
+            functools.update_wrapper(replaced, stock)
+        setattr(replaced, _MARK, name)
+        setattr(owner, attribute, replaced)
 
     def try_apply(self) -> None:
-        """Apply it where that is possible: a package that has changed must not disturb
-        a run without a `das:` block. One with a block is stopped by
+        """Apply the patch where that is possible: a package that has changed must not
+        disturb a run without a `das:` block. One with a block is stopped by
         `compat.require`.
         """
         _try(self.apply)
 
     def when_imported(self) -> None:
-        """Apply it to each target when the target's module is imported."""
+        """Apply the patch to each target when the target's module is imported."""
         for target in self.targets:
             module = target.partition(":")[0]
-            when_imported(module, functools.partial(self._apply_when_loaded, target))
+            apply = functools.partial(self._apply_when_loaded, target)
+            when_imported(module, apply)
 
     def _apply_when_loaded(self, target: str, _module: object) -> None:
         self._apply_to(target)
+
+
+def _owner(module: str, path: Sequence[str]) -> Any:
+    """Return a module, or the class at a path in it, of a Ray actor the class that it
+    was made of; None: it is not there.
+    """
+    owner: Any = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part, None)
+    actor = getattr(owner, "__ray_metadata__", None)
+    if actor:
+        return actor.modified_class
+    return owner
 
 
 def when_imported(module: str, act: Callable[[Any], object]) -> None:
     """Do something with a module when it is imported, if it has what is relied on (see
     `try_apply`).
     """
-    wrapt.when_imported(module)(lambda imported: _try(lambda: act(imported)))
+
+    def act_on(imported: Any) -> None:
+        _try(functools.partial(act, imported))
+
+    wrapt.when_imported(module)(act_on)
 
 
 def _try(act: Callable[[], object]) -> None:
+    """Do something with a host, unless it lacks what is needed for it."""
     try:
         act()
     except (UnsupportedHost, AttributeError, ImportError) as error:
         logger.debug("das: %s", error)
 
 
-def patch(*targets: str, **described: Any) -> Callable[[Callable[..., Any]], Patch]:
+def patch(*targets: str, **described: Any) -> Callable[[Replacement], Patch]:
     """Make a function the patch of its targets, which may name constants of its module;
     `described`: further fields.
     """
-    return lambda replacement: Patch(targets, replacement, **described)
+
+    def describe(replacement: Replacement) -> Patch:
+        return Patch(targets, replacement, **described)
+
+    return describe
 
 
 @functools.cache
@@ -156,22 +181,38 @@ def patches() -> tuple[Patch, ...]:
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\n@patch(" in text:
-            kept = [
-                node for node in ast.parse(text).body if _constant(node) or _patch(node)
-            ]
-            module = ".".join(
-                (__package__, *path.relative_to(root).with_suffix("").parts)
-            )
-            names: dict[str, Any] = {"__name__": module, "patch": patch}
-            exec(compile(ast.Module(kept, []), str(path), "exec"), names)
-            found += [value for value in names.values() if isinstance(value, Patch)]
+            relative = path.relative_to(root).with_suffix("")
+            parts = (__package__, *relative.parts)
+            module = ".".join(parts)
+            found += _patches_in(text, path, module)
     return tuple(found)
 
 
-def _constant(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+def _patches_in(text: str, path: Path, module: str) -> list[Patch]:
+    """Return the patches in the source of a module: its constants and its patches are
+    executed, nothing else.
+    """
+    kept = []
+    for node in ast.parse(text).body:
+        if _is_constant(node) or _is_patch(node):
+            kept.append(node)
+    tree = ast.Module(kept, [])
+    code = compile(tree, str(path), "exec")
+    names: dict[str, Any] = {"__name__": module, "patch": patch}
+    exec(code, names)
+    return [value for value in names.values() if isinstance(value, Patch)]
 
 
-def _patch(node: ast.stmt) -> bool:
-    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else ()
-    return any(ast.unparse(decorator).startswith("patch(") for decorator in decorators)
+def _is_constant(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.Assign):
+        return False
+    return isinstance(node.value, ast.Constant)
+
+
+def _is_patch(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    for decorator in node.decorator_list:
+        if ast.unparse(decorator).startswith("patch("):
+            return True
+    return False

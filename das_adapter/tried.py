@@ -16,13 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from das_adapter import compat
-from das_adapter.sources import Sources, Symbol
+from das_adapter.sources import Sources, Symbol, public_version
 
 logger = logging.getLogger("das_adapter")
 
 RECORD = Path(__file__).with_name("tried_digests.json")
 """By host and function: the versions in which the function has a digest."""
-_SETS = {"vllm": (compat.V2_COPY, compat.V2_ASKS, compat.ENDS_AT_STOP_STRINGS)}
+Watched = tuple[Symbol, bool]
+"""A symbol, and whether the whole of a class counts."""
+Digests = dict[str, str]
+"""Digests of functions, by module and name."""
+_SETS = {
+    "vllm": (compat.V2_COPY, compat.V2_OWN_LENGTHS, compat.ENDS_AT_STOP_STRINGS),
+}
 """What is relied on, beside `HOSTS`, where an engine can do more."""
 _NAMED = 5
 """How many functions a message names."""
@@ -47,53 +53,58 @@ class Comparison:
 
     @property
     def state(self) -> str:
-        """Say in a few words how far the tests count for the installed package."""
+        """How far the tests count for the installed package, in a few words."""
         if self.changed:
             return f"changed since {self.nearest}"
-        return (
-            "tried"
-            if self.installed.split("+")[0] == self.nearest
-            else f"same code as {self.nearest}"
-        )
+        if public_version(self.installed) == self.nearest:
+            return "tried"
+        return f"same code as {self.nearest}"
 
 
-def watched(host: str) -> dict[str, tuple[Symbol, bool]]:
+def watched(host: str) -> dict[str, Watched]:
     """Return the symbols of a host whose code has a digest, by module and name: each
     with whether that of a class counts as a whole.
     """
     known = compat.HOSTS[host]
-    relied_on = (
-        symbol for one in (known, *_SETS.get(host, ())) for symbol in one.symbols
-    )
-    found = {symbol.path: (symbol, False) for symbol in relied_on}
-    return found | {symbol.path: (symbol, True) for symbol in known.callers}
+    found: dict[str, Watched] = {}
+    for relied_on in (known, *_SETS.get(host, ())):
+        for symbol in relied_on.symbols:
+            found[symbol.path] = (symbol, False)
+    for symbol in known.callers:
+        found[symbol.path] = (symbol, True)
+    return found
 
 
-def digests(host: str, directory: Path | None = None) -> dict[str, str]:
+def digests(host: str, directory: Path | None = None) -> Digests:
     """Return the digests of what a host's code does, by module and name.
 
     Args:
         host: key of `compat.HOSTS`.
         directory: of the package; None: where Python would import it from.
     """
-    sources = Sources(compat.HOSTS[host].package, directory)
-    found = {
-        path: sources.digest(symbol, whole)
-        for path, (symbol, whole) in sorted(watched(host).items())
-    }
-    return {path: digest for path, digest in found.items() if digest is not None}
+    package = compat.HOSTS[host].package
+    sources = Sources(package, directory)
+    found: Digests = {}
+    symbols = watched(host)
+    for path in sorted(symbols):
+        symbol, whole = symbols[path]
+        digest = sources.digest(symbol, whole)
+        if digest is not None:
+            found[path] = digest
+    return found
 
 
-def recorded(host: str) -> dict[str, dict[str, str]]:
+def recorded(host: str) -> dict[str, Digests]:
     """Return the recorded digests of a host's functions, by version."""
-    versions: dict[str, dict[str, str]] = {}
-    for path, found in (
-        json.loads(RECORD.read_text(encoding="utf-8")).get(host, {}).items()
-    ):
-        for digest, same in found.items():
-            for version in same:
-                versions.setdefault(version, {})[path] = digest
-    return versions
+    content = RECORD.read_text(encoding="utf-8")
+    record = json.loads(content)
+    by_version: dict[str, Digests] = {}
+    for path, versions_of in record.get(host, {}).items():
+        for digest, versions in versions_of.items():
+            for version in versions:
+                found = by_version.setdefault(version, {})
+                found[path] = digest
+    return by_version
 
 
 @functools.cache
@@ -110,24 +121,39 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
         return None
     found = digests(host, directory)
     known = recorded(host)
-    # a test holds that all are
-    tried = (version for version in compat.HOSTS[host].tried if version in known)
-    changed = {version: _differences(found, known[version]) for version in tried}
+    changed: dict[str, list[str]] = {}
+    for version in compat.HOSTS[host].tried:
+        if version in known:  # a test holds that all are
+            digests_then = known[version]
+            changed[version] = _differences(found, digests_then)
     fewest = min(map(len, changed.values()))
-    alike = [version for version in changed if len(changed[version]) == fewest]
-    own = installed.split("+")[0]
-    nearest = own if own in alike else alike[-1]
+    alike = []
+    for version, names in changed.items():
+        if len(names) == fewest:
+            alike.append(version)
+    nearest = alike[-1]
+    own = public_version(installed)
+    if own in alike:
+        nearest = own
     return Comparison(installed, nearest, tuple(changed[nearest]))
 
 
-def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return sorted(path for path in {*one, *other} if one.get(path) != other.get(path))
+def _differences(one: Digests, other: Digests) -> list[str]:
+    """Return the names whose digests differ, or that only one of both has."""
+    found = []
+    for path in sorted(one.keys() | other.keys()):
+        if one.get(path) != other.get(path):
+            found.append(path)
+    return found
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Name the first of some functions, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    """Return the first of some functions' names, and how many more there are."""
+    text = ", ".join(names[:_NAMED])
+    num_more = len(names) - _NAMED
+    if num_more > 0:
+        text += f" and {num_more} more"
+    return text
 
 
 def warn(host: str) -> None:

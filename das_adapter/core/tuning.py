@@ -21,3 +21,24 @@ def number(value: Value, unit: str, reason: str) -> Value:
     `docs/tuning.md`.
     """
     return value
+
+
+# What is written ahead of the next steps (service/run_ahead.py, sim/pipeline.py)
+
+RUN_AHEAD_STEPS = number(
+    4,
+    "steps that are written ahead",
+    "a guess: with one, a step that was written ahead leaves hardly an engine idle to"
+    " write the next; a long tail is enough for several; what was written more weight"
+    " syncs ago is repeated less",
+)
+RUN_AHEAD_POLL_S = number(0.2, "s between two looks for idle replicas", "a guess")
+RUN_AHEAD_MIN_REPEATED_SHARE = number(
+    0.05,
+    "share of the tokens written ahead that requests must repeat, or it rests",
+    "a guess",
+)
+RUN_AHEAD_REST_STEPS = number(
+    8, "steps of the first rest after a step that was not worth it", "a guess"
+)
+RUN_AHEAD_MAX_REST_STEPS = number(64, "steps of a rest, at most", "a guess")

@@ -33,8 +33,8 @@ from das_adapter.protocol.spool import (
     Answer,
     Gathered,
     directory_for,
-    put,
     put_batch,
+    put_file,
 )
 
 logger = logging.getLogger("das_adapter")
@@ -182,7 +182,7 @@ class SharedHistory:
 
     def _leave_ask(self) -> None:
         self._enter()
-        put(self._directory, f"{ASK}-{self._engine}", str(self._number).encode())
+        put_file(self._directory, f"{ASK}-{self._engine}", str(self._number).encode())
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""

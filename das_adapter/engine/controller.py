@@ -151,7 +151,9 @@ class EngineController:
             ended = self.policy.end(request.slot)
             if self.log is not None:
                 times = request.began, time.time()
-                self.log.add(decision_log.Request(request.problem, *ended, *times))
+                self.log.add(
+                    decision_log.RequestRecord(request.problem, *ended, *times)
+                )
 
     # The rehearsal
 
@@ -192,7 +194,7 @@ class EngineController:
                 predicted,
                 step.passes,
             )
-            self.log.add(decision_log.Step(begin, *record))
+            self.log.add(decision_log.StepRecord(begin, *record))
         self._tell()
 
     # Failures
@@ -271,7 +273,7 @@ class EngineController:
         stopped = self.policy.idle_reason
         self.policy.weight_sync(message.responses)
         if self.log is not None:
-            sync = decision_log.WeightSync(
+            sync = decision_log.WeightSyncRecord(
                 message.version, asdict(model), saved_s, stopped
             )
             self.log.add(sync)
@@ -294,7 +296,7 @@ class EngineController:
         else what is known of the latter.
         """
         history = self.history.stats() if self.history else {}
-        stats = self.counters.take() | self.policy.figures() | history
+        stats = self.counters.read_and_reset() | self.policy.figures() | history
         told = self._told
         self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
@@ -309,7 +311,7 @@ class EngineController:
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         if self.log is not None:
-            self.log.add(decision_log.Counts({**stats, "propose_seconds": []}))
+            self.log.add(decision_log.CountsRecord({**stats, "propose_seconds": []}))
         if ended := self._untold:
             stats |= {name: ended[name] for name in _OF_ROLLOUT if ended[name]}
             stats |= {

@@ -18,7 +18,7 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Chances, Ints, Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Refresh
-from das_adapter.protocol.spool import size_of
+from das_adapter.protocol.spool import bytes_on_disk
 
 logger = logging.getLogger("das_adapter")
 
@@ -130,14 +130,14 @@ class HistorySource:
         self.index.clear_live()
         return self.index.generation
 
-    def visit(self, files: Sequence[str]) -> None:
+    def map_guest_history(self, files: Sequence[str]) -> None:
         """Map files with the history of problems that are at home on other nodes;
         requests draft from it at once. They keep it until the weight sync that finds
         none of them.
         """
         for file in files:
             try:
-                self.index.visit(file)
+                self.index.map_guest_history(file)
             except (OSError, IndexFileError) as error:
                 logger.warning(
                     "das: history: a problem's history from another node was not"
@@ -160,7 +160,9 @@ class HistorySource:
         self._hits = 0
         return {
             "history_tokens": self.index.tokens,
-            "history_bytes": size_of(Path(self._directory)) if self._directory else 0,
+            "history_bytes": bytes_on_disk(Path(self._directory))
+            if self._directory
+            else 0,
             "live_bytes": self.index.live_bytes,
             "history_requests": requests,
             "history_hits": hits,

@@ -90,7 +90,7 @@ def runner_for(
         why is None
         and drafts
         and args.async_scheduling is False
-        and compat.missing(compat.V2_ASKS)
+        and compat.missing(compat.V2_OWN_LENGTHS)
     ):
         why = (
             "its V2 runner drafts equally many tokens in every step where scheduling is"

@@ -20,7 +20,7 @@ from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
-from das_adapter.protocol.messages import Refresh, Refreshed, plain
+from das_adapter.protocol.messages import Refresh, Refreshed, to_plain_payload
 from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
@@ -136,15 +136,15 @@ class WorkerState:
                 self.fail(error)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`; or of the
-        engine's core: `rehearse`, `rehearsed` or `give_up`. Raises only for an unknown
-        command: a worker that raises during a weight sync would leave the trainer
-        waiting for ever.
+        """Run a command of the host: `hello`, `refresh`, `map_guest_history` or
+        `stats`; or of the engine's core: `rehearse`, `rehearsed` or `give_up`. Raises
+        only for an unknown command: a worker that raises during a weight sync would
+        leave the trainer waiting for ever.
         """
         commands: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "refresh": self._refresh,
-            "visit": self.visit,
+            "map_guest_history": self.map_guest_history,
             "stats": self._stats,
             "rehearse": self.rehearse,
             "rehearsed": self.rehearsed,
@@ -155,7 +155,7 @@ class WorkerState:
                 f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}"
             )
         try:
-            return plain(commands[command](**payload))
+            return to_plain_payload(commands[command](**payload))
         except Exception as error:
             logger.exception("das: %s failed; decoding goes on without drafts", command)
             self.fail(error)
@@ -180,10 +180,10 @@ class WorkerState:
                 logger.error("das: %s", self.counters.alarm)
         return answer
 
-    def visit(self, files: list[str]) -> None:
+    def map_guest_history(self, files: list[str]) -> None:
         """Take the history of problems that are at home on other nodes."""
         if self._decides is not None:
-            self._decides.visit(files)
+            self._decides.map_guest_history(files)
 
     def own_stats(self) -> EngineStats:
         """Return the figures of what stands in the device's memory."""
@@ -279,7 +279,7 @@ class WorkerState:
 
     def _stats(self) -> EngineStats:
         stats = (
-            self.counters.take()
+            self.counters.read_and_reset()
             if self._decides is None
             else self._decides.stats() | self.own_stats()
         )

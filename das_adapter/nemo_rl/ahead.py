@@ -22,19 +22,19 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from das_adapter.nemo_rl.settings import LABELS, MEDIA
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service.run_ahead import (
-    Coming,
-    Job,
+    AheadSample,
+    AheadWriter,
     LookAhead,
-    Writing,
-    new_texts,
-    take,
+    UpcomingBatches,
+    new_step_texts,
+    pop_text,
 )
 
 logger = logging.getLogger("das_adapter")
 
 
 @dataclass(eq=False, kw_only=True)
-class NemoJob(Job):
+class NemoJob(AheadSample):
     """A sample of one of the next steps."""
 
     prompt: torch.Tensor
@@ -61,13 +61,13 @@ class Ahead:
         self._trained = trained
         self._samples = config.grpo.num_generations_per_prompt
         self._last = config.grpo.max_num_steps
-        self.coming = Coming(batches)
+        self.coming = UpcomingBatches(batches)
         self._step = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(
             target=self._loop.run_forever, name="das run-ahead", daemon=True
         ).start()
-        self._writing = Writing(self._lend, generation.give_back, self._write)
+        self._writing = AheadWriter(self._lend, generation.give_back, self._write)
 
     def begin(self, label: Label) -> Label:
         """Let a request begin, on NeMo-RL's event loop; return its label with what was
@@ -79,7 +79,7 @@ class Ahead:
             self._step = step
             self._loop.call_soon_threadsafe(self._writing.stop, step)
             asyncio.get_running_loop().call_soon(self._show)
-        return replace(label, ahead=take(label.seed))
+        return replace(label, ahead=pop_text(label.seed))
 
     def close(self) -> None:
         """Begin nothing more."""
@@ -92,7 +92,7 @@ class Ahead:
             labeller = self._generation.labeller()
             for step, batch, new in self.coming.show(self._step, self._last):
                 jobs = jobs_of(
-                    batch, self._samples, labeller, new_texts() if new else {}
+                    batch, self._samples, labeller, new_step_texts() if new else {}
                 )
                 if new:
                     self._loop.call_soon_threadsafe(self._writing.add, step, jobs)

@@ -90,7 +90,7 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
 
     from das_adapter.service import checkpoint, ledger
 
-    ledger.end_earlier()
+    ledger.end_earlier_run()
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = (

@@ -22,7 +22,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
-from das_adapter.service.run_ahead import Aside
+from das_adapter.service.run_ahead import AheadRequests
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -138,7 +138,7 @@ class EngineHooks:
         if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
             label = replace(label, seed=None)
         for text in texts:
-            self._session.finished(label, text, begin, end, self.version)
+            self._session.record_response(label, text, begin, end, self.version)
 
     def _refitted(self, method: Any, answers: Sequence[Any] | None) -> bool:
         """Return whether a call was a refit that reached every rank, and count the
@@ -169,7 +169,7 @@ class SyncEngineHooks(EngineHooks):
 
     def step(self) -> Any:
         """Take a step of the engine, which drafts from what has arrived."""
-        self._session.visit()
+        self._session.map_guest_history()
         return self._step()
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ class SyncEngineHooks(EngineHooks):
         params = [
             self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)
         ]
-        self._session.begun(
+        self._session.fetch_guest_history(
             m.problem for m in marks if m is not None and m.problem is not None
         )
         outputs = self._generate(prompts, params, **kwargs)
@@ -221,7 +221,7 @@ class AsyncEngineHooks(EngineHooks):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._aside = Aside(lambda ids: self._llm.abort(ids))
+        self._aside = AheadRequests(lambda ids: self._llm.abort(ids))
 
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
@@ -240,7 +240,7 @@ class AsyncEngineHooks(EngineHooks):
                 kwargs["priority"] = kwargs.get("priority") or self._order.priority(
                     mark.problem
                 )
-            self._session.begun([mark.problem])
+            self._session.fetch_guest_history([mark.problem])
         texts: dict[int, Any] = {}
         pieces = sampling_params.output_kind.name == "DELTA"
         begin = time.time()
@@ -275,8 +275,8 @@ class AsyncEngineHooks(EngineHooks):
     async def write_ahead(
         self, generate: Callable[[], AsyncIterator[Any]]
     ) -> tuple[Sequence[int], bool]:
-        """Write what a request of a next step will begin with, as `Aside.write` does;
-        `generate`: sends it.
+        """Write what a request of a next step will begin with, as
+        `AheadRequests.write` does; `generate`: sends it.
         """
 
         async def ask() -> tuple[Sequence[int], bool]:
@@ -309,7 +309,7 @@ class AsyncEngineHooks(EngineHooks):
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
                 self._order.refresh(
-                    await asyncio.to_thread(ledger.expected, 25.0), self.version
+                    await asyncio.to_thread(ledger.expected_lengths, 25.0), self.version
                 )
         return result
 

@@ -197,7 +197,7 @@ class DasVllmGeneration(VllmGeneration):
         `Replicas.lend`); a validation lends none.
         """
         with _counting:
-            self._replicas.turns = self._labeller.turns
+            self._replicas.turns = self._labeller.has_later_turns
             return [] if self._validating else self._replicas.lend(most)
 
     def give_back(self, shard: int) -> None:
@@ -261,7 +261,7 @@ class DasVllmGeneration(VllmGeneration):
     def _predict(self) -> Expected:
         if self._longest_first:
             self._replicas.expected = (
-                ledger.expected(timeout=10) or self._replicas.expected
+                ledger.expected_lengths(timeout_s=10) or self._replicas.expected
             )
         return self._replicas.expected
 
@@ -278,7 +278,7 @@ class DasVllmGeneration(VllmGeneration):
             run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"],
             **kwargs,
         )
-        return ledger.answers(calls, _ANSWER_S, method)
+        return ledger.wait_for_answers(calls, _ANSWER_S, method)
 
 
 def _texts(ids: torch.Tensor, lengths: torch.Tensor) -> list[npt.NDArray[np.int64]]:

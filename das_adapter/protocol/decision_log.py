@@ -22,31 +22,37 @@ from das_adapter.errors import DasError
 logger = logging.getLogger("das_adapter")
 
 _BEFORE = ".before.jsonl"
-_LINES = 256
+"""End of the name of the file with what came before."""
+_LINES_TOGETHER = 256
 """Lines that are written together."""
-MOST = 128 << 20
+MAX_FILE_BYTES = 128 << 20
 """Bytes of a file, at which the next begins: a log takes at most twice that."""
 
 
-class Step(NamedTuple):
+Stats = dict[str, Any]
+
+
+class StepRecord(NamedTuple):
     """A decode step that was timed."""
 
     begin: float
     """Seconds since the epoch, like every time here."""
     requests: int
     tokens: int
-    """In the policy's forward pass."""
+    """Tokens in the policy's forward pass."""
     drafted: int
     """Draft tokens among them."""
     accepted: int
+    """Draft tokens that were accepted."""
     seconds: float
+    """Time of the step."""
     predicted: float | None
-    """By the latency model; None before there was one."""
+    """Seconds that the latency model predicted; None before there was one."""
     passes: int = 0
     """Forward passes of the model that drafts, at its end."""
 
 
-class Request(NamedTuple):
+class RequestRecord(NamedTuple):
     """A request that ended."""
 
     problem: int
@@ -58,7 +64,7 @@ class Request(NamedTuple):
     end: float
 
 
-class WeightSync(NamedTuple):
+class WeightSyncRecord(NamedTuple):
     """A weight sync, which ends a rollout."""
 
     version: int
@@ -70,17 +76,24 @@ class WeightSync(NamedTuple):
     """Why speculation stopped, if it did."""
 
 
-class Counts(NamedTuple):
+class CountsRecord(NamedTuple):
     """What an engine counted since the last such record: before a weight sync, and each
     time that it was asked.
     """
 
-    stats: dict[str, Any]
+    stats: Stats
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
 
 
-Record = Step | Request | WeightSync | Counts
-_KINDS: dict[str, type] = {"s": Step, "r": Request, "v": WeightSync, "c": Counts}
+Record = StepRecord | RequestRecord | WeightSyncRecord | CountsRecord
+_RECORDS: dict[str, type] = {
+    "s": StepRecord,
+    "r": RequestRecord,
+    "v": WeightSyncRecord,
+    "c": CountsRecord,
+}
+"""By the kind that stands at the begin of a line."""
+_KINDS = {record_type: kind for kind, record_type in _RECORDS.items()}
 
 
 class DecisionLog:
@@ -89,12 +102,12 @@ class DecisionLog:
     """
 
     def __init__(self, directory: str):
-        """Raises OSError where the directory can't be made."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        name = (  # hosts may share the directory
-            f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"
-        )
-        self.path = Path(directory) / f"{name}.jsonl"
+        """Begin a log in a directory; OSError: the directory can't be made."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        begin = time.strftime("%Y%m%dT%H%M%S")
+        log_id = uuid.uuid4().hex[:12]  # hosts may share the directory
+        self.path = folder / f"decisions-{begin}-{log_id}.jsonl"
         self._lines: list[str] = []
         self._ended = False
 
@@ -102,16 +115,16 @@ class DecisionLog:
         """Write a record, if not at once: after counts or a weight sync everything so
         far is on disk.
         """
-        kind = next(
-            kind
-            for kind, record_type in _KINDS.items()
-            if isinstance(record, record_type)
-        )
-        values = [
-            round(value, 6) if isinstance(value, float) else value for value in record
-        ]
-        self._lines.append(json.dumps([kind, *values], separators=(",", ":")))
-        if len(self._lines) >= _LINES or isinstance(record, WeightSync | Counts):
+        kind = _KINDS[type(record)]
+        fields: list[Any] = [kind]
+        for value in record:
+            if isinstance(value, float):
+                value = round(value, 6)
+            fields.append(value)
+        line = json.dumps(fields, separators=(",", ":"))
+        self._lines.append(line)
+        ends_rollout = isinstance(record, WeightSyncRecord | CountsRecord)
+        if ends_rollout or len(self._lines) >= _LINES_TOGETHER:
             self.flush()
 
     def flush(self) -> None:
@@ -120,37 +133,44 @@ class DecisionLog:
         """
         if not self._ended:
             try:
-                with self.path.open("a") as file:
-                    file.writelines(line + "\n" for line in self._lines)
-                    full = file.tell() >= MOST
-                if full:
-                    self.path.replace(self.path.with_suffix(_BEFORE))
+                self._write(self._lines)
             except OSError as error:
                 self._ended = True
                 logger.error("das: the decision log %s ends here: %r", self.path, error)
         self._lines = []
 
+    def _write(self, lines: list[str]) -> None:
+        with self.path.open("a") as file:
+            for line in lines:
+                file.write(line + "\n")
+            full = file.tell() >= MAX_FILE_BYTES
+        if full:
+            before = self.path.with_suffix(_BEFORE)
+            self.path.replace(before)
+
 
 @dataclass
-class Rollout:
+class LoggedRollout:
     """What happened between two weight syncs in one engine."""
 
     source: str
     """Name of the log."""
-    steps: list[Step] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    counts: list[dict[str, Any]] = field(default_factory=list)
-    """`Counts.stats`."""
-    end: WeightSync | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    counts: list[Stats] = field(default_factory=list)
+    """`CountsRecord.stats`."""
+    end: WeightSyncRecord | None = None
     """The weight sync that followed; None: the log ends before it."""
 
     @property
     def version(self) -> int:
         """Weight version that followed; -1: the log ends before it."""
-        return -1 if self.end is None else self.end.version
+        if self.end is None:
+            return -1
+        return self.end.version
 
 
-def read(directory: Path) -> list[Rollout]:
+def read(directory: Path) -> list[LoggedRollout]:
     """Read every rollout of the decision logs in a directory or under it, in the order
     of their beginning.
 
@@ -159,48 +179,69 @@ def read(directory: Path) -> list[Rollout]:
             record.
     """
     found = directory.rglob("decisions-*.jsonl")
-    # by time
-    paths = sorted(found, key=lambda path: (path.name.rpartition("-")[0], path))
+    paths = sorted(found, key=_begin_of)
     if not paths:
         raise DasError(
             f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
             " run's config"
         )
-    runs = list(dict.fromkeys(str(path.parent) for path in paths))
+    folders = [str(path.parent) for path in paths]
+    runs = list(dict.fromkeys(folders))
     if len(runs) > 1:
+        names = ", ".join(runs)
         raise DasError(
             f"report: found logs of {len(runs)} runs under {directory}, choose one, the"
-            f" last is the newest: {', '.join(runs)}"
+            f" last is the newest: {names}"
         )
-    # what came before is the first
-    logs = itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])
-    rollouts = [rollout for name, files in logs for rollout in _rollouts(name, files)]
-    return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)
+    rollouts: list[LoggedRollout] = []
+    for log, files in itertools.groupby(paths, key=_log_of):
+        for rollout in _rollouts(log, files):
+            if rollout.steps:
+                rollouts.append(rollout)
+    return sorted(rollouts, key=lambda rollout: rollout.steps[0].begin)
 
 
-def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
-    current = Rollout(name)
-    for record in itertools.chain.from_iterable(map(_records, files)):
-        if isinstance(record, Step):
+def _begin_of(path: Path) -> tuple[str, Path]:
+    """Return what sorts the files of logs by the time at which their logs began."""
+    begin = path.name.rpartition("-")[0]
+    return begin, path
+
+
+def _log_of(path: Path) -> str:
+    """Return the name of the log that a file belongs to. Of its files, sorted, the one
+    with what came before is the first.
+    """
+    return path.name.partition(".")[0]
+
+
+def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
+    """Yield the rollouts of a log, the last of which may have no end."""
+    current = LoggedRollout(log)
+    records = itertools.chain.from_iterable(map(_records, files))
+    for record in records:
+        if isinstance(record, StepRecord):
             current.steps.append(record)
-        elif isinstance(record, Request):
+        elif isinstance(record, RequestRecord):
             current.requests.append(record)
-        elif isinstance(record, Counts):
+        elif isinstance(record, CountsRecord):
             current.counts.append(record.stats)
         else:
             current.end = record
             yield current
-            current = Rollout(name)
+            current = LoggedRollout(log)
     yield current
 
 
 def _records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file."""
+    text = path.read_text(errors="replace")
     # the last line may be cut, or being written
-    whole = path.read_text(errors="replace").rpartition("\n")[0]
-    for number, line in enumerate(whole.splitlines(), 1):
+    whole, _, _ = text.rpartition("\n")
+    whole_lines = whole.splitlines()
+    for number, line in enumerate(whole_lines, 1):
         try:
             kind, *values = json.loads(line)
-            yield _KINDS[kind](*values)
+            yield _RECORDS[kind](*values)
         except (KeyError, TypeError, ValueError) as error:
             raise DasError(
                 f"report: {path}, line {number}: found {line:.80}, no record: {error!r}"

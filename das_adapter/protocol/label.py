@@ -15,13 +15,26 @@ import numpy.typing as npt
 from das_adapter.core.identity import FirstTurns, prompt_identity, request_seed
 from das_adapter.errors import DasError
 
-_MOST = {"problem": 2**64 - 1, "seed": 2**63 - 1, "record": 1, "start": 2**31 - 1}
+_LARGEST = {
+    "problem": 2**64 - 1,
+    "seed": 2**63 - 1,
+    "record": 1,
+    "start": 2**31 - 1,
+}
 """The fields of a label, `das_` before them in `extra_args`, and their largest
 values.
 """
 
+Params = Mapping[str, Any]
+"""A request's sampling parameters, or the `extra_args` in them."""
+Hashes = Sequence[str]
+"""Hashes of a prompt's images, sound and video."""
+
+_PREFIX = "das_"
 _AHEAD = "das_ahead"
-"""In `extra_args` of a host's requests alone: JSON has no bytes."""
+"""Key of `Label.ahead`, in `extra_args` of a host's requests alone: JSON has no
+bytes.
+"""
 
 
 class BadLabel(DasError, ValueError):
@@ -57,7 +70,7 @@ class Label:
     """
 
     @classmethod
-    def of(cls, extra_args: Mapping[str, Any] | None) -> Label:
+    def of(cls, extra_args: Params | None) -> Label:
         """Read a request's `extra_args`, which a stranger may have written; what they
         don't say has its default.
 
@@ -66,60 +79,55 @@ class Label:
                 this name.
         """
         given = extra_args or {}
-        for key in given:
-            if (
-                key.startswith("das_")
-                and key != _AHEAD
-                and key.removeprefix("das_") not in _MOST
-            ):
-                raise BadLabel(
-                    f"{key:.100}: unknown key, allowed:"
-                    f" {', '.join(f'das_{name}' for name in _MOST)}"
-                )
-        found = {
-            name: _integer(name, given[f"das_{name}"])
-            for name in _MOST
-            if f"das_{name}" in given
-        }
+        _refuse_unknown_keys(given)
+        found: dict[str, int] = {}
+        for name in _LARGEST:
+            key = _PREFIX + name
+            if key in given:
+                value = given[key]
+                found[name] = _read_integer(name, value)
         ahead = given.get(_AHEAD)
         if not isinstance(ahead, bytes | None):
             raise BadLabel(f"{_AHEAD}: found {ahead!r:.100}, allowed: bytes")
-        record = bool(found.get("record", True))
+        record = found.get("record", True)
         return cls(
-            found.get("problem"), found.get("seed"), record, found.get("start"), ahead
+            problem=found.get("problem"),
+            seed=found.get("seed"),
+            record=bool(record),
+            start=found.get("start"),
+            ahead=ahead,
         )
 
     def extra_args(self) -> dict[str, int | bytes]:
         """Return the entries of `extra_args` that `of` reads back."""
-        found: dict[str, int | bytes] = (
-            {} if self.ahead is None else {_AHEAD: self.ahead}
-        )
-        return found | {
-            f"das_{name}": int(value)
-            for name in _MOST
-            if (value := getattr(self, name)) is not None
-        }
+        entries: dict[str, int | bytes] = {}
+        if self.ahead is not None:
+            entries[_AHEAD] = self.ahead
+        for name in _LARGEST:
+            value = getattr(self, name)
+            if value is not None:
+                entries[_PREFIX + name] = int(value)
+        return entries
 
-    def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def put_into(self, params: Params) -> dict[str, Any]:
         """Return sampling parameters with this label in their `extra_args`."""
-        return {
-            **params,
-            "extra_args": {**(params.get("extra_args") or {}), **self.extra_args()},
-        }
+        given = params.get("extra_args") or {}
+        extra_args = {**given, **self.extra_args()}
+        return {**params, "extra_args": extra_args}
 
-    def problem_of(self, prompt_ids: npt.ArrayLike, media: Sequence[str] = ()) -> int:
+    def problem_of(self, prompt_ids: npt.ArrayLike, media: Hashes = ()) -> int:
         """Return the problem that a request with this prompt is about; `media`: hashes
         of the prompt's images.
         """
-        return (
-            prompt_identity(prompt_ids, *media)
-            if self.problem is None
-            else self.problem
-        )
+        if self.problem is not None:
+            return self.problem
+        return prompt_identity(prompt_ids, *media)
 
     def start_in(self, prompt_tokens: int) -> int:
-        """Return `start` for a prompt of so many tokens."""
-        return prompt_tokens if self.start is None else min(self.start, prompt_tokens)
+        """Return `start` in a prompt of so many tokens."""
+        if self.start is None:
+            return prompt_tokens
+        return min(self.start, prompt_tokens)
 
 
 class Labeller:
@@ -141,19 +149,26 @@ class Labeller:
         joins_turns: bool = True,
         guesses: bool = False,
     ):
-        """`source`: tells labellers apart that count the same problems independently,
-        such as those of two HTTP servers; `resumed`: training step from which the run
-        resumes, what was drawn before is not drawn again; `joins_turns`: whether a
-        prompt that begins with an earlier one belongs to that one's problem; `guesses`:
-        whether what `validate` says of a prompt is only that a validation goes on: a
-        later turn is one's if its first turn was.
+        """Label nothing yet.
+
+        Args:
+            source: tells labellers apart that count the same problems independently,
+                such as those of two HTTP servers.
+            resumed: training step from which the run resumes: what was drawn before is
+                not drawn again.
+            joins_turns: whether a prompt that begins with an earlier one belongs to
+                that one's problem.
+            guesses: whether `validate` of a prompt says only that a validation goes on:
+                a later turn belongs to it if its first turn did.
         """
         self._run_seed = run_seed
         self._resumed = resumed
         self._source = source
         self._first_turns = FirstTurns() if joins_turns else None
         self._drawn = Counter[tuple[int, bool]]()
-        self._later = Counter[tuple[int, bool]]()
+        """Requests for each prompt of a first turn, by (prompt, validation)."""
+        self._drawn_later = Counter[tuple[int, bool]]()
+        """Requests for each prompt of a later turn, as in `_drawn`."""
         self._guesses = guesses
         self._validated = set[int]()
         """Problems whose latest first turn was a validation's, where that is
@@ -163,57 +178,90 @@ class Labeller:
         """How often counting began anew."""
 
     @property
-    def turns(self) -> bool:
+    def has_later_turns(self) -> bool:
         """Whether there have been prompts of later turns."""
-        return bool(self._later)
+        return bool(self._drawn_later)
 
     def copy(self) -> Labeller:
-        """Return one that labels the requests that come next as this one would, and
-        changes nothing here.
+        """Return a labeller that labels the requests that come next as this one would;
+        it changes nothing here.
         """
         other = copy.copy(self)
         other._drawn = self._drawn.copy()
-        other._later = self._later.copy()
+        other._drawn_later = self._drawn_later.copy()
         other._validated = self._validated.copy()
-        other._first_turns = self._first_turns and self._first_turns.copy()
+        if self._first_turns is not None:
+            other._first_turns = self._first_turns.copy()
         return other
 
-    def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
+    def label(self, prompt: Any, validate: bool, media: Hashes = ()) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of
         its images, sound and video); `validate`: its text must stay out of the
         history.
         """
         ids = np.asarray(prompt, dtype=np.int32)
-        turns = self._first_turns
         # not the problem: its samples' later turns come in any order
         asked = prompt_identity(ids, *media)
-        problem = turns.problem(ids, media) if turns else asked
-        if self._guesses and asked == problem:
-            (self._validated.add if validate else self._validated.discard)(problem)
-        elif self._guesses:
-            validate = problem in self._validated
-        drawn = self._drawn if asked == problem else self._later
+        problem = asked
+        if self._first_turns is not None:
+            problem = self._first_turns.problem(ids, media)
+        is_first_turn = asked == problem
+        if self._guesses:
+            validate = self._guess_validation(problem, is_first_turn, validate)
+        drawn = self._drawn if is_first_turn else self._drawn_later
         number = drawn[asked, validate]
         drawn[asked, validate] += 1
-        row = f"{self._source}/{self._counts}/{'validation' if validate else ''}"
-        seed = request_seed(self._run_seed, asked, self._resumed, number, row)
+        seed = self._seed(asked, validate, number)
+        self._forget()
+        return Label(problem, seed, record=not validate)
+
+    def _guess_validation(
+        self, problem: int, is_first_turn: bool, validate: bool
+    ) -> bool:
+        """Return whether a request belongs to a validation: its first turn says it."""
+        if not is_first_turn:
+            return problem in self._validated
+        if validate:
+            self._validated.add(problem)
+        else:
+            self._validated.discard(problem)
+        return validate
+
+    def _seed(self, asked: int, validate: bool, number: int) -> int:
+        """Return the seed of a prompt's request with this number."""
+        purpose = "validation" if validate else ""
+        row = f"{self._source}/{self._counts}/{purpose}"
+        return request_seed(self._run_seed, asked, self._resumed, number, row)
+
+    def _forget(self) -> None:
+        """Keep the counts of no more than `COUNTED` prompts of each kind."""
         if len(self._drawn) >= self.COUNTED:
             self._drawn.clear()
             self._counts += 1
-        if len(self._later) > self.COUNTED:
-            del self._later[next(iter(self._later))]
-        return Label(problem, seed, record=not validate)
+        if len(self._drawn_later) > self.COUNTED:
+            oldest = next(iter(self._drawn_later))
+            del self._drawn_later[oldest]
 
 
-def _integer(name: str, value: Any) -> int:
+def _refuse_unknown_keys(extra_args: Params) -> None:
+    allowed = [_PREFIX + name for name in _LARGEST]
+    for key in extra_args:
+        is_ours = key.startswith(_PREFIX) and key != _AHEAD
+        if is_ours and key not in allowed:
+            names = ", ".join(allowed)
+            raise BadLabel(f"{key:.100}: unknown key, allowed: {names}")
+
+
+def _read_integer(name: str, value: Any) -> int:
     """Return a value of a label; JSON may carry a large integer as text."""
+    largest = _LARGEST[name]
     try:
-        found = operator.index(int(value) if isinstance(value, str) else value)
+        number = int(value) if isinstance(value, str) else value
+        found = operator.index(number)
     except (TypeError, ValueError):
         found = -1
-    if not 0 <= found <= _MOST[name]:
+    if not 0 <= found <= largest:
         raise BadLabel(
-            f"das_{name}: found {value!r:.100}, allowed: an integer from 0 to"
-            f" {_MOST[name]}"
+            f"das_{name}: found {value!r:.100}, allowed: an integer from 0 to {largest}"
         )
     return found

@@ -27,55 +27,73 @@ class Trajectory(NamedTuple):
     """Weight version that wrote it."""
 
 
+Payload = dict[str, Any]
+"""Arguments of a command, plain containers."""
+
+
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
     """Return how long some trajectories are."""
-    return np.array(
-        [(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE
-    )
+    rows = []
+    for trajectory in trajectories:
+        num_tokens = len(trajectory.tokens) // _TOKEN_BYTES
+        row = (trajectory.problem, num_tokens, trajectory.version)
+        rows.append(row)
+    return np.array(rows, RESPONSE)
 
 
-def plain(value: Any) -> Any:
+def to_plain_payload(value: Any) -> Any:
     """Return a payload with Python's own numbers and lists in the place of NumPy's,
     which vLLM's transport refuses.
     """
     return to_jsonable_python(value, fallback=lambda numbers: numbers.tolist())
 
 
+_TOKEN_BYTES = 4
+_COUNT_BYTES = 8
 _ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
+"""What `pack` writes of each trajectory before the texts. Of two trajectories, with
+texts of 8 and 4 bytes, it writes
+
+    2 | problem 8 version | problem 4 version | text text | text
+
+where the count takes 8 bytes and each row 24.
+"""
 
 
 def pack(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as bytes: their number, a row for each, then their texts."""
-    rows = np.array([(t.problem, len(t.tokens), t.version) for t in trajectories], _ROW)
-    return b"".join(
-        [
-            np.uint64(len(rows)).tobytes(),
-            rows.tobytes(),
-            *(t.tokens for t in trajectories),
-        ]
-    )
+    rows = np.empty(len(trajectories), _ROW)
+    texts = []
+    for number, trajectory in enumerate(trajectories):
+        text = trajectory.tokens
+        num_bytes = len(text)
+        rows[number] = (trajectory.problem, num_bytes, trajectory.version)
+        texts.append(text)
+    count = np.uint64(len(rows))
+    header = count.tobytes() + rows.tobytes()
+    return b"".join([header, *texts])
 
 
 def unpack(content: bytes) -> list[Trajectory]:
     """Return what was packed; ValueError: the bytes are no trajectories."""
-    count = int(np.frombuffer(content, np.uint64, 1)[0])
+    (count,) = np.frombuffer(content, np.uint64, 1).tolist()
     if count > len(content) // _ROW.itemsize:
         raise ValueError(
             f"found {len(content)} bytes of trajectories, expected {count} rows of"
             f" {_ROW.itemsize}"
         )
-    rows = np.frombuffer(content, _ROW, count, offset=8)
-    ends = 8 + rows.nbytes + np.cumsum(rows["bytes"])
-    if count and ends[-1] != len(content):
-        raise ValueError(
-            f"found {len(content)} bytes of trajectories, expected {ends[-1]}"
-        )
-    return [
-        Trajectory(problem, content[end - size : end], version)
-        for (problem, size, version), end in zip(
-            rows.tolist(), ends.tolist(), strict=True
-        )
-    ]
+    rows = np.frombuffer(content, _ROW, count, offset=_COUNT_BYTES)
+    begin = _COUNT_BYTES + rows.nbytes
+    text_bytes = rows["bytes"].tolist()
+    end = begin + sum(text_bytes)
+    if count and end != len(content):
+        raise ValueError(f"found {len(content)} bytes of trajectories, expected {end}")
+    trajectories = []
+    for problem, num_bytes, version in rows.tolist():
+        text = content[begin : begin + num_bytes]
+        trajectories.append(Trajectory(problem, text, version))
+        begin += num_bytes
+    return trajectories
 
 
 class Published(NamedTuple):
@@ -92,43 +110,51 @@ class Refresh:
     version: Annotated[int, Field(ge=-(2**31), lt=2**31)]
     """Weight version from now on."""
     history: Published | None = None
-    """What to map; None: what is mapped stays."""
+    """The history to map; None: what is mapped stays."""
     lengths: bytes = b""
-    """Of responses since the last refresh: the bytes of `RESPONSE` rows."""
+    """Lengths of the responses since the last refresh: the bytes of `RESPONSE` rows."""
 
     @property
     def responses(self) -> Responses:
-        """Lengths of all responses that are new to the engine."""
+        """`lengths` as an array, [n] of `RESPONSE`."""
         return np.frombuffer(self.lengths, RESPONSE)
 
-    def payload(self) -> dict[str, Any]:
+    def payload(self) -> Payload:
         """Return the fields that are not at their default, of which
         `Refresh(**payload)` makes the same message.
         """
-        return TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
+        adapter = TypeAdapter(Refresh)
+        return adapter.dump_python(self, exclude_defaults=True)
 
 
 class Refreshed(TypedDict, total=False):
     """The answer of one rank of an engine to a refresh."""
 
     generation: int
-    """Of the history that is mapped, 0: none. Missing where another rank of the engine
-    has the history.
+    """Number of the generation of the history that is mapped, 0: none. Missing where
+    another rank of the engine has the history.
     """
     error: str
     """What went wrong; the rank goes on without drafts."""
 
 
-async def call_workers(
-    engine: Any, command: str, payload: dict[str, Any]
-) -> list[list[Any]]:
-    """Run a command in every worker of vLLM's `AsyncLLM`; return the answers of each
-    data-parallel engine's ranks. Its own `collective_rpc` calls all of them too, and
-    returns the answers of the first engine's alone.
+async def call_workers(engine: Any, command: str, payload: Payload) -> list[list[Any]]:
+    """Run a command in every worker of vLLM's `AsyncLLM`.
+
+    Its own `collective_rpc` calls all data-parallel engines too, but returns the
+    answers of the first engine's workers alone.
+
+    Returns:
+        The answers of each data-parallel engine's ranks.
     """
     core: Any = getattr(engine, "engine_core", None)
-    if len(engines := getattr(core, "core_engines", ())) < 2:
-        return [await engine.collective_rpc("das_rpc", args=(command, payload))]
-    call = ("collective_rpc", "das_rpc", None, (command, payload), None)
-    calls = (core._call_utility_async(*call, engine=one) for one in engines)
+    engines = getattr(core, "core_engines", ())
+    if len(engines) < 2:
+        answers = await engine.collective_rpc("das_rpc", args=(command, payload))
+        return [answers]
+    arguments = ("collective_rpc", "das_rpc", None, (command, payload), None)
+    calls = []
+    for one_engine in engines:
+        call = core._call_utility_async(*arguments, engine=one_engine)
+        calls.append(call)
     return list(await asyncio.gather(*calls))

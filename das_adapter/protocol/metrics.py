@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,84 +26,120 @@ EngineStats = dict[str, Any]
 `engine.history.HistorySource.stats` and a model that drafts add.
 """
 
+Report = Mapping[str, Any]
+"""What one engine or replica counted in a step: the keys of `EngineStats`, and, where a
+host counts responses, of `RolloutClock.read_and_reset`.
+"""
+TokenIds = npt.NDArray[np.int32]
+Figures = dict[str, float]
+"""Figures of a step, under the names the trainer logs."""
 
-_LAST = 2**17
+_KEPT_TIMES = 2**17
 """Steps and responses of which times are kept, the last ones: a host may never ask for
 them.
 """
+_HASH_VALUES = 2**48
+"""Number of values that the hash of a rollout's tokens can have: a float holds each."""
+_TAIL_BEGIN = 0.8
+"""Share of a rollout's responses that have ended when its tail begins."""
 
 
 @dataclass
 class Counters:
-    """Counts since the last `take`, of training rollouts only. A request forward is one
-    request's part in one decode step of the policy.
+    """Counts since the last `read_and_reset`, of training rollouts only. A request
+    forward is one request's part in one decode step of the policy.
     """
 
     steps: int = 0
     request_forwards: int = 0
     drafted_forwards: int = 0
+    """Request forwards that carried draft tokens."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
     """Seconds from the begin of each step to its end, drafting included."""
-    propose_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+    propose_seconds: deque[float] = field(
+        default_factory=lambda: deque(maxlen=_KEPT_TIMES)
+    )
+    """Seconds that each drafting took, the last ones."""
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives
-    `take`, until the next weight sync.
+    `read_and_reset`, until the next weight sync.
     """
     alarm: str | None = None
     """What makes the drafter useless although it does not fail: its weights were not
-    synced, or almost nothing is accepted. Survives `take`, until the next weight
-    sync.
+    synced, or almost nothing is accepted. Survives `read_and_reset`, until the next
+    weight sync.
     """
 
-    def step(
-        self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0
+    def count_step(
+        self,
+        num_tokens: npt.ArrayLike,
+        num_draft_tokens: npt.ArrayLike,
+        seconds: float = 0.0,
     ) -> None:
-        """Count a decode step: how many tokens each request of the batch got (0 while
-        its prompt is read), and the draft tokens that each carried into it, integers
-        [b].
+        """Count a decode step.
+
+        Args:
+            num_tokens: how many tokens each request of the batch got, integers [b]; 0
+                while its prompt is read.
+            num_draft_tokens: the draft tokens that each request carried into the step,
+                integers [b].
+            seconds: how long the step took.
         """
-        tokens = np.asarray(got)
-        drafted = np.asarray(drafts)
-        carried = np.where(tokens > 0, drafted, 0)
-        accepted = np.minimum(np.maximum(tokens - 1, 0), carried)
-        sums = (
-            int(tokens.sum()),
-            int(np.count_nonzero(carried)),
-            int(carried.sum()),
-            int(accepted.sum()),
+        got = np.asarray(num_tokens)
+        decodes = got > 0
+        drafted = np.asarray(num_draft_tokens)
+        carried = np.where(decodes, drafted, 0)
+        beyond_first = np.maximum(got - 1, 0)
+        accepted = np.minimum(beyond_first, carried)
+        self.add(
+            requests=int(np.count_nonzero(decodes)),
+            steps=1,
+            seconds=seconds,
+            tokens=int(got.sum()),
+            drafted_forwards=int(np.count_nonzero(carried)),
+            draft_tokens=int(carried.sum()),
+            accepted_tokens=int(accepted.sum()),
         )
-        self.add(int(np.count_nonzero(tokens)), 1, seconds, *sums)
 
     def add(
         self,
+        *,
         requests: int,
         steps: int,
         seconds: float,
         tokens: int | None = None,
-        drafted: int = 0,
+        drafted_forwards: int = 0,
         draft_tokens: int = 0,
-        accepted: int = 0,
+        accepted_tokens: int = 0,
     ) -> None:
-        """Count decode steps that took so long, in each of which so many requests got
-        tokens; `tokens`: of all, None: one each; `drafted`: requests with draft
-        tokens.
+        """Count decode steps of the same requests.
+
+        Args:
+            requests: how many requests got tokens in each of the steps.
+            seconds: how long all steps took.
+            tokens: tokens that all requests got; None: one each in every step.
+            drafted_forwards: request forwards that carried draft tokens.
         """
+        request_forwards = steps * requests
+        if tokens is None:
+            tokens = request_forwards
         self.steps += steps
         self.busy_seconds += seconds
-        self.request_forwards += steps * requests
-        self.tokens += steps * requests if tokens is None else tokens
-        self.drafted_forwards += drafted
+        self.request_forwards += request_forwards
+        self.tokens += tokens
+        self.drafted_forwards += drafted_forwards
         self.draft_tokens += draft_tokens
-        self.accepted_tokens += accepted
+        self.accepted_tokens += accepted_tokens
 
-    def take(self) -> EngineStats:
+    def read_and_reset(self) -> EngineStats:
         """Return the counts as plain numbers (`figures` adds them up over workers), and
         start again at zero.
         """
-        counts = {**vars(self), "propose_seconds": list(self.propose_seconds)}
+        counts = vars(self).copy()
+        counts["propose_seconds"] = list(self.propose_seconds)
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 
@@ -114,180 +151,280 @@ class RolloutClock:
 
     def __init__(self) -> None:
         self._begin = float("inf")
-        self._ends = deque[float](maxlen=_LAST)
+        self._ends = deque[float](maxlen=_KEPT_TIMES)
         self._hash = 0
-        self._draws = deque[int](maxlen=_LAST)
+        self._draws = deque[int](maxlen=_KEPT_TIMES)
+        """A hash of each response's noise: its seed, problem and begin."""
         self._ahead = np.zeros(3, dtype=np.int64)
-
-    def finished(self, label: Label, begin: float, end: float, tokens: bytes) -> None:
-        """Count one response, int32 token ids; times in seconds since the epoch. Of one
-        that is not recorded only the noise counts: seed, problem, and where the text
-        begins, in which no two requests of a run may agree.
+        """Counts of what was written ahead: responses, tokens, and the tokens of them
+        that were repeated.
         """
+
+    def count_response(
+        self, label: Label, begin: float, end: float, tokens: bytes
+    ) -> None:
+        """Count one response. Of one that is not recorded only the noise counts: seed,
+        problem, and where the text begins, in which no two requests of a run may agree.
+
+        Args:
+            begin, end: seconds since the epoch.
+            tokens: int32 token ids.
+        """
+        seed = label.seed or 0
         if label.seed is not None:
-            about = f"{label.seed}/{label.problem}/{label.start or 0}".encode()
-            self._draws.append(
-                int.from_bytes(hashlib.blake2b(about, digest_size=8).digest(), "little")
-            )
+            noise = f"{seed}/{label.problem}/{label.start or 0}"
+            draw = _hash(noise.encode(), num_bytes=8)
+            self._draws.append(draw)
         if not label.record:
             return
         self._begin = min(self._begin, begin)
         self._ends.append(end)
-        digest = hashlib.blake2b(
-            tokens, key=(label.seed or 0).to_bytes(8, "little"), digest_size=6
-        ).digest()
-        self._hash += int.from_bytes(digest, "little")
+        key = seed.to_bytes(8, "little")
+        self._hash += _hash(tokens, num_bytes=6, key=key)
         if label.ahead is not None:
             written = np.frombuffer(label.ahead, np.int32)
             text = np.frombuffer(tokens, np.int32)
-            both = min(len(written), len(text))
-            other = np.flatnonzero(written[:both] != text[:both])
-            self._ahead += 1, len(written), other[0] if len(other) else both
+            self._count_ahead(written, text)
 
-    def take(self) -> dict[str, Any]:
+    def _count_ahead(self, written: TokenIds, text: TokenIds) -> None:
+        """Count what was written ahead of a response, token ids [n], and how much of it
+        the response, token ids [m], repeats from the begin on.
+        """
+        common = min(len(written), len(text))
+        differs = written[:common] != text[:common]
+        repeated = int(differs.argmax()) if differs.any() else common
+        self._ahead += (1, len(written), repeated)
+
+    def read_and_reset(self) -> dict[str, Any]:
         """Return begin, ends, draws, counts of what was written ahead (responses,
         tokens, tokens that they repeat) and the hash, which does not depend on the
         order, and start again.
         """
-        hashed = self._hash % 2**48
-        ahead = self._ahead.tolist()
-        taken = {
+        report: dict[str, Any] = {
             "begin": self._begin,
-            "ends": [*self._ends],
-            "token_hash": hashed,
-            "draws": [*self._draws],
+            "ends": list(self._ends),
+            "token_hash": self._hash % _HASH_VALUES,
+            "draws": list(self._draws),
         }
-        taken |= {"ahead": ahead} if any(ahead) else {}
+        ahead = self._ahead.tolist()
+        if any(ahead):
+            report["ahead"] = ahead
         self.__init__()  # type: ignore[misc]
-        return taken
+        return report
 
 
-_OF_ENGINES: dict[str, Callable[[Iterable[float]], float]] = {
-    **dict.fromkeys(
-        ("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"), max
-    ),
-    **dict.fromkeys(("history_tokens", "history_bytes", "live_bytes", "of_stock"), max),
-    **dict.fromkeys(("time_saved_s", "drafter_passes"), sum),
+def _hash(content: bytes, num_bytes: int, key: bytes = b"") -> int:
+    """Return a hash of some bytes, of so many bytes itself."""
+    digest = hashlib.blake2b(content, key=key, digest_size=num_bytes).digest()
+    return int.from_bytes(digest, "little")
+
+
+Combine = Callable[[Iterable[float]], float]
+_OF_ENGINES: dict[str, Combine] = {
+    "model_runner": max,
+    "requantise_s": max,
+    "drafter_bytes": max,
+    "self_acceptance": max,
+    "history_tokens": max,
+    "history_bytes": max,
+    "live_bytes": max,
+    "of_stock": max,
+    "time_saved_s": sum,
+    "drafter_passes": sum,
 }
 """Figures that engines have already, and what is logged of all."""
 
 
-def figures(
-    parts: Sequence[Mapping[str, Any]], told: set[str] | None = None
-) -> dict[str, float]:
-    """Compute a training step's figures from the reports of all engines, with the keys
-    of `EngineStats` and, where a host counts responses, of `RolloutClock.take`; under
-    the names the trainer logs (docs/metrics.md says what each means), empty if there is
-    no report. Figures of a controller, of the history and of a policy copy are there if
-    an engine has one.
+def figures(parts: Sequence[Report], told: set[str] | None = None) -> Figures:
+    """Compute a training step's figures from the reports of all engines.
 
-    `engine` in a report names who made it, of several to one step; one without it is an
-    engine's only one.
+    Args:
+        parts: reports with the keys of `EngineStats` and, where a host counts
+            responses, of `RolloutClock.read_and_reset`. `engine` in a report names who
+            made it, of several to one step; one without it is an engine's only one.
+        told: kinds of fault that are in the log. The log says why `das/health` is 0,
+            once for each other kind, which is added. None: the log says nothing.
 
-    `told`: kinds of fault that are in the log; it says why `das/health` is 0, once for
-    each other kind. None: it says nothing.
+    Returns:
+        The figures under the names the trainer logs (docs/metrics.md says what each
+        means); empty if there is no report. Figures of a controller, of the history and
+        of a policy copy are there if an engine has one.
     """
     if not parts:
         return {}
-
-    def each(name: str) -> list[Any]:
-        return [part[name] for part in parts if part.get(name) is not None]
-
-    wrong = faults(parts)
+    found_faults = faults(parts)
     if told is not None:
-        for reason in (reason for fault, reason in wrong.items() if fault not in told):
-            logger.error("das: das/health is 0: %s", reason)
-        told.update(wrong)
-    counted = (
-        "request_forwards",
-        "drafted_forwards",
-        "draft_tokens",
-        "accepted_tokens",
-        "tokens",
-    )
-    forwards, drafts, drafted, accepted, tokens = (sum(each(name)) for name in counted)
-    metrics = {
-        "das/tokens_per_forward": tokens / max(1, forwards),
-        "das/tokens_per_s": tokens / max(1e-9, sum(each("busy_seconds"))),
-        "das/draft_coverage": drafts / max(1, forwards),
-        "das/acceptance_length": 1.0 + accepted / max(1, drafts),
-        "das/verify_waste": (drafted - accepted) / max(1, forwards + drafted),
-        "das/health": float(not wrong),
-        "das/draft_tokens": float(drafted),
-        "das/accepted_tokens": float(accepted),
-        "das/drafts": float(drafts),
-    }
-    if seconds := [
-        second for of_engine in each("propose_seconds") for second in of_engine
-    ]:
-        p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-        metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    if errors := each("latency_model_error"):
-        metrics["das/latency_model_error"] = float(np.mean(errors))
-    if requests := sum(each("history_requests")):
-        metrics["das/history_hits"] = sum(each("history_hits")) / requests
-    if ahead := each("ahead"):
-        requests, written, repeated = np.sum(ahead, axis=0).tolist()
-        metrics |= {
-            "das/run_ahead_requests": float(requests),
-            "das/run_ahead_tokens": float(written),
-        }
-        metrics["das/run_ahead_repeated"] = repeated / max(1, written)
-    by_engine = [
-        (part.get("engine", number), part) for number, part in enumerate(parts)
-    ]
-    if any("reason" in part for part in parts):
-        metrics["das/engines_resting"] = float(
-            len({engine for engine, part in by_engine if part.get("reason")})
-        )
-    if behind := {
-        engine: part["engines_behind"]
-        for engine, part in by_engine
-        if "engines_behind" in part
-    }:
-        # as each engine said last
-        metrics["das/engines_behind"] = float(sum(behind.values()))
-    if clocks := [part for part in parts if "ends" in part]:
-        metrics |= _of_rollout(clocks)
-    return metrics | {
-        f"das/{name}": float(of(found))
-        for name, of in _OF_ENGINES.items()
-        if (found := each(name))
-    }
+        for kind, reason in found_faults.items():
+            if kind not in told:
+                logger.error("das: das/health is 0: %s", reason)
+        told.update(found_faults)
+    metrics = _count_figures(parts, healthy=not found_faults)
+    metrics |= _drafting_figures(parts)
+    metrics |= _run_ahead_figures(parts)
+    metrics |= _engine_figures(parts)
+    metrics |= _rollout_figures(parts)
+    for name, combine in _OF_ENGINES.items():
+        values = _reported(parts, name)
+        if values:
+            combined = combine(values)
+            metrics[f"das/{name}"] = float(combined)
+    return metrics
 
 
-def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return how long a rollout was, how long its last fifth of responses, and the hash
-    of all.
-    """
-    begin = min((clock["begin"] for clock in clocks if clock["ends"]), default=0.0)
-    ends = np.sort(
-        np.concatenate([np.asarray(clock["ends"], dtype=float) for clock in clocks])
-    )
-    late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
+def _reported(parts: Sequence[Report], name: str) -> list[Any]:
+    """Return what the reports have under a name; those without it are left out."""
+    values = []
+    for part in parts:
+        value = part.get(name)
+        if value is not None:
+            values.append(value)
+    return values
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Return a share or a mean; 0 where nothing was counted."""
+    return part / max(1, whole)
+
+
+def _count_figures(parts: Sequence[Report], healthy: bool) -> Figures:
+    """Return the figures made of `Counters`."""
+
+    def total(name: str) -> Any:
+        return sum(_reported(parts, name))
+
+    request_forwards = total("request_forwards")
+    drafted_forwards = total("drafted_forwards")
+    draft_tokens = total("draft_tokens")
+    accepted_tokens = total("accepted_tokens")
+    tokens = total("tokens")
+    busy_s = total("busy_seconds")
+    wasted_tokens = draft_tokens - accepted_tokens
+    verified_tokens = request_forwards + draft_tokens
     return {
-        "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
-        "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
-        "das/token_hash": float(sum(clock["token_hash"] for clock in clocks) % 2**48),
+        "das/tokens_per_forward": _ratio(tokens, request_forwards),
+        "das/tokens_per_s": tokens / max(1e-9, busy_s),
+        "das/draft_coverage": _ratio(drafted_forwards, request_forwards),
+        "das/acceptance_length": 1.0 + _ratio(accepted_tokens, drafted_forwards),
+        "das/verify_waste": _ratio(wasted_tokens, verified_tokens),
+        "das/health": float(healthy),
+        "das/draft_tokens": float(draft_tokens),
+        "das/accepted_tokens": float(accepted_tokens),
+        "das/drafts": float(drafted_forwards),
     }
 
 
-def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _drafting_figures(parts: Sequence[Report]) -> Figures:
+    """Return how long drafting took, how well the latency model predicts, and how many
+    requests find history.
+    """
+    metrics: Figures = {}
+    seconds: list[float] = []
+    for seconds_of_engine in _reported(parts, "propose_seconds"):
+        seconds.extend(seconds_of_engine)
+    if seconds:
+        milliseconds = np.array(seconds) * 1e3
+        p50, p99 = np.percentile(milliseconds, [50, 99])
+        metrics["das/propose_ms/p50"] = float(p50)
+        metrics["das/propose_ms/p99"] = float(p99)
+    errors = _reported(parts, "latency_model_error")
+    if errors:
+        metrics["das/latency_model_error"] = float(np.mean(errors))
+    requests = sum(_reported(parts, "history_requests"))
+    if requests:
+        hits = sum(_reported(parts, "history_hits"))
+        metrics["das/history_hits"] = hits / requests
+    return metrics
+
+
+def _run_ahead_figures(parts: Sequence[Report]) -> Figures:
+    """Return how much was written ahead, and how much of it was repeated; empty if
+    nothing was.
+    """
+    ahead = _reported(parts, "ahead")
+    if not ahead:
+        return {}
+    totals = np.sum(ahead, axis=0)
+    requests, written, repeated = totals.tolist()
+    return {
+        "das/run_ahead_requests": float(requests),
+        "das/run_ahead_tokens": float(written),
+        "das/run_ahead_repeated": _ratio(repeated, written),
+    }
+
+
+def _engine_figures(parts: Sequence[Report]) -> Figures:
+    """Return how many engines rest, and how many are behind with their history."""
+    can_rest = False
+    resting = set[Any]()
+    behind: dict[Any, int] = {}
+    for number, part in enumerate(parts):
+        engine = part.get("engine", number)
+        can_rest |= "reason" in part
+        if part.get("reason"):
+            resting.add(engine)
+        if "engines_behind" in part:
+            behind[engine] = part["engines_behind"]  # what the engine said last counts
+    metrics: Figures = {}
+    if can_rest:
+        metrics["das/engines_resting"] = float(len(resting))
+    if behind:
+        metrics["das/engines_behind"] = float(sum(behind.values()))
+    return metrics
+
+
+def _rollout_figures(parts: Sequence[Report]) -> Figures:
+    """Return how long a rollout was, how long its last fifth of responses, and the hash
+    of all; empty if no host counts responses.
+    """
+    clocks = [part for part in parts if "ends" in part]
+    if not clocks:
+        return {}
+    begin = np.inf
+    all_ends: list[float] = []
+    token_hash = 0
+    for clock in clocks:
+        begin = min(begin, clock["begin"])
+        all_ends.extend(clock["ends"])
+        token_hash += clock["token_hash"]
+    rollout_s = 0.0
+    tail_s = 0.0
+    if all_ends:
+        ends = np.sort(all_ends)
+        end = ends[-1]
+        num_before_tail = math.ceil(_TAIL_BEGIN * len(ends))
+        tail_begin = ends[max(0, num_before_tail - 1)]
+        rollout_s = max(0.0, float(end - begin))
+        tail_s = float(end - tail_begin)
+    return {
+        "das/rollout_s": rollout_s,
+        "das/tail_s": tail_s,
+        "das/token_hash": float(token_hash % _HASH_VALUES),
+    }
+
+
+def faults(parts: Sequence[Report]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    kinds = ("error", "alarm")
-    found = {
-        kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)
-    }
+    found: dict[str, str] = {}
+    for kind in ("error", "alarm"):
+        for part in parts:
+            if part.get(kind):
+                reason = part[kind]
+                found[kind] = str(reason)
     if "error" in found:
-        found["error"] = f"a drafter failed: {found['error']}"
-    drafts, accepted = (
-        sum(part.get(name, 0) for part in parts)
-        for name in ("drafted_forwards", "accepted_tokens")
-    )
-    if "alarm" not in found and (alarm := collapsed(drafts, accepted)):
-        found["alarm"] = alarm
-    draws = [draw for part in parts for draw in part.get("draws", ())]
-    if copies := len(draws) - len(set(draws)):
+        error = found["error"]
+        found["error"] = f"a drafter failed: {error}"
+    if "alarm" not in found:
+        num_drafts = sum(_reported(parts, "drafted_forwards"))
+        num_accepted = sum(_reported(parts, "accepted_tokens"))
+        alarm = collapsed(num_drafts, num_accepted)
+        if alarm:
+            found["alarm"] = alarm
+    draws: list[int] = []
+    for draws_of_replica in _reported(parts, "draws"):
+        draws.extend(draws_of_replica)
+    different = set(draws)
+    copies = len(draws) - len(different)
+    if copies:
         found["draws"] = (
             f"{copies} of {len(draws)} responses drew the noise of another request, and"
             " repeat its tokens: two requests had the same seed"

@@ -22,7 +22,12 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import actor, histories, ledger, running
+from das_adapter.service.ledger import (
+    find_actor,
+    history_names,
+    ledger,
+    running_ledger,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -46,23 +51,30 @@ fingerprint of its ids.
 """
 
 
+SaveParts = Callable[[Path], int]
+"""Writes the index to a directory, a file `0`, `1`, ... for each node, and returns how
+many there are.
+"""
+
+
 def facts_of(scope: str, tokenizer: Any) -> Facts:
     """Return the facts of a run with this `history.scope` and tokenizer (Hugging
     Face's).
     """
-    words = (
-        (w.decode("latin-1") if isinstance(w, bytes) else w, id)
-        for w, id in tokenizer.get_vocab().items()
-    )
-    return {"scope": scope, "tokenizer": _digest(json.dumps(sorted(words)).encode())}
+    words = []
+    for word, token_id in tokenizer.get_vocab().items():
+        if isinstance(word, bytes):
+            word = word.decode("latin-1")
+        words.append((word, token_id))
+    listing = json.dumps(sorted(words))
+    return {"scope": scope, "tokenizer": _digest(listing.encode())}
 
 
 def write(
-    directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]
+    directory: Path, facts: Facts, lengths: Responses, save_parts: SaveParts
 ) -> None:
     """Write a history to a directory, in the place of what was there, all of it or
-    nothing: it gets its name when everything is written. `save_parts` writes the index
-    to a directory, a file `0`, `1`, ... for each node, and returns how many.
+    nothing: it gets its name when everything is written.
 
     Raises:
         OSError: it can't be written; what was there before is left as it was.
@@ -70,24 +82,38 @@ def write(
     partial = directory.with_name(f"{directory.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed
-        (partial / INDEX).mkdir(parents=True)
-        count = save_parts(partial / INDEX)
-        for part in range(count):
-            (
-                partial / INDEX / str(part)
-            ).stat()  # another node may have another directory of this name
-        np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
-        said = {
+        index = partial / INDEX
+        index.mkdir(parents=True)
+        num_parts = save_parts(index)
+        for number in range(num_parts):
+            part = index / str(number)
+            part.stat()  # another node may have another directory of this name
+        lengths_file = partial / _LENGTHS
+        columns = lengths.view(np.uint64)
+        np.save(lengths_file, columns.reshape(-1, 3))
+        written = {
             **facts,
-            "parts": count,
-            "lengths": _digest((partial / _LENGTHS).read_bytes()),
+            "parts": num_parts,
+            "lengths": _digest(lengths_file.read_bytes()),
         }
-        (partial / _FACTS).write_text(json.dumps(said, indent=1) + "\n")
+        content = json.dumps(written, indent=1) + "\n"
+        (partial / _FACTS).write_text(content)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+_UNREADABLE = (
+    OSError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexFileError,
+)
+"""What reading a damaged history may raise."""
 
 
 def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Responses:
@@ -100,45 +126,53 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
             tokenizer.
     """
     try:
-        said = json.loads((directory / _FACTS).read_text())
-        rows = (directory / _LENGTHS).read_bytes()
-        there = {"parts": len(parts(directory)), "lengths": _digest(rows)}
-        if there != {name: said.pop(name) for name in there}:
-            raise ValueError(f"its files are not those that {_FACTS} tells of")
-        for part in parts(directory):
-            SuffixIndex.check(part)
-        lengths: Responses = (
-            np.load(io.BytesIO(rows), allow_pickle=False).view(RESPONSE).reshape(-1)
-        )
-    except (
-        OSError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexFileError,
-    ) as error:
+        found, lengths = _read(directory)
+    except _UNREADABLE as error:
         raise DasError(
             f"{key}: found no history in {str(directory)!r} ({error}); allowed: a"
             f" directory {NAME!r} of a checkpoint"
         ) from None
-    for name, mine in facts.items():
-        if (theirs := said.get(name)) != mine:
+    for name, own in facts.items():
+        other = found.get(name)
+        if other != own:
             raise DasError(
                 f"{key}: the history in {str(directory)!r} was written with {name}"
-                f" {theirs!r}, this run has {mine!r}; both must be equal"
+                f" {other!r}, this run has {own!r}; both must be equal"
             )
-    lengths["version"] += version - lengths["version"].max(initial=version)
+    newest = lengths["version"].max(initial=version)
+    lengths["version"] += version - newest
     return lengths
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], Responses]:
+    """Return the facts and the lengths of a saved history, after reading all of it; it
+    raises one of `_UNREADABLE`.
+    """
+    facts = json.loads((directory / _FACTS).read_text())
+    files = index_files(directory)
+    lengths_content = (directory / _LENGTHS).read_bytes()
+    num_parts = facts.pop("parts")
+    lengths_digest = facts.pop("lengths")
+    are_all_there = num_parts == len(files)
+    if not are_all_there or lengths_digest != _digest(lengths_content):
+        raise ValueError(f"its files are not those that {_FACTS} tells of")
+    for file in files:
+        SuffixIndex.check(file)
+    rows = np.load(io.BytesIO(lengths_content), allow_pickle=False)
+    lengths: Responses = rows.view(RESPONSE).reshape(-1)
+    return facts, lengths
 
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def parts(directory: Path) -> list[Path]:
-    """Return the files of a saved history's index; OSError: there is none."""
-    return sorted((directory / INDEX).iterdir())
+def index_files(directory: Path) -> list[Path]:
+    """Return the files of a saved history's index, one for each node that wrote it;
+    OSError: there is none.
+    """
+    index = directory / INDEX
+    return sorted(index.iterdir())
 
 
 def begin(
@@ -158,37 +192,45 @@ def begin(
         DasError: what `history.load` names is no history, is damaged, or has another
             scope or tokenizer.
     """
-    for key, place in (
-        ("checkpoint", resumed and resumed / NAME),
-        (
-            f"{block}.history.load",
-            config.load,
-        ),
-    ):
-        if not place:
-            continue
-        directory = Path(place).absolute()
+    found = _choose_start(config, facts, block, resumed, version)
+    if found is None:
+        return
+    directory, lengths = found
+    service = ledger()
+    try:
+        newest = version
+        for file in index_files(directory):
+            newest = max(newest, newest_in(file))
+        offset = newest - version
+        start = service.start_from.remote(str(directory), offset)
+        add = service.add.remote(lengths)
+        ray.get([start, add], timeout=_START_S)
+        logger.warning("das: the history starts with %s", directory)
+    except ray.exceptions.RayError as error:
+        logger.error("das: the history does not start with %s: %r", directory, error)
+
+
+def _choose_start(
+    config: HistoryConfig, facts: Facts, block: str, resumed: Path | None, version: int
+) -> tuple[Path, Responses] | None:
+    """Return the saved history that the run starts with, and its lengths; None: it
+    starts with nothing. Arguments and errors as in `begin`.
+    """
+    if resumed is not None:
+        directory = (resumed / NAME).absolute()
         try:
-            found = check(directory, facts, key, version)
-            break
+            return directory, check(directory, facts, "checkpoint", version)
         except DasError as error:
-            if key != "checkpoint":
-                raise
             logger.error(
                 "das: the checkpoint %s has no history to resume from: %s",
                 resumed,
                 error,
             )
-    else:
-        return
-    service = ledger()
-    try:
-        newest = max((newest_in(part) for part in parts(directory)), default=version)
-        start = service.start_from.remote(str(directory), max(0, newest - version))
-        ray.get([start, service.add.remote(found)], timeout=_START_S)
-        logger.warning("das: the history starts with %s", directory)
-    except ray.exceptions.RayError as error:
-        logger.error("das: the history does not start with %s: %r", directory, error)
+    if config.load:
+        directory = Path(config.load).absolute()
+        key = f"{block}.history.load"
+        return directory, check(directory, facts, key, version)
+    return None
 
 
 def save(folder: Path, facts: Facts) -> None:
@@ -196,34 +238,36 @@ def save(folder: Path, facts: Facts) -> None:
     not at all; if that fails, or takes longer than `SAVE_S`, a line in the log says so
     and the run goes on.
     """
-    begin = time.monotonic()
+    deadline = time.monotonic() + SAVE_S
 
-    def got(calls: Any) -> Any:
-        return ray.get(calls, timeout=max(0.0, begin + SAVE_S - time.monotonic()))
+    def wait_for(calls: Any) -> Any:
+        left_s = max(0.0, deadline - time.monotonic())
+        return ray.get(calls, timeout=left_s)
+
+    def save_parts(index: Path) -> int:
+        calls = []
+        for number, history in enumerate(histories):
+            part = index / str(number)
+            calls.append(history.save.remote(str(part)))
+        wait_for(calls)
+        return len(calls)
 
     try:
-        if not (found := [actor(name) for name in histories()]):
+        histories = [find_actor(name) for name in history_names()]
+        if not histories:
             raise DasError("no node's history is running")
-        if left := sum(got([history.flush.remote() for history in found])):
+        flushes = [history.flush.remote() for history in histories]
+        num_left = sum(wait_for(flushes))
+        if num_left:
             logger.error(
                 "das: %d files of texts do not reach their homes; the checkpoint %s"
                 " lacks them",
-                left,
+                num_left,
                 folder,
             )
-        known = got(running().since.remote(0))
-
-        def save_parts(index: Path) -> int:
-            return len(
-                got(
-                    [
-                        history.save.remote(str(index / str(part)))
-                        for part, history in enumerate(found)
-                    ]
-                )
-            )
-
-        write(folder / NAME, facts, known, save_parts)
+        run_ledger = running_ledger()
+        lengths = wait_for(run_ledger.since.remote(0))
+        write(folder / NAME, facts, lengths, save_parts)
     except Exception:
         logger.exception(
             "das: the history was not saved with the checkpoint %s", folder

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 
 def watch(directory: Path, grace_s: float) -> None:
@@ -24,12 +24,17 @@ def watch(directory: Path, grace_s: float) -> None:
     without a host that of `directory / "users"`. When they have been free for `grace_s`
     seconds, time enough for a restarted writer to take over, the directory is removed.
     """
-    command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
-    nowhere: dict[str, Any] = dict.fromkeys(
-        ("stdin", "stdout", "stderr"), subprocess.DEVNULL
-    )
+    arguments = [str(directory), str(grace_s)]
+    command = [sys.executable, "-S", "-E", __file__, *arguments]
     # It forks once more, so that it is not ended together with this process's children.
-    subprocess.run(command, check=True, start_new_session=True, **nowhere)
+    subprocess.run(
+        command,
+        check=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def sweep(root: Path, besides: str) -> None:
@@ -38,40 +43,59 @@ def sweep(root: Path, besides: str) -> None:
     of one that stays.
     """
     for directory in root.glob("das-history-*"):
+        if directory.name == besides:
+            continue
         with contextlib.suppress(OSError):  # it is gone, or in use
-            found = directory.lstat()
-            if (
-                directory.name != besides
-                and stat.S_ISDIR(found.st_mode)
-                and found.st_uid == os.geteuid()
-            ):
-                with contextlib.ExitStack() as locks:
-                    for path in (directory / "janitor", directory / "writer"):
-                        if path.exists() or not (directory / "users").exists():
-                            lock = locks.enter_context(path.open("r+"))
-                            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove_unused(directory)
+            if _is_own_directory(directory):
+                _remove_unwatched(directory)
+
+
+def _is_own_directory(path: Path) -> bool:
+    """Return whether a path is a directory of this user's, and no link."""
+    status = path.lstat()
+    is_own = status.st_uid == os.geteuid()
+    return is_own and stat.S_ISDIR(status.st_mode)
+
+
+def _remove_unwatched(directory: Path) -> None:
+    """Remove a directory that has no writer and no janitor; OSError: it has one."""
+    with contextlib.ExitStack() as locks:
+        has_users = (directory / "users").exists()
+        for name in ("janitor", "writer"):
+            path = directory / name
+            # a removal that was interrupted leaves "users" alone; a directory without
+            # it has both, or is another thing
+            if path.exists() or not has_users:
+                file = locks.enter_context(path.open("r+"))
+                _lock(file)
+        _remove_unused(directory)
+
+
+def _lock(file: IO[str]) -> None:
+    """Take the lock of a file; OSError: another process has it."""
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _watch(directory: Path, grace_s: float) -> None:
+    """Wait until the directory has had no writer for so long, and remove it."""
     with (
         (directory / "janitor").open("w") as own,
         (directory / "writer").open("r+") as writer,
     ):
         try:
-            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(own)
         except OSError:  # there is one already
             return
-        while _lies(writer, directory):
+        while _is_writer_of(writer, directory):
             fcntl.flock(writer, fcntl.LOCK_SH)
             fcntl.flock(writer, fcntl.LOCK_UN)
             time.sleep(grace_s)
             try:
-                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(writer)
             except OSError:  # somebody took over
                 continue
             with contextlib.suppress(OSError):
-                if _lies(writer, directory):
+                if _is_writer_of(writer, directory):
                     _remove_unused(directory)
                 return
             # engines live: they start another writer
@@ -79,30 +103,31 @@ def _watch(directory: Path, grace_s: float) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
+    """Remove a directory that no engine uses; OSError: one does."""
     with (directory / "users").open("a+") as users:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(users)
         for path in directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif (
-                path.name != "users"
-            ):  # it goes last: whoever finds what a killed process left can lock it
+            elif path.name != "users":
                 path.unlink(missing_ok=True)
+        # "users" goes last: whoever finds what a killed process left can lock it
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _lies(writer: IO[str], directory: Path) -> bool:
-    """Whether the directory is still the one to be watched, and not another of the same
-    name.
+def _is_writer_of(writer: IO[str], directory: Path) -> bool:
+    """Return whether an open file is the one that the writer of a directory locks, and
+    not that of another directory, of the same name, that was removed.
     """
+    opened = os.fstat(writer.fileno())
     try:
-        return os.path.samestat(
-            os.fstat(writer.fileno()), (directory / "writer").stat()
-        )
+        current = (directory / "writer").stat()
     except FileNotFoundError:
         return False
+    return os.path.samestat(opened, current)
 
 
 if __name__ == "__main__":
     if os.fork() == 0:
-        _watch(Path(sys.argv[1]), float(sys.argv[2]))
+        _, watched, grace = sys.argv
+        _watch(Path(watched), float(grace))

@@ -25,9 +25,11 @@ from das_adapter.service.writer import Writer
 logger = logging.getLogger("das_adapter")
 
 _TICK_S = 0.02
-"""How often it looks for what has arrived."""
+"""How often the writer looks for what has arrived."""
 _REST_S = 0.5
-"""How often it looks for other work, while there is none."""
+"""How often the writer looks for other work, while there is none."""
+_KEPT_LINES = 100
+"""Lines of the log that wait for the next engine that asks, at most."""
 
 
 class LocalHistory:
@@ -36,75 +38,98 @@ class LocalHistory:
     """
 
     def __init__(self, directory: Path, config: HistoryConfig, grace_s: float):
-        """Arguments and errors as in `Writer`."""
+        """Begin as `Writer` does; arguments and errors as there."""
         # for the next engine that asks: somebody reads its log
-        self._told = logging.handlers.BufferingHandler(100)
-        self._told.setLevel(logging.WARNING)
-        logger.addHandler(self._told)
+        self._log_lines = logging.handlers.BufferingHandler(_KEPT_LINES)
+        self._log_lines.setLevel(logging.WARNING)
+        logger.addHandler(self._log_lines)
         self._writer = Writer(config, directory, grace_s)
         self._rests_until = 0.0
+        """Time of the monotonic clock until which there is no other work."""
         self._offsets: dict[str, int] = {}
-        """By engine: from its weight versions to the history's."""
+        """Offset from an engine's weight versions to the history's, by engine."""
 
     def work(self) -> None:
-        """Take what has arrived, and answer the engines that ask."""
-        # what they left before is taken
-        asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]
-        for file, texts in self._writer.read():
-            offset = self._offset(
-                file.split("-")[1], max((text.version for text in texts), default=0)
-            )
-            texts = [text._replace(version=text.version + offset) for text in texts]
-            self._writer.keep(file, texts)
-        for path, number in asked:
-            self._writer.restore()
-            self._writer.publish()
-            store = self._writer.store
-            told = [self._told.format(record) for record in self._told.buffer]
-            self._told.flush()
-            Answer(number, store.generation, told).put(
-                store.directory, path.name.partition("-")[2]
-            )
-            path.unlink(missing_ok=True)
+        """Keep what has arrived, and answer the engines that ask."""
+        # before the texts: what an engine left before it asked is in the answer
+        requests = []
+        for path in self._writer.waiting_files(ASK):
+            number = int(path.read_bytes())
+            requests.append((path, number))
+        self._keep_arrivals()
+        for path, number in requests:
+            self._answer(path, number)
         if time.monotonic() > self._rests_until:
             more = self._writer.work(_TICK_S)
-            self._rests_until = time.monotonic() + (0.0 if more else _REST_S)
+            rest_s = 0.0 if more else _REST_S
+            self._rests_until = time.monotonic() + rest_s
 
     def serve(self, grace_s: float) -> None:
         """Work until there has been no engine for so long; the janitor removes the
         directory then.
         """
-        last = time.monotonic()
-        while time.monotonic() < last + grace_s:
+        last_used = time.monotonic()
+        while time.monotonic() < last_used + grace_s:
             try:
                 self.work()
             except Exception as error:  # a full disk, say: engines ask again
                 self._writer.report(error)
-            if self._used():
-                last = time.monotonic()
+            if self._is_used():
+                last_used = time.monotonic()
             time.sleep(min(_TICK_S, grace_s))
 
-    def _used(self) -> bool:
-        with (
-            contextlib.suppress(OSError),
-            (self._writer.directory / USERS).open("r+b") as users,
-        ):
+    def _keep_arrivals(self) -> None:
+        """Put what engines left into the store, with the history's weight versions."""
+        for file, texts in self._writer.read_files():
+            engine = file.split("-")[1]
+            versions = [text.version for text in texts]
+            offset = self._offset_of(engine, max(versions, default=0))
+            renumbered = []
+            for text in texts:
+                version = text.version + offset
+                renumbered.append(text._replace(version=version))
+            self._writer.keep_texts(file, renumbered)
+
+    def _answer(self, path: Path, number: int) -> None:
+        """Publish the history for an engine that asks by a file, and answer it."""
+        self._writer.restore()
+        self._writer.publish()
+        store = self._writer.store
+        records = list(self._log_lines.buffer)
+        lines = [self._log_lines.format(record) for record in records]
+        self._log_lines.flush()
+        engine = path.name.partition("-")[2]
+        answer = Answer(number, store.generation, lines)
+        answer.write_to(store.directory, engine)
+        path.unlink(missing_ok=True)
+
+    def _is_used(self) -> bool:
+        """Return whether an engine lives. False where files were removed, which the
+        next engine that asks will notice.
+        """
+        path = self._writer.directory / USERS
+        with contextlib.suppress(OSError), path.open("r+b") as users:
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return True
-        return (
-            False  # or files were removed, which the next engine that asks will notice
-        )
+        return False
 
-    def _offset(self, engine: str, version: int) -> int:
+    def _offset_of(self, engine: str, newest: int) -> int:
+        """Return the offset from an engine's weight versions to the history's, where
+        `newest` is the engine's newest one.
+        """
         offset = self._offsets.get(engine, 0)
         store = self._writer.store
-        behind = store.newest - version - offset if store.tokens else 0
+        behind = 0
+        if store.tokens:
+            behind = store.newest - newest - offset
         # Engines of one run may be one weight version apart; one without requests
         # counts several updates as one.
-        self._offsets[engine] = offset + (behind if behind > 1 else 0)
-        return self._offsets[engine]
+        if behind > 1:
+            offset += behind
+        self._offsets[engine] = offset
+        return offset
 
 
 def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
@@ -121,8 +146,6 @@ def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
 
 if __name__ == "__main__":
     if os.fork() == 0:
-        main(
-            Path(sys.argv[1]),
-            HistoryConfig.model_validate_json(sys.argv[2]),
-            float(sys.argv[3]),
-        )
+        _, path_argument, block, grace = sys.argv
+        config_argument = HistoryConfig.model_validate_json(block)
+        main(Path(path_argument), config_argument, float(grace))

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,40 @@ from das_adapter.core.index.store import problems_in
 from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory, pack, responses
-from das_adapter.protocol.spool import AWAY, BATCH, GRACE_S, TEXTS, directory_for, put
+from das_adapter.protocol.spool import (
+    AWAY,
+    BATCH,
+    GRACE_S,
+    TEXTS,
+    directory_for,
+    put_file,
+)
 from das_adapter.service import checkpoint, ledger
-from das_adapter.service.ledger import Synced, ask
+from das_adapter.service.ledger import Synced, wait_for_answer
 from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
 
 _TICK_S = 0.5
 """How often a history looks for what has arrived."""
+_FLUSH_POLL_S = 0.1
+"""How often a checkpoint looks whether texts have reached their homes."""
 _LEDGER_S = 5.0
 """How long a weight sync waits for the ledger."""
 _PEER_S = 20.0
 """How long a checkpoint waits for what is for the ledger, and for other nodes."""
 _OUTBOX = 4
 """Texts on their way to other nodes take at most this part of `max_bytes`."""
-_AT_A_SYNC = 250_000
+_TOKENS_AT_SYNC = 250_000
 """Maximum tokens sealed synchronously at a weight sync; what has arrived before is
 sealed already.
 """
+_KEPT_LENGTHS = 2**12
+"""Batches whose lengths are kept while the ledger can't be reached, the last ones."""
+_NODE_ID_CHARACTERS = 16
+"""Characters of Ray's id of a node in the name of its directory."""
+
+Texts = list[Trajectory]
 
 
 class NodeHistory:
@@ -63,52 +78,62 @@ class NodeHistory:
         grace_s: float = GRACE_S,
         node: str | None = None,
     ):
-        """`name`: of the directory, where it can't be taken over, a new one is begun;
-        `root`: where it lies, None: see `directory_for`; `node`: its name among the
-        histories of the run, None: all problems are at home here, and no thread
-        works.
+        """Take over what lies in the directory, or begin there.
+
+        Args:
+            name: of the directory; where it can't be taken over, a new one is begun.
+            root: where the directory lies; None: see `directory_for`.
+            node: the history's name among those of the run; None: all problems are at
+                home here, and no thread works.
         """
-        own = ray.get_runtime_context().get_node_id()
-        beside = sum(
-            int(n["Resources"].get("object_store_memory", 0))
-            for n in ray.nodes()
-            if n["NodeID"] == own
-        )
-        directory = (
-            Path(root) / name if root else directory_for(name, config.max_bytes, beside)
-        )
+        object_store_bytes = _own_object_store_bytes()
+        if root is None:
+            directory = directory_for(name, config.max_bytes, object_store_bytes)
+        else:
+            directory = Path(root) / name
         try:
-            self.writer = Writer(config, directory, grace_s, beside)
+            self.writer = Writer(config, directory, grace_s, object_store_bytes)
         except (DasError, OSError) as error:
             logger.error(
                 "das: history: %s can't be taken over (%r); a new history begins",
                 directory,
                 error,
             )
-            begun = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory.parent))
-            self.writer = Writer(config, begun, grace_s, beside)
+            root_of_both = directory.parent
+            begun = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root_of_both))
+            self.writer = Writer(config, begun, grace_s, object_store_bytes)
         self._node = node or ""
         self._nodes: tuple[str, ...] = (self._node,)
         self._sending: dict[str, ray.ObjectRef] = {}
-        """By file: calls of other nodes' histories."""
+        """Calls of other nodes' histories, by the file that is sent."""
         self._unreached = set[str]()
-        """Those to which texts could not be sent the last time."""
-        self._lengths = deque[Responses](maxlen=2**12)
-        """Of the last batches, for the ledger."""
+        """Histories to which texts could not be sent the last time."""
+        self._lengths = deque[Responses](maxlen=_KEPT_LENGTHS)
+        """Lengths of the last batches, for the ledger."""
         self._version = -1
-        """The newest of the node's engines; -1: none has had a weight sync."""
-        self._sealable = _AT_A_SYNC
+        """The newest weight version of the node's engines; -1: none has had a weight
+        sync.
+        """
+        self._sealable_tokens = _TOKENS_AT_SYNC
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
         """Offset from this run's weight versions to the store's; None until the history
         has begun: texts wait.
         """
         self._start: str | None = None
+        """Saved history that is to be loaded."""
         self._loaded: set[Path] = set()
-        """Saved history that is to be taken in, and the files of it that were."""
+        """Files of that history that were loaded."""
         if node is not None:
-            threading.Thread(target=self._carry, name="das-carry", daemon=True).start()
+            threading.Thread(
+                target=self._tick_for_ever, name="das-carry", daemon=True
+            ).start()
         ledger.end_with_job()
+
+    @property
+    def _is_global(self) -> bool:
+        """Whether all nodes are home to everything."""
+        return self.writer.policy.config.scope == "global"
 
     def directory(self) -> str:
         """Return where engines leave what they wrote."""
@@ -122,33 +147,37 @@ class NodeHistory:
         """
         if version > self._version:
             self._version = version
-            self._sealable = _AT_A_SYNC
+            self._sealable_tokens = _TOKENS_AT_SYNC
         synced = None
         try:
             self.writer.restore()
             self._begin()
-            self._take()
-            synced = self._ask(version, cursor)
-            self._sealable -= self.writer.publish(self._sealable)
+            self._keep_arrivals()
+            synced = self._sync_with_ledger(version, cursor)
+            sealed_tokens = self.writer.publish(self._sealable_tokens)
+            self._sealable_tokens -= sealed_tokens
         except Exception as error:
             self.writer.report(error)
-        return (
-            Published(str(self.writer.directory), self.writer.store.generation),
-            synced,
-        )
+        directory = str(self.writer.directory)
+        published = Published(directory, self.writer.store.generation)
+        return published, synced
 
     @ray.method(concurrency_group="peers")
     def receive(self, file: str, content: bytes) -> None:
-        """Take texts of another node (see `pack`), which are safe when this returns."""
-        put(self.writer.directory, file, content)
+        """Leave texts of another node (see `pack`) in the spool; they are safe when
+        this returns.
+        """
+        put_file(self.writer.directory, file, content)
 
     @ray.method(concurrency_group="peers")
     def give(self, problems: Sequence[int]) -> bytes:
         """Return the history of some problems, see `HistoryStore.give`."""
         # the next store of the directory removes it
-        path = self.writer.directory / f"{uuid.uuid4().hex}.tmp"
+        name = f"{uuid.uuid4().hex}.tmp"
+        path = self.writer.directory / name
         try:
-            self.writer.store.give(path, np.array(problems, dtype=np.uint64))
+            wanted = np.array(problems, dtype=np.uint64)
+            self.writer.store.give(path, wanted)
             return path.read_bytes()
         finally:
             path.unlink(missing_ok=True)
@@ -161,38 +190,40 @@ class NodeHistory:
 
     @ray.method(concurrency_group="checkpoints")
     def flush(self) -> int:
-        """Bring all texts here to their homes, and lengths to the ledger, and wait for
+        """Send all texts here to their homes, and lengths to the ledger, and wait for
         that, for a checkpoint; return how many files of texts are still on their
         way.
         """
         until = time.monotonic() + _PEER_S
-        self._take()
-        self._send(wait=True)
-        while (left := len(self.writer.waiting(AWAY))) and time.monotonic() < until:
-            time.sleep(_TICK_S / 5)
-        return left
+        self._keep_arrivals()
+        self._send_lengths(wait=True)
+        while True:
+            num_left = len(self.writer.waiting_files(AWAY))
+            if not num_left or time.monotonic() >= until:
+                return num_left
+            time.sleep(_FLUSH_POLL_S)
 
     @ray.method(concurrency_group="checkpoints")
     def save(self, path: str) -> None:
         """Write the history at home here to a file, including what arrived since the
         last weight sync.
         """
-        self._take()
+        self._keep_arrivals()
         self.writer.publish()
         self.writer.store.save(path)
 
     def tick(self) -> None:
         """Do what waits for no weight sync of this node's engines, which may sleep:
-        begin, send what is for others, take what has arrived, and what follows.
+        begin, send what is for others, keep what has arrived, and what follows.
         """
         if self._offset is None:
             self._begin()
-        self._deliver()
-        self._take()
-        self._send()
+        self._send_texts()
+        self._keep_arrivals()
+        self._send_lengths()
         self.writer.work(_TICK_S)
 
-    def _carry(self) -> None:
+    def _tick_for_ever(self) -> None:
         while True:
             time.sleep(_TICK_S)
             try:
@@ -200,184 +231,207 @@ class NodeHistory:
             except Exception as error:  # what waits is done later
                 self.writer.report(error)
 
-    def _take(self) -> None:
-        """Bring what has arrived in the spool to its homes, once the history has
-        begun.
+    def _keep_arrivals(self) -> None:
+        """Put what has arrived in the spool into the store, or send it on to its home,
+        once the history has begun.
         """
         if self._offset is None:
             return
         with self.writer.lock:
-            for file, texts in self.writer.read():
-                own = (
-                    self._distributed(file, texts) if file.startswith(BATCH) else texts
-                )
-                self.writer.keep(
-                    file,
-                    [
-                        text._replace(version=text.version + self._offset)
-                        for text in own
-                    ],
-                )
-                if file.startswith(BATCH):  # others were counted where they came from
+            for file, texts in self.writer.read_files():
+                of_engine = file.startswith(BATCH)
+                own = texts
+                if of_engine:
+                    own = self._leave_for_homes(file, texts)
+                renumbered = []
+                for text in own:
+                    version = text.version + self._offset
+                    renumbered.append(text._replace(version=version))
+                self.writer.keep_texts(file, renumbered)
+                if of_engine:  # others were counted where they came from
                     self._lengths.append(responses(texts))
 
-    def _distributed(self, file: str, texts: list[Trajectory]) -> list[Trajectory]:
+    def _leave_for_homes(self, file: str, texts: Texts) -> Texts:
         """Leave texts of an engine that are at home elsewhere in the spool, for
-        `_deliver`; return the others.
+        `_send_texts`; return the others.
         """
         nodes = self._nodes  # a weight sync may change it meanwhile
-        # all nodes are home to everything
-        if self.writer.policy.config.scope == "global":
-            parts = dict.fromkeys(nodes, texts)
+        if self._is_global:
+            by_home = dict.fromkeys(nodes, texts)
         else:
-            parts = {}
-            for text, home in zip(
-                texts, homes([text.problem for text in texts], nodes), strict=True
-            ):
-                parts.setdefault(nodes[home], []).append(text)
-        own = parts.pop(self._node, [])
-        for home, part in parts.items():
-            put(
-                self.writer.directory,
-                file.replace(BATCH, f"{AWAY}-{home}", 1),
-                pack(part),
-            )
+            by_home = _by_home(texts, nodes)
+        own = by_home.pop(self._node, [])
+        for node, texts_of_node in by_home.items():
+            kind = f"{AWAY}-{node}"
+            name = file.replace(BATCH, kind, 1)
+            content = pack(texts_of_node)
+            put_file(self.writer.directory, name, content)
         return own
 
-    def _deliver(self) -> None:
+    def _send_texts(self) -> None:
         """Send what is at home elsewhere, and remove what has arrived; what has not is
         sent again. If too much waits, the oldest is given up. Nothing is done before
         the history has begun, which tells the other nodes.
         """
         if self._offset is None:
             return
-        waiting = sorted(
-            ((path.stat(), path) for path in self.writer.waiting(AWAY)),
-            key=lambda file: file[0].st_mtime,
-        )
-        beyond = (
-            sum(stat.st_size for stat, _ in waiting)
-            - self.writer.policy.config.max_bytes // _OUTBOX
-        )
-        told = self._unreached
+        waiting = self._drop_oldest()
+        unreached_before = self._unreached
         self._unreached = set[str]()
-        for stat, path in waiting:
-            if beyond > 0:
-                beyond -= stat.st_size
-                path.unlink()
-                self._sending.pop(path.name, None)
-                self.writer.report(
-                    DasError(
-                        f"the oldest texts for other nodes are lost: 1/{_OUTBOX} of"
-                        " max_bytes waits"
-                    )
-                )
-                continue
-            _, peer, rest = path.name.split("-", 2)
+        for path in waiting:
+            _, node, rest = path.name.split("-", 2)
             try:
-                call = self._sending.pop(path.name, None)
-                if peer not in self._nodes:  # it went
-                    # which this node has, too
-                    if self.writer.policy.config.scope == "global":
-                        path.unlink()
-                    else:
-                        path.rename(
-                            path.with_name(f"{TEXTS}-{rest}-{peer.rpartition(':')[2]}")
-                        )
-                elif call is None:
-                    call = ledger.actor(peer).receive.remote(
-                        f"{TEXTS}-{rest}", path.read_bytes()
-                    )
-                    self._sending[path.name] = call
-                elif ray.wait([call], timeout=0)[0]:
-                    ray.get(call, timeout=_PEER_S)
-                    path.unlink()
+                if node in self._nodes:
+                    self._send_file(path, node, rest)
                 else:
-                    self._sending[path.name] = call
-            except (
-                ValueError,
-                ray.exceptions.RayError,
-            ) as error:  # it ended, or there is no room for the message
-                if peer not in told | self._unreached:
+                    self._take_back(path, node, rest)
+            except (ValueError, ray.exceptions.RayError) as error:
+                # it ended, or there is no room for the message
+                if node not in unreached_before | self._unreached:
                     logger.warning(
                         "das: history: texts did not reach %s and are sent again: %r",
-                        peer,
+                        node,
                         error,
                     )
-                self._unreached.add(peer)
+                self._unreached.add(node)
 
-    def _ask(self, version: int, cursor: int) -> Synced | None:
-        try:
-            self._send()
-            # it has those now
-            synced: Synced = ask(
-                ledger.running().sync.remote(version, cursor), _LEDGER_S
+    def _drop_oldest(self) -> list[Path]:
+        """Return the files on their way to other nodes, in order of age, without the
+        oldest if they take too much: those are removed.
+        """
+        waiting = []
+        waiting_bytes = 0
+        for path in self.writer.waiting_files(AWAY):
+            status = path.stat()
+            waiting.append((path, status))
+            waiting_bytes += status.st_size
+        waiting.sort(key=lambda file: file[1].st_mtime)
+        history = self.writer.policy.config
+        max_waiting_bytes = history.max_bytes // _OUTBOX
+        left = []
+        for path, status in waiting:
+            if waiting_bytes <= max_waiting_bytes:
+                left.append(path)
+                continue
+            waiting_bytes -= status.st_size
+            path.unlink()
+            self._sending.pop(path.name, None)
+            self.writer.report(
+                DasError(
+                    f"the oldest texts for other nodes are lost: 1/{_OUTBOX} of"
+                    " max_bytes waits"
+                )
             )
+        return left
+
+    def _send_file(self, path: Path, node: str, rest: str) -> None:
+        """Send a file to the history of another node, or remove it if it has arrived
+        there; `rest`: of its name.
+        """
+        call = self._sending.pop(path.name, None)
+        if call is None:
+            history = ledger.find_actor(node)
+            content = path.read_bytes()
+            name = f"{TEXTS}-{rest}"
+            self._sending[path.name] = history.receive.remote(name, content)
+            return
+        arrived, _ = ray.wait([call], timeout=0)
+        if not arrived:
+            self._sending[path.name] = call
+            return
+        ray.get(call, timeout=_PEER_S)
+        path.unlink()
+
+    def _take_back(self, path: Path, node: str, rest: str) -> None:
+        """Keep a file here whose node has gone."""
+        self._sending.pop(path.name, None)
+        if self._is_global:  # this node has it, too
+            path.unlink()
+            return
+        node_id = node.rpartition(":")[2]
+        name = f"{TEXTS}-{rest}-{node_id}"
+        path.rename(path.with_name(name))
+
+    def _sync_with_ledger(self, version: int, cursor: int) -> Synced | None:
+        """Return what the ledger knows; None, with a line in the log, where it does not
+        answer.
+        """
+        try:
+            self._send_lengths()
+            # it has those now
+            run_ledger = ledger.running_ledger()
+            call = run_ledger.sync.remote(version, cursor)
+            synced: Synced = wait_for_answer(call, _LEDGER_S)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: history: the ledger does not answer: %r", error)
             return None
-        self._meet(synced.nodes)
+        self._set_nodes(synced.nodes)
         return synced
 
-    def _meet(self, nodes: tuple[str, ...]) -> None:
-        # else this node joins, and the others know at the next weight sync
+    def _set_nodes(self, nodes: tuple[str, ...]) -> None:
+        """Distribute problems over these nodes from now on, if this one is among them:
+        else it joins, and the others know at the next weight sync.
+        """
         if self._node in nodes:
             self._nodes = nodes
 
-    def _send(self, wait: bool = False) -> None:
+    def _send_lengths(self, wait: bool = False) -> None:
         """Send the ledger the lengths of what the engines wrote; ValueError: there is
-        none, and they are kept.
+        no ledger, and the lengths are kept.
         """
         if not self._lengths:
             return
-        actor = ledger.running()
+        run_ledger = ledger.running_ledger()
         with self.writer.lock:
-            # another thread may have sent them meanwhile
-            lengths = np.concatenate([responses(()), *self._lengths])
+            # another thread may have sent them meanwhile: then there are none
+            batches = [responses(()), *self._lengths]
             self._lengths.clear()
-        call = actor.add.remote(lengths)
+        lengths = np.concatenate(batches)
+        call = run_ledger.add.remote(lengths)
         if wait:
-            ask(call, _PEER_S)
+            wait_for_answer(call, _PEER_S)
 
     def _begin(self) -> None:
-        """Go on with what lies in the directory, or take in what the run starts with;
+        """Go on with what lies in the directory, or load what the run starts with;
         nothing is done before the run's first weight sync, which says what its weight
         version is.
         """
         with self.writer.lock:  # two threads may begin
             if self._offset is None:
-                store = self.writer.store
-                start, offset, version = ask(ledger.running().start.remote(), _PEER_S)
-                if (version := max(version, self._version)) < 0:
+                run_ledger = ledger.running_ledger()
+                call = run_ledger.start.remote()
+                start, offset, run_version = wait_for_answer(call, _PEER_S)
+                version = max(run_version, self._version)
+                if version < 0:
                     return
-                self._meet(ledger.histories())
-                self._start = None if store.tokens else start
-                self._offset = max(
-                    offset, store.newest - version if store.tokens else 0
-                )
+                self._set_nodes(ledger.history_names())
+                store = self.writer.store
+                if store.tokens:
+                    self._start = None
+                    newest_offset = store.newest - version
+                else:
+                    self._start = start
+                    newest_offset = 0
+                self._offset = max(offset, newest_offset)
             self._load()
 
     def _load(self) -> None:
-        """Take in what the run starts with; what can't be read now is tried again at
-        the next weight sync.
+        """Load what the run starts with; what can't be read now is tried again at the
+        next weight sync.
         """
         try:
-            parts = checkpoint.parts(Path(self._start)) if self._start else []
-            # is in each part, less in that of a late node
-            everything = self.writer.policy.config.scope == "global"
-            for path in sorted(parts, key=lambda part: -part.stat().st_size):
+            files: list[Path] = []
+            if self._start:
+                start = Path(self._start)
+                files = checkpoint.index_files(start)
+            files.sort(key=lambda path: -path.stat().st_size)
+            for path in files:  # the largest first
                 if path in self._loaded:
                     continue
                 try:
-                    problems = problems_in(path)
-                    if not everything:
-                        problems = problems[
-                            homes(problems, self._nodes)
-                            == self._nodes.index(self._node)
-                        ]
-                    self.writer.store.absorb(path, problems)
-                    self.writer.altered = True
-                    if everything:
+                    self._load_file(path)
+                    # everything is in each file, less in that of a late node
+                    if self._is_global:
                         break
                 except DasError as error:  # it is damaged
                     self.writer.report(error)
@@ -386,20 +440,61 @@ class NodeHistory:
         except OSError as error:
             self.writer.report(error)
 
+    def _load_file(self, path: Path) -> None:
+        """Load the problems of a saved file that are at home here."""
+        problems = problems_in(path)
+        if not self._is_global:
+            own_index = self._nodes.index(self._node)
+            at_home = homes(problems, self._nodes) == own_index
+            problems = problems[at_home]
+        self.writer.store.absorb(path, problems)
+        self.writer.altered = True
 
-def here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
-    """Return this node's history, started if need be; see `ledger.named`."""
+
+def _by_home(texts: Texts, nodes: Sequence[str]) -> dict[str, Texts]:
+    """Return texts by the node on which their problems are at home."""
+    by_home = defaultdict[str, Texts](list)
+    problems = [text.problem for text in texts]
+    indices = homes(problems, nodes)
+    for text, index in zip(texts, indices, strict=True):
+        node = nodes[index]
+        by_home[node].append(text)
+    return by_home
+
+
+def _own_object_store_bytes() -> int:
+    """Return the size of Ray's object store on this node."""
     context = ray.get_runtime_context()
-    node = context.get_node_id()
-    name = ledger.history_of()
-    options = {
-        "concurrency_groups": {
-            "peers": 2,
-            "checkpoints": 1,
-        },  # weight syncs wait for neither
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
-    directory = f"das-history-{context.get_job_id()}-{node[:16]}"
-    return ledger.named(
-        name, NodeHistory, config, directory, None, grace_s, name, **options
+    own = context.get_node_id()
+    num_bytes = 0
+    for node in ray.nodes():
+        if node["NodeID"] == own:
+            resources = node["Resources"]
+            num_bytes += int(resources.get("object_store_memory", 0))
+    return num_bytes
+
+
+def history_here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
+    """Return this node's history, started if need be; see
+    `ledger.get_or_start_actor`.
+    """
+    context = ray.get_runtime_context()
+    node_id = context.get_node_id()
+    job = context.get_job_id()
+    name = ledger.history_name()
+    short_id = node_id[:_NODE_ID_CHARACTERS]
+    directory = f"das-history-{job}-{short_id}"
+    on_this_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    # weight syncs wait for neither of them
+    concurrency_groups = {"peers": 2, "checkpoints": 1}
+    return ledger.get_or_start_actor(
+        name,
+        NodeHistory,
+        config,
+        directory,
+        None,
+        grace_s,
+        name,
+        concurrency_groups=concurrency_groups,
+        scheduling_strategy=on_this_node,
     )

@@ -23,11 +23,24 @@ from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
 from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Refresh, Trajectory, call_workers, responses
-from das_adapter.protocol.metrics import RolloutClock
-from das_adapter.protocol.spool import Gathered, put_batch, write
+from das_adapter.protocol.messages import (
+    Published,
+    Refresh,
+    Trajectory,
+    call_workers,
+    responses,
+)
+from das_adapter.protocol.metrics import EngineStats, RolloutClock
+from das_adapter.protocol.spool import Gathered, put_batch, write_private
 from das_adapter.service import node
-from das_adapter.service.ledger import actor, answers, ask, history_of, ledger
+from das_adapter.service.ledger import (
+    Synced,
+    find_actor,
+    history_name,
+    ledger,
+    wait_for_answer,
+    wait_for_answers,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -42,19 +55,24 @@ _GUESTS_WAIT_S = 5.0
 begun.
 """
 
-Rpc = Callable[[str, dict[str, Any], float], list[list[Any]]]
-"""Calls `das_rpc` with a command and its payload in every worker of an engine, and
-returns the answers of each of its data-parallel engines' ranks; raises TimeoutError
-after so many seconds.
+Guest = tuple[int, str]
+"""A problem that is at home on another node, and the name of that node's history."""
+Answers = list[list[Any]]
+"""The answers of the ranks of each data-parallel engine."""
+Rpc = Callable[[str, dict[str, Any], float], Answers]
+"""Calls `das_rpc` with a command and its payload in every worker of an engine; raises
+TimeoutError after so many seconds.
 """
 
 
 def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
-    """Make an `Rpc`, for other threads than the loop's, of vLLM's `AsyncLLM`."""
+    """Return an `Rpc`, for other threads than the loop's, of vLLM's `AsyncLLM`."""
 
-    def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        answer = asyncio.wait_for(call_workers(engine, command, payload), timeout)
-        return asyncio.run_coroutine_threadsafe(answer, loop).result(timeout + 1.0)
+    def rpc(command: str, payload: dict[str, Any], timeout_s: float) -> Answers:
+        call = call_workers(engine, command, payload)
+        limited = asyncio.wait_for(call, timeout_s)
+        future = asyncio.run_coroutine_threadsafe(limited, loop)
+        return future.result(timeout_s + 1.0)
 
     return rpc
 
@@ -66,8 +84,9 @@ class Session:
     """
 
     def __init__(self, das: DasConfig, rpc: Rpc, any_time: bool = True):
-        """`any_time`: whether the engine may be called while it generates; else whoever
-        lets it generate calls `visit` between two steps.
+        """Find the run's actors, and start those that are missing; `any_time`: whether
+        the engine may be called while it generates; else whoever lets it generate calls
+        `map_guest_history` between two steps.
         """
         self._das = das
         self._rpc = rpc
@@ -75,25 +94,28 @@ class Session:
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
-        self._asked: set[int] = set()
-        """Problems that began since the last weight sync."""
+        self._begun: set[int] = set()
+        """Problems whose requests began since the last weight sync."""
         self._guests = Gathered(self._fetch, _GUESTS_S)
-        """Those of them whose history is to be fetched, and from whom."""
+        """Problems among them whose history is to be fetched, each with the name of the
+        history that has it.
+        """
         self._arrived = deque[Path]()
         """Files with such history, for the engine to map."""
         self._directory = "/nowhere"
-        """Of the node's history, once it is known."""
+        """Directory of the node's history, once it is known."""
         self._cursor = 0
+        """Cursor of the last weight sync, see `Ledger.sync`."""
         self._here: Any = None
         """The history of this node; None: none is shared."""
-        self._behind = 0
+        self._engines_behind = 0
         """Engines that the last weight sync left with an older history than their
         node's.
         """
         self._nodes: tuple[str, ...] = ()
-        self._own = history_of()
-        """Names of all histories, and of this node's."""
-        self._find()
+        """Names of the histories of all nodes."""
+        self._own_node = history_name()
+        self._find_actors()
 
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers: a plug-in that was
@@ -109,25 +131,29 @@ class Session:
                 f" (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or"
                 " name das_adapter)"
             ) from error
-        logger.warning("das: an engine speculates: %s", hello[0][0])
+        first_rank = hello[0][0]
+        logger.warning("das: an engine speculates: %s", first_rank)
 
-    def begun(self, problems: Iterable[int]) -> None:
+    def fetch_guest_history(self, problems: Iterable[int]) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests
-        that begin; each once in a weight version. They draft from it as soon as it is
-        there, and never wait for it.
+        that begin; each once in a weight version. The requests draft from it as soon as
+        it is there, and never wait for it.
         """
-        if len(nodes := self._nodes) < 2 or self._das.history.scope == "global":
+        nodes = self._nodes
+        if len(nodes) < 2 or self._das.history.scope == "global":
             return
         try:
-            new = [*({*problems} - self._asked)]
-            self._asked.update(new)
-            for problem, home in zip(new, homes(new, nodes), strict=True):
-                if nodes[home] != self._own:
-                    self._guests.add((problem, nodes[home]))
+            new = list(set(problems) - self._begun)
+            self._begun.update(new)
+            indices = homes(new, nodes)
+            for problem, index in zip(new, indices, strict=True):
+                home = nodes[index]
+                if home != self._own_node:
+                    self._guests.add((problem, home))
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
 
-    def finished(
+    def record_response(
         self,
         label: Label,
         tokens: Sequence[int],
@@ -135,41 +161,45 @@ class Session:
         end: float,
         version: int,
     ) -> None:
-        """Take a finished response, without its prompt, into the step's figures and
-        into the history, if it may be recorded; `begin` and `end` are seconds since the
-        epoch.
+        """Count a finished response in the step's figures, and leave it for the
+        history, if it may be recorded.
+
+        Args:
+            tokens: token ids without the prompt.
+            begin, end: seconds since the epoch.
+            version: weight version that wrote the response.
         """
         if label.problem is None:
             return
         try:
-            text = np.asarray(tokens, dtype=np.int32).tobytes()
-            self._clock.finished(label, begin, end, text)
+            ids = np.asarray(tokens, dtype=np.int32)
+            text = ids.tobytes()
+            self._clock.count_response(label, begin, end, text)
             if label.record:
-                self._gathered.add(Trajectory(label.problem, text, version))
+                trajectory = Trajectory(label.problem, text, version)
+                self._gathered.add(trajectory)
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
-    def report(self, step: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
+    def report(self, step: int, timeout_s: float = PATIENCE_S) -> list[EngineStats]:
         """Report the counts since the last time to the run's ledger, as those of a
         training step, and return them, of each data-parallel engine; none, with a line
         in the log, where the engine does not answer.
         """
         try:
-            reports: list[dict[str, Any]] = []
-            for ranks in self._rpc("stats", {}, timeout):
-                # of the rank that samples
-                counts = max(ranks, key=lambda rank: rank.get("tokens", -1))
-                engine = (  # it may report several times to one step
-                    f"{self._name} {len(reports)}"
-                )
-                # the clock's go to the first
-                reports.append({**counts, **self._clock.take(), "engine": engine})
-                reports[-1] |= (
-                    {"engines_behind": self._behind}
-                    if self._here and len(reports) == 1
-                    else {}
-                )
-                self._ledger.report.remote(step, reports[-1])
+            reports: list[EngineStats] = []
+            engines = self._rpc("stats", {}, timeout_s)
+            for number, ranks in enumerate(engines):
+                report = dict(_counts_of(ranks))
+                # the clock's counts go to the first
+                clock = self._clock.read_and_reset()
+                report.update(clock)
+                # an engine may report several times to one step
+                report["engine"] = f"{self._name} {number}"
+                if self._here and number == 0:
+                    report["engines_behind"] = self._engines_behind
+                reports.append(report)
+                self._ledger.report.remote(step, report)
             return reports
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
@@ -184,37 +214,32 @@ class Session:
         the step that ends are reported first.
         """
         deadline = time.monotonic() + PATIENCE_S
-
-        def left() -> float:
-            return max(0.0, deadline - time.monotonic())
-
         try:
-            self._find()
+            self._find_actors()
             if report:
-                self.report(version, left())
-            self._behind = 1
-            # the rest is the engine's
-            message = self._message(version, lambda: left() / 2)
-            engines = self._rpc("refresh", message.payload(), left())
-            newest = message.history.generation if message.history else math.inf
-            self._behind = sum(
-                any(rank.get("generation", newest) < newest for rank in ranks)
-                for ranks in engines
-            )
+                self.report(version, _left_s(deadline))
+            self._engines_behind = 1
+            message = self._refresh_message(version, deadline)
+            payload = message.payload()
+            engines = self._rpc("refresh", payload, _left_s(deadline))
+            self._engines_behind = _count_behind(engines, message.history)
         except Exception:
             logger.exception(
                 "das: weight sync %s without fresh history; decoding goes on", version
             )
 
-    def visit(self) -> None:
+    def map_guest_history(self) -> None:
         """Let the engine map what was fetched of other nodes' histories, if there is
         anything.
         """
-        files = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        files: list[Path] = []
+        while self._arrived:
+            files.append(self._arrived.popleft())
         if not files:
             return
+        names = [str(file) for file in files]
         try:
-            self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S)
+            self._rpc("map_guest_history", {"files": names}, PATIENCE_S)
         except Exception as error:
             logger.warning(
                 "das: requests go on without the history of their problems: %r", error
@@ -228,21 +253,17 @@ class Session:
         """
         self._gathered.flush()
 
-    def _message(self, version: int, left: Callable[[], float]) -> Refresh:
-        """What the engine hears; without a history, and with a line in the log, where
-        that does not answer.
+    def _refresh_message(self, version: int, deadline: float) -> Refresh:
+        """Return the message to the engine at a weight sync; without a history, and
+        with a line in the log, where that does not answer.
         """
         history = None
         lengths = b""
         try:
             self.flush()
-            if self._here is None:
-                synced = ask(self._ledger.sync.remote(version, self._cursor), left())
-            else:
-                history, synced = ask(
-                    self._here.sync.remote(version, self._cursor), left()
-                )
-                self._directory = history.directory
+            # the other half of the time is the engine's
+            timeout_s = _left_s(deadline) / 2
+            history, synced = self._sync_history(version, timeout_s)
             if synced is not None:
                 lengths = synced.lengths.tobytes()
                 self._cursor = synced.cursor
@@ -253,14 +274,28 @@ class Session:
                 version,
                 error,
             )
-        self._asked.clear()
+        self._begun.clear()
         return Refresh(version, history, lengths)
 
-    def _find(self) -> None:
+    def _sync_history(
+        self, version: int, timeout_s: float
+    ) -> tuple[Published | None, Synced | None]:
+        """Return what the node's history has published, and what the ledger knows; None
+        where there is no such history, or where the ledger did not answer.
+        """
+        if self._here is None:
+            call = self._ledger.sync.remote(version, self._cursor)
+            return None, wait_for_answer(call, timeout_s)
+        call = self._here.sync.remote(version, self._cursor)
+        history, synced = wait_for_answer(call, timeout_s)
+        self._directory = history.directory
+        return history, synced
+
+    def _find_actors(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger()
         if self._das.shares_history:
-            self._here = node.here(self._das.history)
+            self._here = node.history_here(self._das.history)
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
         """Leave trajectories for the history, or their lengths alone where none is
@@ -275,44 +310,77 @@ class Session:
         try:
             put_batch(self._directory, self._name, batch)
         except FileNotFoundError:  # it is not known, or was removed
-            self._directory = ask(self._here.directory.remote(), PATIENCE_S)
+            call = self._here.directory.remote()
+            self._directory = wait_for_answer(call, PATIENCE_S)
             put_batch(self._directory, self._name, batch)
 
-    def _fetch(self, guests: Sequence[tuple[int, str]]) -> None:
-        """Fetch the history of problems that are at home on other nodes, each with that
-        node's.
-        """
+    def _fetch(self, guests: Sequence[Guest]) -> None:
+        """Fetch the history of problems from the nodes on which they are at home."""
         try:
             if not ray.is_initialized():  # as in `_leave`
                 return
             wanted = defaultdict[str, list[int]](list)
-            calls = list[Any]()
             for problem, home in guests:
                 wanted[home].append(problem)
-            for name, asked in wanted.items():
+            calls = []
+            for home, problems in wanted.items():
                 # it ended, and the others are homes still
                 with contextlib.suppress(ValueError):
-                    calls.append(actor(name).give.remote(asked))
-            for history in answers(calls, _GUESTS_WAIT_S, "give"):
-                # as in `NodeHistory.give`
-                file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")
-                try:
-                    write(file, history)
-                except BaseException:  # there may be no room for all of it
-                    file.unlink(missing_ok=True)
-                    raise
-                self._arrived.append(file)
+                    history = find_actor(home)
+                    call = history.give.remote(problems)
+                    calls.append(call)
+            for content in wait_for_answers(calls, _GUESTS_WAIT_S, "give"):
+                self._keep_for_engine(content)
         except Exception as error:
             logger.warning(
                 "das: requests go on without the history of their problems: %r", error
             )
         if self._any_time:
-            self.visit()
+            self.map_guest_history()
+
+    def _keep_for_engine(self, history: bytes) -> None:
+        """Write history of another node to a file, for the engine to map."""
+        # the next store of the directory removes it, as in `NodeHistory.give`
+        name = f"{uuid.uuid4().hex}.tmp"
+        file = Path(self._directory) / name
+        try:
+            write_private(file, history)
+        except BaseException:  # there may be no room for all of it
+            file.unlink(missing_ok=True)
+            raise
+        self._arrived.append(file)
+
+
+def _counts_of(ranks: Sequence[EngineStats]) -> EngineStats:
+    """Return the counts of an engine: those of its rank that samples."""
+    return max(ranks, key=lambda rank: rank.get("tokens", -1))
+
+
+def _left_s(deadline: float) -> float:
+    """Return how many seconds are left; `deadline`: of the monotonic clock."""
+    return max(0.0, deadline - time.monotonic())
+
+
+def _count_behind(engines: Answers, history: Published | None) -> int:
+    """Return how many engines have an older history than the published one."""
+    newest = math.inf
+    if history is not None:
+        newest = history.generation
+    num_behind = 0
+    for ranks in engines:
+        generations = [rank.get("generation", newest) for rank in ranks]
+        oldest = min(generations, default=newest)
+        if oldest < newest:
+            num_behind += 1
+    return num_behind
 
 
 def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    name = ask(ledger().run.remote(), timeout=PATIENCE_S)
-    return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})
+    run_ledger = ledger()
+    call = run_ledger.run.remote()
+    name = wait_for_answer(call, PATIENCE_S)
+    log_dir = f"{das.log_dir}/{name}"
+    return das.model_copy(update={"log_dir": log_dir})

@@ -25,18 +25,22 @@ from das_adapter.protocol.spool import (
     GRACE_S,
     TEXTS,
     USERS,
-    places,
-    room,
-    size_of,
+    available_bytes,
+    bytes_on_disk,
+    history_roots,
 )
 from das_adapter.service import janitor
 
 logger = logging.getLogger("das_adapter")
 
-_MOST_FILES = 128
+_MAX_WAITING_FILES = 128
 """Files that wait in the spool until they are published, before all is sealed for that:
 every look lists them.
 """
+_PUBLISHED_FILES = 2**12
+"""Files of which the writer knows that they are published, the last ones."""
+_YIELD_S = 0.001
+"""How long background work pauses after each slice."""
 
 
 class Writer:
@@ -50,89 +54,93 @@ class Writer:
         config: HistoryConfig,
         directory: Path,
         grace_s: float = GRACE_S,
-        beside: int = 0,
+        object_store_bytes: int = 0,
     ):
         """Take over the history that an earlier writer left in the directory, or begin
-        one; `beside`: see `room`. Raises as `HistoryStore`.
+        one; `object_store_bytes`: see `available_bytes`. Raises as `HistoryStore`.
         """
         self.policy = HistoryPolicy(config)
         self.lock = threading.RLock()
-        """Of texts on their way, from `read` to `keep`; held for a moment."""
+        """Guards texts on their way, from `read_files` to `keep_texts`; held for a
+        moment.
+        """
         self.altered = False
         """Whether the store was changed by something else than texts, which is to be
         published.
         """
         self._grace_s = grace_s
-        self._beside = beside
-        for place in places():
-            janitor.sweep(place, besides=directory.name)
+        self._object_store_bytes = object_store_bytes
+        for root in history_roots():
+            janitor.sweep(root, besides=directory.name)
         self._kept: list[str] = []
         """Files whose texts the store has, and may not have published."""
-        self._done_with: deque[str] = deque(maxlen=2**12)
+        self._published = deque[str](maxlen=_PUBLISHED_FILES)
         """Files that are published: one that comes again, since an answer was lost, is
         dropped.
         """
-        self._trouble, self._grown = "", False
-        """The last error since something was published; whether the byte budget is to
-        be looked at since then.
-        """
+        self._logged_error = ""
+        """The last error since something was published."""
+        self._may_exceed = False
+        """Whether the byte budget is to be looked at since something was published."""
         try:
-            self.store = self._opened(directory)
+            self.store = self._open_store(directory)
         except IndexFileError as error:
             self._begin_anew(directory, error)
-        self._found = (
-            {path.name for path in self.waiting(BATCH, TEXTS)}
-            if self.store.tokens
-            else set()
-        )
+        self._left_before = set[str]()
         """Files that an earlier writer left: it may have published some of their
         texts.
         """
+        if self.store.tokens:
+            for path in self.waiting_files(BATCH, TEXTS):
+                self._left_before.add(path.name)
 
     @property
     def directory(self) -> Path:
         """Where engines leave what they wrote, and find what is published."""
         return self.store.directory
 
-    def waiting(self, *kinds: str) -> list[Path]:
+    def waiting_files(self, *kinds: str) -> list[Path]:
         """Return the files of some kinds that wait in the spool, in order."""
-        found = sorted((self.directory / FOLDER).iterdir())
-        return [
-            path
-            for path in found
-            if path.name.partition("-")[0] in kinds and path.suffix != ".tmp"
-        ]
+        folder = self.directory / FOLDER
+        found = []
+        for path in sorted(folder.iterdir()):
+            kind = path.name.partition("-")[0]
+            if kind in kinds and path.suffix != ".tmp":
+                found.append(path)
+        return found
 
-    def read(self) -> list[tuple[str, list[Trajectory]]]:
-        """Return the files that have arrived, with their trajectories, for `keep`,
-        until which the caller holds `lock`; a file that is damaged is dropped, with a
-        line in the log.
+    def read_files(self) -> list[tuple[str, list[Trajectory]]]:
+        """Return the files that have arrived, with their trajectories, for
+        `keep_texts`, until which the caller holds `lock`; a file that is damaged is
+        dropped, with a line in the log.
         """
         found = []
-        kept = {*self._kept}
-        done_with = {*self._done_with}
-        for path in self.waiting(BATCH, TEXTS):
-            if path.name in done_with:
+        kept = set(self._kept)
+        published = set(self._published)
+        for path in self.waiting_files(BATCH, TEXTS):
+            file = path.name
+            if file in published:
                 path.unlink(missing_ok=True)
-            elif path.name not in kept:
+            elif file not in kept:
                 try:
-                    found.append((path.name, unpack(path.read_bytes())))
+                    texts = unpack(path.read_bytes())
+                    found.append((file, texts))
                 except (OSError, ValueError) as error:
                     path.unlink(missing_ok=True)
                     self.report(error)
         return found
 
-    def keep(self, file: str, texts: Sequence[Trajectory]) -> None:
+    def keep_texts(self, file: str, texts: Sequence[Trajectory]) -> None:
         """Put texts of a file into the store."""
         with self.lock:
-            if file in self._found:
+            if file in self._left_before:
                 texts = [
                     text for text in texts if not self.policy.has(self.store, text)
                 ]
             self.policy.take(self.store, texts)
             self._kept.append(file)
             if not texts:  # they go elsewhere, or are published
-                self._done([file])
+                self._remove_published([file])
 
     def work(self, seconds: float) -> bool:
         """Do for so long what waits for no weight sync: seal what was kept, merge, and
@@ -140,37 +148,44 @@ class Writer:
         """
         until = time.monotonic() + seconds
         more = True
-        crowded = len(self._kept) >= _MOST_FILES
+        crowded = len(self._kept) >= _MAX_WAITING_FILES
         with self._anew_where_damaged():
             while more and time.monotonic() < until:
-                if self._grown:  # thinning merges as well: no problem is written twice
-                    left = room(self.directory, self._beside, size_of(self.directory))
-                    self._grown = False  # before, since others may publish meanwhile
-                    if self.policy.tidy(self.store, left):
-                        self._grown = True
+                if self._may_exceed:
+                    # thinning merges as well: no problem is written twice
+                    self._thin_out()
                 else:
                     more = self.store.work(self.policy.window, every=crowded)
-                time.sleep(0.001)  # whoever waits for the store has its turn
+                time.sleep(_YIELD_S)  # whoever waits for the store has its turn
         if crowded and not self.store.staged:
             self.publish()
         return more
+
+    def _thin_out(self) -> None:
+        """Do a slice of thinning out what exceeds room or byte budget."""
+        held_bytes = bytes_on_disk(self.directory)
+        room = available_bytes(self.directory, self._object_store_bytes, held_bytes)
+        self._may_exceed = False  # before, since others may publish meanwhile
+        if self.policy.tidy(self.store, room):
+            self._may_exceed = True
 
     def publish(self, tokens: int = 2**62) -> int:
         """Publish what was kept, of what is not sealed yet about so many tokens at
         most; return how many it sealed.
         """
         with self.lock:
-            if tokens <= 0 or not (self._kept or self.altered or self._trouble):
+            changed = self._kept or self.altered or self._logged_error
+            if tokens <= 0 or not changed:
                 return 0
-            staged = self.store.staged
+            staged_before = self.store.staged
             with self._anew_where_damaged():
                 self.store.seal(self.policy.window, tokens)
                 self.altered = False
-                self._trouble = ""
-                self._grown = True
+                self._logged_error = ""
+                self._may_exceed = True
                 if not self.store.staged:
-                    self._done([*self._kept])
-            return staged - self.store.staged
+                    self._remove_published(list(self._kept))
+            return staged_before - self.store.staged
 
     def restore(self) -> None:
         """Publish the history again if files were removed; what is mapped stays
@@ -185,7 +200,7 @@ class Writer:
         with self.lock, self._anew_where_damaged():
             self.store.close()
             _remove_files(self.directory)
-            store = self._opened(self.directory)
+            store = self._open_store(self.directory)
             try:
                 # the janitor removes it if this process is killed
                 saved = store.directory / "restored.tmp"
@@ -200,14 +215,16 @@ class Writer:
 
     def report(self, error: Exception) -> None:
         """Log an error once, until something is published."""
-        if self._trouble != repr(error):
+        reason = repr(error)
+        if self._logged_error != reason:
             logger.error(
-                "das: history: %r; engines go on with what is published", error
+                "das: history: %s; engines go on with what is published", reason
             )
-        self._trouble = repr(error)
+        self._logged_error = reason
 
     @contextmanager
     def _anew_where_damaged(self) -> Iterator[None]:
+        """Begin the history anew if a file of it turns out to be damaged."""
         try:
             yield
         except IndexFileError as error:
@@ -222,18 +239,21 @@ class Writer:
         check_owner(directory)
         logger.error("das: history: %s; the history begins anew", error)
         _remove_files(directory)
-        self.store = self._opened(directory)
+        self.store = self._open_store(directory)
         self._kept = []
-        self._found = set()
+        self._left_before = set()
         self.altered = True
 
-    def _done(self, files: Sequence[str]) -> None:
+    def _remove_published(self, files: Sequence[str]) -> None:
+        """Remove files of the spool whose texts are published."""
+        folder = self.directory / FOLDER
         for file in files:
-            (self.directory / FOLDER / file).unlink(missing_ok=True)
+            path = folder / file
+            path.unlink(missing_ok=True)
             self._kept.remove(file)
-            self._done_with.append(file)
+            self._published.append(file)
 
-    def _opened(self, directory: Path) -> HistoryStore:
+    def _open_store(self, directory: Path) -> HistoryStore:
         store = HistoryStore(directory)
         make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)

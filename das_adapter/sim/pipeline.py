@@ -12,19 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from das_adapter.core import tuning
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import PipelineBlock
 from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.requests import Ints, Requests
 from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
-
-POLL_S = 0.2
-"""Seconds until an engine that has nothing left is given something to write ahead
-(`service/run_ahead.py`).
-"""
-STEPS = 4
-"""Steps that are written ahead (there, too)."""
 
 
 @dataclass
@@ -181,7 +175,7 @@ class Pipeline:
         if not self._ahead or self._sent == len(self._workload.steps):
             return until
         for step in self._workload.steps[
-            self._sent + len(self._early) : self._sent + STEPS
+            self._sent + len(self._early) : self._sent + tuning.RUN_AHEAD_STEPS
         ]:
             self._early.append(
                 requests.add(**step, ahead=np.full(len(step["problem"]), -1))
@@ -192,7 +186,8 @@ class Pipeline:
         rows = rows[requests.written[rows] < requests.length[rows]]
         idle_since = np.maximum(fleet.clock, since)
         most = len(self._early[0])
-        for at in np.arange(idle_since.min() + POLL_S, until, POLL_S):
+        poll_s = tuning.RUN_AHEAD_POLL_S
+        for at in np.arange(idle_since.min() + poll_s, until, poll_s):
             if not len(rows):
                 break
             fleet.run(at)

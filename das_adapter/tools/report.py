@@ -17,7 +17,7 @@ import numpy as np
 
 from das_adapter import __version__
 from das_adapter.errors import DasError
-from das_adapter.protocol.decision_log import Rollout
+from das_adapter.protocol.decision_log import LoggedRollout
 from das_adapter.tools import run_series as series
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
@@ -29,7 +29,7 @@ policy's.
 """
 
 
-def write(rollouts: list[Rollout], out: Path) -> Path:
+def write(rollouts: list[LoggedRollout], out: Path) -> Path:
     """Write report.html about the rollouts of the decision logs into a directory, made
     if there is none; return where it is. The last complete rollout is shown over time.
 
@@ -68,7 +68,7 @@ def write(rollouts: list[Rollout], out: Path) -> Path:
     return file
 
 
-def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
+def _figures(rollouts: list[LoggedRollout]) -> dict[str, Any]:
     """Return the numbers that each figure draws, by its name in the template; empty
     ones are not shown.
     """
@@ -109,7 +109,7 @@ def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
     return "".join(said)
 
 
-def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
+def sentences(rollouts: Sequence[LoggedRollout]) -> list[tuple[str, str]]:
     """Say what drafts saved, where time was lost, and what to change, each under its
     head; `rollouts`: of a run, one or more.
     """
@@ -154,11 +154,11 @@ def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
     ]
 
 
-def _counted(rollouts: Sequence[Rollout], name: str) -> int:
+def _counted(rollouts: Sequence[LoggedRollout], name: str) -> int:
     return sum(c.get(f"history_{name}", 0) for r in rollouts for c in r.counts)
 
 
-def _change(rollouts: Sequence[Rollout], gain: float, load: float | None) -> str:
+def _change(rollouts: Sequence[LoggedRollout], gain: float, load: float | None) -> str:
     """Return the first advice that fits; `load`: requests of a step without drafts,
     where most time passed in these.
     """

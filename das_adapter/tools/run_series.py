@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from das_adapter.core.length import LengthClass
-from das_adapter.protocol.decision_log import Request, Rollout
+from das_adapter.protocol.decision_log import LoggedRollout, RequestRecord
 from das_adapter.protocol.metrics import faults, figures
 
 MAX_BARS = 2000
@@ -32,7 +32,7 @@ class Rate(NamedTuple):
         return self.accepted / max(1, self.drafted)
 
 
-def by_training_step(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+def by_training_step(rollouts: Iterable[LoggedRollout]) -> list[dict[str, Any]]:
     """Sum up each training step over all engines, in order.
 
     Returns:
@@ -70,7 +70,7 @@ def by_training_step(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     return found
 
 
-def tokens_per_forward(rollouts: Iterable[Rollout]) -> float:
+def tokens_per_forward(rollouts: Iterable[LoggedRollout]) -> float:
     """Return the tokens that a request got from a forward pass, mean over the decode
     steps that were timed.
     """
@@ -80,7 +80,7 @@ def tokens_per_forward(rollouts: Iterable[Rollout]) -> float:
     )
 
 
-def by_epoch(rollouts: Iterable[Rollout]) -> list[Rate]:
+def by_epoch(rollouts: Iterable[LoggedRollout]) -> list[Rate]:
     """Sum up the n-th visits of all problems."""
     tried = by_visit(rollouts)
     return [
@@ -89,11 +89,11 @@ def by_epoch(rollouts: Iterable[Rollout]) -> list[Rate]:
     ]
 
 
-def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
+def by_visit(rollouts: Iterable[LoggedRollout]) -> dict[int, list[RequestRecord]]:
     """Return the requests of the n-th visits of all problems, by n: a problem is
     visited once per weight version that wrote rollouts of it.
     """
-    tried: dict[int, list[Request]] = defaultdict(list)
+    tried: dict[int, list[RequestRecord]] = defaultdict(list)
     visits = Counter[int]()
     # what no weight sync followed comes last
     for _, group in sorted(by_version(rollouts), key=lambda g: g[0] < 0):
@@ -104,7 +104,7 @@ def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
     return tried
 
 
-def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
+def by_source(rollouts: Iterable[LoggedRollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
     counts = [c for r in rollouts for c in r.counts]
     keys = {"policy copy": "self_counts", "neural drafter": "neural_counts"}
@@ -122,7 +122,7 @@ def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     return [rate for rate in (others, *models) if rate.drafted]
 
 
-def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
+def notes(rollouts: Iterable[LoggedRollout]) -> list[tuple[str, str, list[int]]]:
     """Say what stood out, and before which weight versions: each `alarm`, why
     `das/health` was 0, and then each `note`, why drafting stopped where that was no
     fault.
@@ -142,7 +142,7 @@ def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
     return [(*note, versions) for note, versions in sorted(found.items())]
 
 
-def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def timeline(rollouts: Sequence[LoggedRollout]) -> dict[str, Any]:
     """Add up the engines' batches of the last rollout in which a request ended; times
     in seconds from its begin.
 
@@ -201,7 +201,9 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def by_version(rollouts: Iterable[Rollout]) -> Iterator[tuple[int, list[Rollout]]]:
+def by_version(
+    rollouts: Iterable[LoggedRollout],
+) -> Iterator[tuple[int, list[LoggedRollout]]]:
     """Group rollouts by the weight version that followed, in order; -1: none did."""
     for version, group in itertools.groupby(
         sorted(rollouts, key=lambda r: r.version), key=lambda r: r.version

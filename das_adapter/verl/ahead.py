@@ -21,7 +21,13 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.service.run_ahead import Coming, Job, LookAhead, Writing, new_texts
+from das_adapter.service.run_ahead import (
+    AheadSample,
+    AheadWriter,
+    LookAhead,
+    UpcomingBatches,
+    new_step_texts,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -67,7 +73,7 @@ class Ahead:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train_dataloader = batches = LookAhead(trainer.train_dataloader)
-        self.coming = Coming(batches)
+        self.coming = UpcomingBatches(batches)
 
     @classmethod
     def begin(cls, trainer: Any, das: DasConfig) -> None:
@@ -133,7 +139,7 @@ class Ahead:
 
 
 @dataclass(eq=False, kw_only=True)
-class VerlJob(Job):
+class VerlJob(AheadSample):
     """A sample of one of the next steps, as an agent loop begins with it."""
 
     params: dict[str, Any]
@@ -152,7 +158,7 @@ class VerlJob(Job):
         )
 
 
-def writing(worker: Any) -> Writing:
+def writing(worker: Any) -> AheadWriter:
     """Return what writes ahead for the rows of a worker, on the replicas that its
     balancer lends.
     """
@@ -164,7 +170,7 @@ def writing(worker: Any) -> Writing:
         fields = {**job.fields, "trace": False, "das_job": (job, slot[1])}
         await worker._run_agent_loop(job.params, job.trajectory, **fields)
 
-    return Writing(
+    return AheadWriter(
         balancer.lend.remote, lambda slot: balancer.give_back.remote(slot[0]), write
     )
 
@@ -213,7 +219,7 @@ async def jobs_of(worker: Any, batch: Any) -> tuple[list[VerlJob], int]:
         for row in range(len(batch))
     ]
     index = [row.get("index", number) for number, row in enumerate(rows)]
-    job = functools.partial(VerlJob, params=params, texts=new_texts())
+    job = functools.partial(VerlJob, params=params, texts=new_step_texts())
     jobs = []
     for row, trajectory in zip(
         rows, await get_trajectory_info(step, index, False), strict=True

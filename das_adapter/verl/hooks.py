@@ -44,7 +44,7 @@ def check_at_start(stock: Any) -> Any:
             from das_adapter.service import ledger
 
             make_absolute(config.actor_rollout_ref.rollout.custom.das, das)
-            ledger.end_earlier()
+            ledger.end_earlier_run()
         return stock(config, *args, **kwargs)
 
     return check_first

@@ -22,7 +22,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.identity import media_hash, prompt_identity, request_seed
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.service.run_ahead import Writing, take
+from das_adapter.service.run_ahead import AheadWriter, pop_text
 from das_adapter.verl import ahead, settings, training
 
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -207,7 +207,7 @@ def follow_samples(stock: Any) -> Any:
             validate=bool(trajectory.get("validate")),
             job=kwargs.pop("das_job", None),
         )
-        writing: Writing | None = getattr(self, "das_writing", None)
+        writing: AheadWriter | None = getattr(self, "das_writing", None)
         if writing and not (sample.validate or sample.job):
             writing.stop(sample.step)
         for teacher in (getattr(self, "teacher_client", None) or {}).values():
@@ -263,7 +263,7 @@ def label_requests(stock: Any) -> Any:
             await sample.first
             raise ahead.Written
         begins = own.start == len(prompt)
-        params = replace(own, ahead=take(own.seed) if begins else None).put_into(
+        params = replace(own, ahead=pop_text(own.seed) if begins else None).put_into(
             kwargs["sampling_params"]
         )
         sample.running += not goes_on

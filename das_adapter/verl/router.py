@@ -78,7 +78,7 @@ class DasLoadBalancer(_Stock):
             self._acquired % 1024 == 0 or not any(self._inflight_requests.values())
         ):
             self._replicas.expected = (
-                ledger.expected(timeout=5) or self._replicas.expected
+                ledger.expected_lengths(timeout_s=5) or self._replicas.expected
             )
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))

@@ -23,7 +23,7 @@ from das_adapter.core.routing import start_order
 from das_adapter.protocol.engine_args import engine_args
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
-from das_adapter.service.run_ahead import Aside
+from das_adapter.service.run_ahead import AheadRequests
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED, MEDIA
@@ -51,7 +51,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._order = None if hosts else start_order(das, self.config.n)
         self._last = 2**62 if hosts or self._order else 0
         """Priority of what is written ahead, as vLLM counts it."""
-        self._aside = Aside(lambda ids: self.engine.abort(ids))
+        self._aside = AheadRequests(lambda ids: self.engine.abort(ids))
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -93,7 +93,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             kwargs["priority"] = self._order.priority(
                 label.problem_of(prompt_ids), begun
             )
-        self._session.begun([label.problem_of(prompt_ids)])
+        self._session.fetch_guest_history([label.problem_of(prompt_ids)])
         begin = time.time()
         with self._aside.request():
             output = await super().generate(
@@ -101,7 +101,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             )
         if output.stop_reason not in ABORTED:
             text = [*prompt_ids[label.start_in(len(prompt_ids)) :], *output.token_ids]
-            self._session.finished(
+            self._session.record_response(
                 label, text, begin, time.time(), int(self.global_steps or 0)
             )
         return output
@@ -109,7 +109,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
     async def write_ahead(
         self, prompt_ids: list[int], sampling_params: dict[str, Any]
     ) -> tuple[Sequence[int], bool]:
-        """Write what a request of a next step will begin with, as `Aside.write`
+        """Write what a request of a next step will begin with, as `AheadRequests.write`
         does.
         """
         self._aside.ids.add(request_id := uuid.uuid4().hex)
@@ -169,7 +169,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
             self._order.refresh(
-                await asyncio.to_thread(ledger.expected, 25.0), int(global_steps or 0)
+                await asyncio.to_thread(ledger.expected_lengths, 25.0),
+                int(global_steps or 0),
             )
 
 

@@ -291,7 +291,7 @@ class Engine:
         answers = {}
         if part.visit is not None:
             between.give(part.visit, texts)
-            self.rpc("visit", files=[part.visit])
+            self.rpc("map_guest_history", files=[part.visit])
         if part.refresh is not None:
             history = (
                 self.das.history

@@ -190,7 +190,7 @@ def weight_syncs(
     from verl.checkpoint_engine import base
     from verl.workers.rollout.replica import RolloutMode
 
-    from das_adapter.service.run_ahead import Aside
+    from das_adapter.service.run_ahead import AheadRequests
     from das_adapter.verl.server import DasVLLMHttpServer
 
     async def sync(global_steps: int | None) -> None:
@@ -222,7 +222,7 @@ def weight_syncs(
     vars(server).update(
         _session=session,
         _order=None,
-        _aside=Aside(server.abort_request),
+        _aside=AheadRequests(server.abort_request),
         global_steps=None,
     )
     manager = object.__new__(base.CheckpointEngineManager)
@@ -243,7 +243,7 @@ def test_the_end_of_a_rollout_does_not_wait_for_what_is_written_ahead() -> None:
     """Engines of several data-parallel ranks are asked whether they are done before
     they sleep.
     """
-    from das_adapter.service.run_ahead import Aside
+    from das_adapter.service.run_ahead import AheadRequests
     from das_adapter.verl.server import DasVLLMHttpServer
 
     async def check() -> None:
@@ -256,7 +256,7 @@ def test_the_end_of_a_rollout_does_not_wait_for_what_is_written_ahead() -> None:
             await aborted.wait()
             return [1], False
 
-        aside = Aside(abort)
+        aside = AheadRequests(abort)
         server = object.__new__(DasVLLMHttpServer)
         with aside.request():
             pass  # the rollout has begun, and this engine has nothing left

@@ -42,10 +42,10 @@ from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
 from das_adapter.service.ledger import (  # noqa: E402
-    actor,
-    histories,
-    history_of,
-    running,
+    find_actor,
+    history_name,
+    history_names,
+    running_ledger,
 )
 
 FACTS = checkpoint.facts_of("problem", TOKENIZER)
@@ -64,14 +64,14 @@ class Engine(test_history.Engine):
         homes.
         """
         self.session.flush()
-        ray.get(actor(history_of()).flush.remote())
+        ray.get(find_actor(history_name()).flush.remote())
 
     def begin(self, problems: list[int]) -> bool:
         """Begin requests of problems; return whether the session starts a thread for
         them.
         """
         before = {*threading.enumerate()}
-        self.session.begun(problems)
+        self.session.fetch_guest_history(problems)
         return any(
             isinstance(thread, threading.Timer)
             for thread in {*threading.enumerate()} - before
@@ -142,7 +142,7 @@ class Run:
     @staticmethod
     def home(problem: int) -> str:
         """The name of the history where a problem is at home."""
-        names = histories()
+        names = history_names()
         return names[homes([problem], names)[0]]
 
     def sync(self) -> list[Refresh]:
@@ -162,7 +162,7 @@ class Run:
                 for m in messages
                 if m.history
             }
-            if len(found) != nodes or len(histories()) != nodes:
+            if len(found) != nodes or len(history_names()) != nodes:
                 return False
             at_home = [
                 found[self.home(problem).rpartition(":")[2][:16]]
@@ -181,7 +181,7 @@ class Run:
         return sum(self.figures(of)["tokens"] for of in range(len(self.nodes)))
 
     def history(self, of: int) -> Any:
-        return actor(history_of(self.nodes[of].node_id))
+        return find_actor(history_name(self.nodes[of].node_id))
 
     def spool(self, of: int) -> list[str]:
         """The texts that wait in a node's spool."""
@@ -326,7 +326,7 @@ def test_a_node_that_is_killed_while_it_joins_and_one_that_goes(run: Run) -> Non
     run.kill_at(f"das-history-{job}-{third.node_id[:16]}/segments-")
     run.nodes.append(third)
     run.engines.append(run.engine(third.node_id))
-    until(lambda: run.sync() and len(histories()) == 3)
+    until(lambda: run.sync() and len(history_names()) == 3)
     run.sync()  # now all know it
     problems = run.write(0, home=2), run.write(0, home=1)
     run.goes_on(*problems, nodes=3)
@@ -337,7 +337,7 @@ def test_a_node_that_is_killed_while_it_joins_and_one_that_goes(run: Run) -> Non
     run.engines.pop()
     run.nodes.pop()
     run.cluster.remove_node(third, allow_graceful=False)
-    until(lambda: len(histories()) == 2, tries=240)  # Ray has noticed
+    until(lambda: len(history_names()) == 2, tries=240)  # Ray has noticed
     # one home is still there
     assert ray.get(run.engines[0].visited.remote(problems)) == [problems[1]]
     run.sync()  # now all know it
@@ -394,7 +394,7 @@ def test_history_of_another_node_that_finds_no_room_leaves_nothing_behind(
 def test_all_engines_go_and_what_they_started_stays(run: Run) -> None:
     before = [run.figures(of)["pid"] for of in (0, 1)]
     tokens = run.tokens
-    name = ray.get(running().run.remote())
+    name = ray.get(running_ledger().run.remote())
     problems = run.write(0, home=0), run.write(1, home=1)
     for engine in run.engines:
         ray.get(engine.deliver.remote())
@@ -407,7 +407,7 @@ def test_all_engines_go_and_what_they_started_stays(run: Run) -> None:
         before,
         tokens + 2 * len(POEM),
     )
-    assert ray.get(running().run.remote()) == name
+    assert ray.get(running_ledger().run.remote()) == name
 
 
 def ended(engine: Any) -> bool:
@@ -425,7 +425,7 @@ def ended(engine: Any) -> bool:
 )
 def test_the_ledger_is_killed(run: Run, for_good: bool) -> None:
     run.sync()
-    ray.kill(running(), no_restart=for_good)
+    ray.kill(running_ledger(), no_restart=for_good)
     # its length, reported while there was no ledger, may be lost
     run.goes_on(run.write(0))
     written = set()
@@ -519,14 +519,14 @@ def test_a_checkpoint_is_half_written(
         shutil.copytree(saved[0] / checkpoint.NAME, history)
         whole = (history / name).read_bytes()
         (history / name).write_bytes(whole[: int(keep * len(whole))])
-    before = ray.get(running().since.remote(0))
+    before = ray.get(running_ledger().since.remote(0))
     checkpoint.begin(CONFIG, FACTS, "das", tmp_path, 0)
     assert (
         caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from")
         == 1
     )
-    assert ray.get(running().start.remote())[0] is None
-    assert np.array_equal(ray.get(running().since.remote(0)), before)
+    assert ray.get(running_ledger().start.remote())[0] is None
+    assert np.array_equal(ray.get(running_ledger().since.remote(0)), before)
     with pytest.raises(DasError, match=r"das\.history\.load"):
         checkpoint.begin(
             CONFIG.model_copy(update={"load": str(history)}), FACTS, "das", None, 0

@@ -37,7 +37,7 @@ from das_adapter.protocol.messages import (  # noqa: E402
     pack,
 )
 from das_adapter.protocol.metrics import Counters  # noqa: E402
-from das_adapter.protocol.spool import put, put_batch  # noqa: E402
+from das_adapter.protocol.spool import put_batch, put_file  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
 from das_adapter.service import ledger as ledger_module  # noqa: E402
 from das_adapter.service import session  # noqa: E402
@@ -73,14 +73,16 @@ class Engine:
             raise TimeoutError("no answer")
         self.heard.append((command, payload))
         for file in payload.get("files", ()):
-            self.guests.visit(file)
+            self.guests.map_guest_history(file)
             self.brought += problems_in(file).tolist()
         return [
-            [Counters(tokens=7).take()] if command == "stats" else list(self._answers)
+            [Counters(tokens=7).read_and_reset()]
+            if command == "stats"
+            else list(self._answers)
         ]
 
     def write(self, problem: int, text: np.ndarray, version: int) -> None:
-        self.session.finished(Label(problem, seed=1), text, 0.0, 1.0, version)
+        self.session.record_response(Label(problem, seed=1), text, 0.0, 1.0, version)
 
     def sync(self, version: int) -> Refresh:
         self.session.sync(version)
@@ -100,7 +102,7 @@ def job(ray_address: str) -> Iterator[None]:
 @pytest.fixture
 def unsynced(job: None) -> None:
     """A run that has had no weight sync."""
-    ledger_module.end_earlier()
+    ledger_module.end_earlier_run()
     ledger()
 
 
@@ -192,7 +194,7 @@ def test_what_engines_write_is_published_at_the_weight_sync(job: None) -> None:
     here.write(1, POEM, 0)
     sibling.write(2, POEM, 0)
     # a validation's
-    here.session.finished(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)
+    here.session.record_response(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)
     here.session.flush()
     sibling.sync(1)
     message = here.sync(1)
@@ -288,14 +290,14 @@ def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it
     job: None,
 ) -> None:
     engine = Engine()
-    here = ledger_module.history_of()
+    here = ledger_module.history_name()
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
     engine.write(20, POEM, 1)
     engine.session.flush()
-    before = figures_of(ledger_module.actor(here))
-    ray.kill(ledger_module.actor(here), no_restart=True)
+    before = figures_of(ledger_module.find_actor(here))
+    ray.kill(ledger_module.find_actor(here), no_restart=True)
     found = []
     until(
         lambda: (
@@ -304,7 +306,7 @@ def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it
         )
     )
     assert found[-1].directory == first.directory  # it was taken over
-    assert figures_of(ledger_module.actor(here))["pid"] != before["pid"]
+    assert figures_of(ledger_module.find_actor(here))["pid"] != before["pid"]
     assert engine.sync(3).history is not None
 
 
@@ -578,7 +580,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ledger.ledger()
-here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
+here = node.history_here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
 print(ray.get(here.sync.remote(1, 0))[0].directory, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -612,7 +614,7 @@ def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(
 ) -> None:
     calls = [Peer.remote().say.remote(what) for what in ("yes", "nothing", "no")]
     ray.wait(calls, num_returns=2, timeout=60)
-    assert ledger_module.answers(calls, 0.1, "say") == ["yes", "no"]
+    assert ledger_module.wait_for_answers(calls, 0.1, "say") == ["yes", "no"]
     assert (
         caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError")
         == 1
@@ -622,7 +624,7 @@ def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(
 def test_texts_for_other_nodes_wait_until_these_are_known(
     unsynced: None, writer: Alone
 ) -> None:
-    put(
+    put_file(
         writer.directory(),
         "away-other-engine-1",
         pack([Trajectory(1, POEM.tobytes(), 1)]),
@@ -639,7 +641,7 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(
         1_500_000, dtype=np.int32
     ).tobytes()  # 6 MB; of 64 MiB a quarter may wait
     for problem in (1, 2, 3):
-        put(
+        put_file(
             writer.directory(),
             f"away-gone-engine-{problem}",
             pack([Trajectory(problem, text, 1)]),
@@ -647,7 +649,7 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(
     os.utime(
         writer.writer.directory / "spool/away-gone-engine-1", (0, time.time() - 100)
     )
-    put(writer.directory(), "away--engine-4", b"")
+    put_file(writer.directory(), "away--engine-4", b"")
     os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
     writer.tick()  # the node that most were for has gone: they stay here
     assert writer.files == [
@@ -669,7 +671,7 @@ def test_texts_for_nodes_that_go_together_stay_once_each(
         "one",
         "two",
     ):
-        put(
+        put_file(
             history.directory(),
             f"away-{node}-engine-1",
             pack([Trajectory(1, POEM.tobytes(), 1)]),
@@ -681,10 +683,10 @@ def test_texts_for_nodes_that_go_together_stay_once_each(
 def test_a_node_that_texts_do_not_reach_is_named_once(
     writer: Alone, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_module, "histories", lambda: ("", "gone"))
+    monkeypatch.setattr(ledger_module, "history_names", lambda: ("", "gone"))
     writer.published(1)
     for number in range(3):
-        put(
+        put_file(
             writer.directory(),
             f"away-gone-engine-{number}",
             pack([Trajectory(1, POEM.tobytes(), 1)]),
@@ -711,10 +713,10 @@ def test_another_run_of_the_job_begins_with_nothing_of_the_first(job: None) -> N
     first = Engine()
     first.write(1, POEM, 70)
     directory = first.sync(71).history.directory
-    ledger_module.end_earlier()
+    ledger_module.end_earlier_run()
     assert not Path(directory).exists()
     with pytest.raises(ValueError):
-        ledger_module.running()
+        ledger_module.running_ledger()
     second = Engine()
     second.write(1, POEM[:20], 0)
     heard = second.sync(1)

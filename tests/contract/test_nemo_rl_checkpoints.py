@@ -29,7 +29,7 @@ from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
-from das_adapter.service.ledger import actor, histories  # noqa: E402
+from das_adapter.service.ledger import find_actor, history_names  # noqa: E402
 
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 OTHER = SimpleNamespace(get_vocab=lambda: {"b": 0, "a": 1})
@@ -212,8 +212,8 @@ def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(
     broken = config()
     with run(broken) as engine:
         write(engine, 1)
-        for name in histories():
-            ray.kill(actor(name), no_restart=True)
+        for name in history_names():
+            ray.kill(find_actor(name), no_restart=True)
         folder = save(broken, 1)
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.yaml",

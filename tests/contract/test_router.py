@@ -18,7 +18,7 @@ from das_adapter.config import DasConfig, parse
 from das_adapter.core.length import RESPONSE
 from das_adapter.cpu.verl_platform import job
 from das_adapter.protocol.label import Label
-from das_adapter.service.ledger import ledger, running
+from das_adapter.service.ledger import ledger, running_ledger
 from das_adapter.verl.router import DasLoadBalancer, balancer
 
 SERVERS: dict[str, Any] = {"a": None, "b": None}
@@ -42,7 +42,7 @@ def service(runs: list[str]) -> Iterator[Any]:
     yield ledger()
     ray.kill(ledger())
     with pytest.raises(ValueError):  # Ray has forgotten its name
-        while running():
+        while running_ledger():
             time.sleep(0.1)
 
 

@@ -42,7 +42,11 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
         ray.get(
             ledger().report.remote(
-                3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}
+                3,
+                {
+                    **Counters(tokens=30, request_forwards=10).read_and_reset(),
+                    **rollout,
+                },
             )
         )
         monkeypatch.setattr(training, "trainer", SimpleNamespace(global_steps=3))

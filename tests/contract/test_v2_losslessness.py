@@ -28,7 +28,7 @@ from requested import (
     two_rounds,
 )
 
-from das_adapter.protocol.decision_log import Rollout, read
+from das_adapter.protocol.decision_log import LoggedRollout, read
 from das_adapter.protocol.label import Labeller
 
 SMALL = {"history": {"device_bytes": "2MiB"}}
@@ -60,7 +60,7 @@ CI = ("history", "crowded", "drafted")
 CONTROLLED = ("controlled", "drafted", "preempted")
 
 
-def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None:
+def assert_logged(rollouts: list[LoggedRollout], result: list[dict[str, Any]]) -> None:
     """The decision log has every rollout, with all its requests, tokens and draft
     tokens.
     """

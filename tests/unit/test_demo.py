@@ -36,7 +36,11 @@ def test_without_the_arm_off_there_is_nothing_to_compare_with():
 
 
 def test_an_arm_names_the_model_runner_that_its_engines_report(tmp_path: Path):
-    report = {**Counters().take(), **RolloutClock().take(), "model_runner": 2}
+    report = {
+        **Counters().read_and_reset(),
+        **RolloutClock().read_and_reset(),
+        "model_runner": 2,
+    }
     arm = object.__new__(demo.Arm)
     arm.metrics = tmp_path / "arm.jsonl"
     arm.metrics.write_text(json.dumps({"step": 1, "data": reported([report])}) + "\n")

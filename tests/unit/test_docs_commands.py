@@ -21,7 +21,12 @@ from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
 
 from das_adapter.cli import main
 from das_adapter.protocol import spool
-from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
+from das_adapter.protocol.decision_log import (
+    DecisionLog,
+    RequestRecord,
+    StepRecord,
+    WeightSyncRecord,
+)
 
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
@@ -218,9 +223,11 @@ def test_what_is_typed_into_das_adapter_runs(
     Path("simulation.yaml").write_text(json.dumps(SIMULATION))
     log = DecisionLog("runs/das")
     for version in (11, 12):
-        log.add(Step(100.0, 4, 10, 6, 3, 0.5, None))
-        log.add(Request(0, 0, tokens=9, drafted=6, accepted=3, begin=100.0, end=101.0))
-        log.add(WeightSync(version, None, 0.0, None))
+        log.add(StepRecord(100.0, 4, 10, 6, 3, 0.5, None))
+        log.add(
+            RequestRecord(0, 0, tokens=9, drafted=6, accepted=3, begin=100.0, end=101.0)
+        )
+        log.add(WeightSyncRecord(version, None, 0.0, None))
     log.flush()
     for run in ("off", "das"):
         logged = {"das/token_hash": 7.0, "critic/score/mean": 0.5, "das/rollout_s": 1.0}

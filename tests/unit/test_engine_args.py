@@ -251,7 +251,9 @@ def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(
     newest: pytest.MonkeyPatch,
 ) -> None:
     newest.setattr(
-        compat, "missing", lambda host: [object()] if host is compat.V2_ASKS else []
+        compat,
+        "missing",
+        lambda host: [object()] if host is compat.V2_OWN_LENGTHS else [],
     )
     off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
     assert choose(off, async_scheduling=False).v1 is None

@@ -31,7 +31,7 @@ def stats(draft_tokens: int) -> dict[str, Any]:
     """Return what an engine's worker answers."""
     return Counters(
         request_forwards=10, draft_tokens=draft_tokens, drafted_forwards=3
-    ).take()
+    ).read_and_reset()
 
 
 def shown() -> float | None:

@@ -17,7 +17,12 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol import spool
 from das_adapter.protocol.messages import Trajectory
-from das_adapter.protocol.spool import directory_for, put_batch, room, size_of
+from das_adapter.protocol.spool import (
+    available_bytes,
+    bytes_on_disk,
+    directory_for,
+    put_batch,
+)
 from das_adapter.service.writer import Writer
 
 MB = 2**20
@@ -44,7 +49,10 @@ def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
     small: Path, caplog: Any, beside: int, others: int
 ) -> None:
     writer = Writer(
-        HistoryConfig(max_bytes=2**30), small / "history", grace_s=0.1, beside=beside
+        HistoryConfig(max_bytes=2**30),
+        small / "history",
+        grace_s=0.1,
+        object_store_bytes=beside,
     )
     (small / "others").write_bytes(bytes(others))
     index = SuffixIndex.attach(writer.directory)
@@ -60,14 +68,14 @@ def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
             for problem, text in enumerate(texts)
         ]
         put_batch(writer.directory, "engine", batch)
-        for file, arrived in writer.read():
-            writer.keep(file, arrived)
+        for file, arrived in writer.read_files():
+            writer.keep_texts(file, arrived)
         writer.publish()
         index.refresh()  # as engines do at a weight sync
         writer.work(60.0)
         written += sum(map(len, texts))
         disk = shutil.disk_usage(small)
-        left = disk.free, disk.total - beside - size_of(writer.directory)
+        left = disk.free, disk.total - beside - bytes_on_disk(writer.directory)
         least = [min(pair) for pair in zip(least, left, strict=True)]
         index.refresh()
         assert index.tokens == writer.store.tokens
@@ -103,7 +111,7 @@ def test_what_ray_may_still_take_is_no_room(
 ) -> None:
     disk = SimpleNamespace(total=total * MB, free=free * MB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
-    assert room(spool.SHARED_MEMORY, beside * MB) == left * MB
+    assert available_bytes(spool.SHARED_MEMORY, beside * MB) == left * MB
     made = directory_for(f"das-history-test-{os.getpid()}", size * MB, beside * MB)
     assert (made.parent == spool.SHARED_MEMORY) == fits
 
@@ -121,5 +129,5 @@ def test_rays_store_takes_room_only_where_it_lies(
             **dict.fromkeys(("total", "free"), sizes.get(path, 48 * MB))
         ),
     )
-    assert room(tmp_path, 60 * MB) == 42 * MB  # it lies in shared memory
-    assert room(tmp_path, 65 * MB) < 0  # it is too large for that
+    assert available_bytes(tmp_path, 60 * MB) == 42 * MB  # it lies in shared memory
+    assert available_bytes(tmp_path, 65 * MB) < 0  # it is too large for that

@@ -30,8 +30,8 @@ from das_adapter.protocol.spool import (
     FOLDER,
     GATHER_S,
     Answer,
-    put,
     put_batch,
+    put_file,
 )
 from das_adapter.service import janitor
 from das_adapter.service.local import LocalHistory
@@ -167,7 +167,7 @@ def test_the_first_weight_sync_waits_for_a_writer_that_could_not_be_started_befo
 def test_half_an_answer_is_none(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
-    Answer(3, 7, ["a line"]).put(tmp_path, "engine")
+    Answer(3, 7, ["a line"]).write_to(tmp_path, "engine")
     path = folder / f"{ANSWER}-engine"
     whole = path.read_bytes()
     assert Answer.read(path) == (3, 7, ["a line"])
@@ -237,7 +237,7 @@ def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(
         put_batch(
             directory, engine, [Trajectory(problem, TEXT[:tokens].tobytes(), version)]
         )
-        put(directory, f"{ASK}-{engine}", b"1")
+        put_file(directory, f"{ASK}-{engine}", b"1")
         history.work()
 
     for version in range(12):

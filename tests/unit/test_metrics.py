@@ -8,7 +8,7 @@ import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import plain
+from das_adapter.protocol.messages import to_plain_payload
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
 from das_adapter.service.ledger import Ledger
 
@@ -16,8 +16,8 @@ from das_adapter.service.ledger import Ledger
 def counted(*steps: tuple[list[int], list[int]]) -> dict:
     counters = Counters()
     for got, drafts in steps:
-        counters.step(got, drafts)
-    return counters.take()
+        counters.count_step(got, drafts)
+    return counters.read_and_reset()
 
 
 def test_figures_of_a_hand_counted_step() -> None:
@@ -47,9 +47,9 @@ def test_replicas_add_up() -> None:
 
 def test_taking_starts_again_but_remembers_a_failure() -> None:
     counters = Counters(error="boom")
-    counters.step([1], [0])
-    assert counters.take()["tokens"] == 1
-    assert counters.take() == {**Counters().take(), "error": "boom"}
+    counters.count_step([1], [0])
+    assert counters.read_and_reset()["tokens"] == 1
+    assert counters.read_and_reset() == {**Counters().read_and_reset(), "error": "boom"}
 
 
 def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
@@ -57,8 +57,8 @@ def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
     clock = RolloutClock()
     for number in range(2**17 + 5):
         counters.propose_seconds.append(float(number))
-        clock.finished(Label(1, number), 0.0, float(number), b"")
-    taken = {**counters.take(), **clock.take()}
+        clock.count_response(Label(1, number), 0.0, float(number), b"")
+    taken = {**counters.read_and_reset(), **clock.read_and_reset()}
     assert [len(taken[name]) for name in ("propose_seconds", "ends", "draws")] == [
         2**17
     ] * 3
@@ -66,16 +66,30 @@ def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
 
 
 def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> None:
-    assert figures([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
+    assert (
+        figures([{**Counters().read_and_reset(), "error": "boom"}])["das/health"] == 0.0
+    )
     assert (
         figures(
-            [{**Counters().take(), "drafted_forwards": 5000, "accepted_tokens": 5}]
+            [
+                {
+                    **Counters().read_and_reset(),
+                    "drafted_forwards": 5000,
+                    "accepted_tokens": 5,
+                }
+            ]
         )["das/health"]
         == 0.0
     )
     assert (
         figures(
-            [{**Counters().take(), "drafted_forwards": 5000, "accepted_tokens": 2500}]
+            [
+                {
+                    **Counters().read_and_reset(),
+                    "drafted_forwards": 5000,
+                    "accepted_tokens": 2500,
+                }
+            ]
         )["das/health"]
         == 1.0
     )
@@ -83,21 +97,26 @@ def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> N
 
 def test_health_falls_with_a_drafter_whose_weights_did_not_come_until_they_do() -> None:
     counters = Counters(alarm="this weight sync brought no weight of the drafter")
-    assert figures([counters.take(), Counters().take()])["das/health"] == 0.0
-    assert figures([counters.take()])["das/health"] == 0.0  # still, in the next step
+    assert (
+        figures([counters.read_and_reset(), Counters().read_and_reset()])["das/health"]
+        == 0.0
+    )
+    assert (
+        figures([counters.read_and_reset()])["das/health"] == 0.0
+    )  # still, in the next step
     counters.alarm = None
-    assert figures([counters.take()])["das/health"] == 1.0
+    assert figures([counters.read_and_reset()])["das/health"] == 1.0
 
 
 def test_requests_that_find_history_are_counted_over_replicas() -> None:
     parts = [
-        {**Counters().take(), "history_requests": n, "history_hits": hits}
+        {**Counters().read_and_reset(), "history_requests": n, "history_hits": hits}
         for n, hits in ((6, 6), (2, 0))
     ]
     assert figures(parts)["das/history_hits"] == 6 / 8
     assert figures(parts)["das/health"] == 1.0
     # nobody has a history
-    assert "das/history_hits" not in figures([Counters().take()])
+    assert "das/history_hits" not in figures([Counters().read_and_reset()])
 
 
 def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,10 +148,10 @@ def test_drafting_that_does_not_pay_is_a_figure_and_no_fault(
 
 
 def test_engines_that_a_weight_sync_left_behind_are_counted() -> None:
-    parts = [{**Counters().take(), "engines_behind": n} for n in (0, 1, 2)]
+    parts = [{**Counters().read_and_reset(), "engines_behind": n} for n in (0, 1, 2)]
     assert figures(parts)["das/engines_behind"] == 3
     # no history is shared
-    assert "das/engines_behind" not in figures([Counters().take()])
+    assert "das/engines_behind" not in figures([Counters().read_and_reset()])
 
 
 def test_an_engine_that_reports_several_times_to_a_step_is_counted_once() -> None:
@@ -146,12 +165,16 @@ def test_an_engine_that_reports_several_times_to_a_step_is_counted_once() -> Non
         {**rests, "engine": "b", "engines_behind": 0},
         rests,
     ]
-    found = figures([{**Counters().take(), **part} for part in parts])
+    found = figures([{**Counters().read_and_reset(), **part} for part in parts])
     assert (found["das/engines_resting"], found["das/engines_behind"]) == (2.0, 1.0)
 
 
 def test_every_fault_has_a_reason() -> None:
-    half = {**Counters().take(), "drafted_forwards": 200, "accepted_tokens": 1}
+    half = {
+        **Counters().read_and_reset(),
+        "drafted_forwards": 200,
+        "accepted_tokens": 1,
+    }
     assert faults([half]) == {}
     assert faults([half] * 2) == {
         "alarm": "acceptance collapsed: 2 accepted tokens of 400 drafts"
@@ -164,7 +187,7 @@ def test_every_fault_has_a_reason() -> None:
 def test_the_copys_figures_are_the_slowest_replicas() -> None:
     parts = [
         {
-            **Counters().take(),
+            **Counters().read_and_reset(),
             "requantise_s": s,
             "drafter_bytes": 10,
             "self_acceptance": 0.9,
@@ -172,17 +195,17 @@ def test_the_copys_figures_are_the_slowest_replicas() -> None:
         for s in (0.1, 0.3)
     ]
     assert figures(parts)["das/requantise_s"] == pytest.approx(0.3)
-    assert "das/requantise_s" not in figures([Counters().take()])
+    assert "das/requantise_s" not in figures([Counters().read_and_reset()])
 
 
 def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
     def hashed(*responses: tuple[int, list[int]]) -> int:
         clock = RolloutClock()
         for seed, tokens in responses:
-            clock.finished(
+            clock.count_response(
                 Label(1, seed), 0.0, 1.0, np.asarray(tokens, dtype=np.int32).tobytes()
             )
-        return clock.take()["token_hash"]
+        return clock.read_and_reset()["token_hash"]
 
     assert hashed((1, [5, 6]), (2, [7])) == hashed((2, [7]), (1, [5, 6]))
     assert hashed((1, [5, 6]), (2, [7])) != hashed((1, [5, 6]), (2, [8]))
@@ -193,7 +216,7 @@ def decided(saved: float, error: float | None, stopped: str | None = None) -> di
     return {
         **Counters(
             request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3
-        ).take(),
+        ).read_and_reset(),
         "time_saved_s": saved,
         "latency_model_error": error,
         "reason": stopped,
@@ -234,7 +257,7 @@ def test_predictions_follow_the_lengths() -> None:
 
 def report(begin: float, ends: list[float], tokens: int = 10) -> dict:
     engine = {
-        **Counters(tokens=tokens, request_forwards=5).take(),
+        **Counters(tokens=tokens, request_forwards=5).read_and_reset(),
         "history_tokens": 3,
         "history_bytes": 40,
     }
@@ -295,7 +318,7 @@ def test_numbers_of_numpy_cross_as_pythons() -> None:
         "counts": [(np.arange(2), None)],
         "error": "no",
     }
-    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(answer)))
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain_payload(answer)))
     assert crossed == {
         "of_stock": 0.5,
         "steps": 3,

@@ -128,7 +128,7 @@ def test_later_turns_shift_no_later_sample_of_their_problem() -> None:
     for prompt in (ids(1), ids(1, 4), ids(1, 4, 6)):
         turns.label(prompt, validate=False)
     single.label(ids(1), validate=False)
-    assert turns.turns and not single.turns
+    assert turns.has_later_turns and not single.has_later_turns
     assert turns.label(ids(1), validate=False) == single.label(ids(1), validate=False)
 
 

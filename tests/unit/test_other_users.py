@@ -18,7 +18,7 @@ import pytest
 from test_local_history import TEXT, Engine, served_by, tokens, until
 
 from das_adapter.engine import alone
-from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, places
+from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, history_roots
 from das_adapter.service import janitor
 
 pytestmark = pytest.mark.skipif(
@@ -47,7 +47,7 @@ def name() -> Iterator[str]:
     stranger("give_up", *(path for root in ROOTS for path in root.glob(f"{made}*")))
 
 
-ROOTS = places()
+ROOTS = history_roots()
 
 
 def tree(*paths: Path) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from das_adapter.errors import DasError
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import (
     DecisionLog,
-    Request,
-    Step,
-    WeightSync,
+    RequestRecord,
+    StepRecord,
+    WeightSyncRecord,
     read,
 )
 
@@ -28,9 +28,11 @@ def logged(directory: Path, steps: int = 300) -> DecisionLog:
     log = DecisionLog(str(directory))
     for version in (1, 2):
         for i in range(steps):
-            log.add(Step(100.0 + i, 4, 10, 6, 3, 0.5, 0.4 if version == 2 else None))
+            log.add(
+                StepRecord(100.0 + i, 4, 10, 6, 3, 0.5, 0.4 if version == 2 else None)
+            )
         log.add(
-            Request(
+            RequestRecord(
                 2**63,
                 length_class=2,
                 begin=100.0,
@@ -41,7 +43,7 @@ def logged(directory: Path, steps: int = 300) -> DecisionLog:
             )
         )
         if version == 1:
-            log.add(WeightSync(version, {"base": 0.1}, saved=12.5, stopped=None))
+            log.add(WeightSyncRecord(version, {"base": 0.1}, saved=12.5, stopped=None))
     log.flush()
     return log
 
@@ -51,7 +53,7 @@ def test_what_was_logged_is_read_back(tmp_path: Path) -> None:
     first, second = read(tmp_path)
     assert (first.version, second.version) == (1, -1)
     assert len(first.steps) == len(second.steps) == 300
-    assert first.steps[0] == Step(100.0, 4, 10, 6, 3, 0.5, None)
+    assert first.steps[0] == StepRecord(100.0, 4, 10, 6, 3, 0.5, None)
     assert first.requests[0].problem == 2**63
 
 
@@ -77,12 +79,12 @@ def test_logs_of_hosts_that_share_a_directory_are_two(tmp_path: Path) -> None:
 def test_a_long_log_has_a_bound_and_keeps_what_came_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision_log, "MOST", 20_000)
+    monkeypatch.setattr(decision_log, "MAX_FILE_BYTES", 20_000)
     log = DecisionLog(str(tmp_path))
     for version in range(200):
         for i in range(10):
-            log.add(Step(100.0 * version + i, 4, 10, 6, 3, 0.5, None))
-        log.add(WeightSync(version, None, 0.0, None))
+            log.add(StepRecord(100.0 * version + i, 4, 10, 6, 3, 0.5, None))
+        log.add(WeightSyncRecord(version, None, 0.0, None))
     assert (
         20_000
         <= sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -102,8 +104,8 @@ def test_the_command_writes_the_page_or_prints_the_figures(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert "Saved: about 12.5 s of 312.5 s of decoding (4%)" in result.output
     assert "Rollouts: 2;" in (tmp_path / "out" / "report.html").read_text()
-    log.add(WeightSync(2, None, 1.0, None))  # the run goes on
-    log.add(Step(200.0, 4, 10, 6, 3, 0.5, None))
+    log.add(WeightSyncRecord(2, None, 1.0, None))  # the run goes on
+    log.add(StepRecord(200.0, 4, 10, 6, 3, 0.5, None))
     log.flush()
     rows = json.loads(
         CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--json"]).stdout

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from das_adapter.protocol.decision_log import (
-    Counts,
+    CountsRecord,
     DecisionLog,
-    Request,
-    Rollout,
-    Step,
-    WeightSync,
+    LoggedRollout,
+    RequestRecord,
+    StepRecord,
+    WeightSyncRecord,
     read,
 )
 from das_adapter.tools import report, run_series
@@ -55,7 +55,7 @@ window.addEventListener("load", () => {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> list[LoggedRollout]:
     """Four training steps over two problems in two engines: each problem has two
     visits, of which the second is accepted better; in the third step the drafter costs
     more than it saves.
@@ -68,10 +68,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
             begin = 100.0 * version
             kept = 6 if version > 2 else 2
             for i in range(40):
-                log.add(Step(begin + i, 4, 12, 8, kept, 0.5, 0.4))
+                log.add(StepRecord(begin + i, 4, 12, 8, kept, 0.5, 0.4))
             for i in range(4):
                 log.add(
-                    Request(
+                    RequestRecord(
                         problem, i % 3, 100, 80, 10 * kept, begin, begin + 10 * (i + 1)
                     )
                 )
@@ -88,17 +88,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "history_tokens": 800 * version,
                 "neural_counts": (100, 60),
             }
-            log.add(Counts(stats))
+            log.add(CountsRecord(stats))
             stopped = (
                 "speculation cost 1.00 s in 2.00 s of drafted steps"
                 if version == 3
                 else None
             )
-            log.add(WeightSync(version, None, saved=2.5, stopped=stopped))
+            log.add(WeightSyncRecord(version, None, saved=2.5, stopped=stopped))
     return read(directory)
 
 
-def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -> None:
+def test_acceptance_is_told_apart_by_step_epoch_and_source(
+    run: list[LoggedRollout],
+) -> None:
     steps = run_series.by_training_step(run)
     assert [
         (s["version"], s["acceptance"].share, s["history_hits"]) for s in steps
@@ -121,7 +123,7 @@ def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -
 
 
 def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(
-    run: list[Rollout], tmp_path: Path
+    run: list[LoggedRollout], tmp_path: Path
 ) -> None:
     assert run_series.notes(run) == [
         ("note", "speculation cost 1.00 s in 2.00 s of drafted steps", [3])
@@ -132,7 +134,7 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(
     assert '<div class="note"><b>Training step 3:</b> speculation cost 1.00 s' in page
     useless = {"draft_tokens": 1000, "drafted_forwards": 200, "accepted_tokens": 0}
     ((kind, reason, _),) = run_series.notes(
-        [Rollout("a", counts=[useless]), Rollout("b", counts=[useless])]
+        [LoggedRollout("a", counts=[useless]), LoggedRollout("b", counts=[useless])]
     )
     assert (
         kind == "alarm"
@@ -144,12 +146,12 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(
         "alarm": (why := "acceptance collapsed: 0 of 400 drafts"),
     }
     over = [
-        Rollout(
+        LoggedRollout(
             "a",
             run[0].steps,
             run[0].requests,
             [collapsed],
-            WeightSync(1, None, 0.0, why),
+            WeightSyncRecord(1, None, 0.0, why),
         )
     ]
     report.write(over, tmp_path)
@@ -162,7 +164,7 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(
 
 
 def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change(
-    run: list[Rollout], tmp_path: Path
+    run: list[LoggedRollout], tmp_path: Path
 ) -> None:
     saved, lost, change = (text for _, text in report.sentences(run))
     assert (
@@ -183,10 +185,10 @@ def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change
     assert leads == [("Saved", saved), ("Lost", lost), ("To change", change)]
 
 
-def changed(run: list[Rollout], **counts: Any) -> str:
+def changed(run: list[LoggedRollout], **counts: Any) -> str:
     """What is advised where every engine counts this as well."""
     over = [
-        Rollout(
+        LoggedRollout(
             r.source, r.steps, r.requests, [{**c, **counts} for c in r.counts], r.end
         )
         for r in run
@@ -194,7 +196,7 @@ def changed(run: list[Rollout], **counts: Any) -> str:
     return report.sentences(over)[2][1]
 
 
-def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
+def test_the_advice_is_for_what_the_log_shows(run: list[LoggedRollout]) -> None:
     assert changed(run, neural_counts=(100, 20)).startswith(
         "das.draft.weights: trainer; 20% of"
     )
@@ -205,7 +207,9 @@ def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
         "nothing yet: 100% of the requests were the first of their problem"
     )
     costly = [
-        Rollout(r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0))
+        LoggedRollout(
+            r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0)
+        )
         for r in run
         if r.end
     ]
@@ -214,15 +218,17 @@ def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
     )
     assert "`drafter: none`" in changed(costly)
     plain = [s._replace(drafted=0, accepted=0, requests=30) for s in run[0].steps]
-    resting = [Rollout(r.source, plain, r.requests, r.counts, r.end) for r in run]
+    resting = [LoggedRollout(r.source, plain, r.requests, r.counts, r.end) for r in run]
     assert "fewer requests an engine: 30 ran in steps without drafts" in changed(
         resting
     )
-    begun = report.sentences([Rollout("a", run[0].steps, run[0].requests)])
+    begun = report.sentences([LoggedRollout("a", run[0].steps, run[0].requests)])
     assert begun[0][1].startswith("not known before the first weight sync")
 
 
-def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) -> None:
+def test_running_requests_are_those_between_begin_and_end(
+    run: list[LoggedRollout],
+) -> None:
     over = run_series.timeline([r for r in run if r.version == 1])
     running = [
         int(over["running"][np.searchsorted(over["at"], t, side="right") - 1])
@@ -234,20 +240,24 @@ def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) ->
 
 
 def test_a_run_of_which_no_request_has_ended_has_a_page(
-    run: list[Rollout], tmp_path: Path
+    run: list[LoggedRollout], tmp_path: Path
 ) -> None:
-    report.write([Rollout("a", run[0].steps)], tmp_path)
+    report.write([LoggedRollout("a", run[0].steps)], tmp_path)
     assert '"timeline"' not in (tmp_path / "report.html").read_text()
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(
-    run: list[Rollout], tmp_path: Path
+    run: list[LoggedRollout], tmp_path: Path
 ) -> None:
     stopped = (
         run[0].end._replace(stopped="<script>alert(1)</script>") if run[0].end else None
     )
     report.write(
-        [Rollout(run[0].source, run[0].steps, run[0].requests, run[0].counts, stopped)],
+        [
+            LoggedRollout(
+                run[0].source, run[0].steps, run[0].requests, run[0].counts, stopped
+            )
+        ],
         tmp_path,
     )
     page = (tmp_path / "report.html").read_text()
@@ -260,7 +270,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(
     BROWSER is None, reason="no Chromium here: apt-get install chromium"
 )
 def test_a_browser_draws_the_figures_of_the_run(
-    run: list[Rollout], tmp_path: Path
+    run: list[LoggedRollout], tmp_path: Path
 ) -> None:
     report.write(run, tmp_path)
     page = tmp_path / "report.html"

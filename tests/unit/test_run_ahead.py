@@ -121,7 +121,7 @@ class Worker:
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_ahead.texts.clear()
-    monkeypatch.setattr(run_ahead, "POLL_S", 0.0)
+    monkeypatch.setattr(run_ahead.tuning, "RUN_AHEAD_POLL_S", 0.0)
     yield
     ahead.Ahead.running = None
 
@@ -299,14 +299,14 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
 
 
 def test_texts_of_earlier_steps_are_forgotten() -> None:
-    for step in range(run_ahead.STEPS + 3):
+    for step in range(run_ahead.tuning.RUN_AHEAD_STEPS + 3):
         run_ahead.texts.append({10 + step: array("i", [step])})
-    assert [run_ahead.take(10 + step) is not None for step in range(3)] == [
+    assert [run_ahead.pop_text(10 + step) is not None for step in range(3)] == [
         False,
         False,
         True,
     ]
-    assert run_ahead.take(12) is None  # it was taken
+    assert run_ahead.pop_text(12) is None  # it was taken
 
 
 def test_a_label_carries_what_was_written_ahead() -> None:
@@ -356,13 +356,16 @@ def test_figures_say_how_much_was_repeated() -> None:
         for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()
     }
     for clock, text in zip(clocks, ("a", "b"), strict=False):
-        clock.finished(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
+        clock.count_response(Label(1, 2, ahead=texts["a"]), 0.0, 1.0, texts[text])
     found = figures(
-        [{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks]
+        [
+            {k: v for k, v in clock.read_and_reset().items() if k == "ahead"}
+            for clock in clocks
+        ]
     )
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
-    assert "das/run_ahead_tokens" not in figures([clocks[0].take()])
+    assert "das/run_ahead_tokens" not in figures([clocks[0].read_and_reset()])
 
 
 def trainer(**config: Any) -> Any:
@@ -401,11 +404,11 @@ def test_where_the_next_batch_is_not_known_it_says_so(
 def test_it_rests_where_nothing_is_repeated() -> None:
     batches = run_ahead.LookAhead([])
     batches.peek = lambda count: [None] * count  # type: ignore[method-assign]
-    coming = run_ahead.Coming(batches)
+    coming = run_ahead.UpcomingBatches(batches)
     shown = list[bool]()
     for step in range(40):
         # steps after the one that begins were shown, too
-        written = any(shown[-1 - run_ahead.STEPS : -1])
+        written = any(shown[-1 - run_ahead.tuning.RUN_AHEAD_STEPS : -1])
         coming.repeated = 0.01 if written else None
         shown.append(bool([*coming.show(step, 100)]))
     assert [step for step in range(40) if shown[step]] == [0, 1, 10, 11, 28, 29]

@@ -445,7 +445,7 @@ def test_equal_noise_on_any_replica_is_a_fault() -> None:
     """
 
     def draw(clock: RolloutClock, seed: int, problem: int, start: int) -> None:
-        clock.finished(
+        clock.count_response(
             Label(problem, seed, start=start, record=clock is first), 0.0, 1.0, b""
         )
 
@@ -455,10 +455,10 @@ def test_equal_noise_on_any_replica_is_a_fault() -> None:
     draw(first, seed=7, problem=1, start=9)  # a later turn
     draw(first, seed=8, problem=1, start=3)
     draw(second, seed=7, problem=2, start=3)
-    assert "draws" not in faults([first.take(), second.take()])
+    assert "draws" not in faults([first.read_and_reset(), second.read_and_reset()])
     draw(first, seed=7, problem=1, start=3)
     draw(second, seed=7, problem=1, start=3)
-    found = faults([first.take(), second.take()])
+    found = faults([first.read_and_reset(), second.read_and_reset()])
     assert "1 of 2 responses drew the noise of another request" in found["draws"]
 
 

@@ -449,7 +449,7 @@ def test_a_long_tail_writes_several_steps_ahead(
         "acceptance__agreement": 0.9999,
     }
     several = small(**keys).run("ahead")
-    monkeypatch.setattr(pipeline, "STEPS", 1)
+    monkeypatch.setattr(pipeline.tuning, "RUN_AHEAD_STEPS", 1)
     one = small(**keys).run("ahead")
     assert sum(step.ahead for step in several.steps) > sum(
         step.ahead for step in one.steps
@@ -465,7 +465,7 @@ def test_nobody_looks_for_idle_engines_when_nothing_is_left_to_write(
     """
     looked = list[float]()
     stock = Fleet.run
-    monkeypatch.setattr(pipeline, "STEPS", 1)
+    monkeypatch.setattr(pipeline.tuning, "RUN_AHEAD_STEPS", 1)
     monkeypatch.setattr(
         Fleet,
         "run",
@@ -473,7 +473,10 @@ def test_nobody_looks_for_idle_engines_when_nothing_is_left_to_write(
     )
     run = small(**FIRST).run("ahead")
     assert (
-        len(looked) < 0.3 * sum(step.rollout_s for step in run.steps) / pipeline.POLL_S
+        len(looked)
+        < 0.3
+        * sum(step.rollout_s for step in run.steps)
+        / pipeline.tuning.RUN_AHEAD_POLL_S
     )
 
 

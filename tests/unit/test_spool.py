@@ -26,8 +26,8 @@ from das_adapter.protocol.spool import (
     FOLDER,
     TEXTS,
     Gathered,
-    put,
     put_batch,
+    put_file,
 )
 from das_adapter.service.writer import Writer
 
@@ -47,8 +47,8 @@ def take(writer: Writer) -> int:
     """Let a writer keep what has arrived; return how many tokens are published after
     that.
     """
-    for file, texts in writer.read():
-        writer.keep(file, texts)
+    for file, texts in writer.read_files():
+        writer.keep_texts(file, texts)
     writer.publish()
     return SuffixIndex.attach(writer.directory).tokens
 
@@ -71,26 +71,26 @@ def test_a_file_goes_when_its_texts_are_published(tmp_path: Path) -> None:
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1)])
     put_batch(writer.directory, "engine", [written(2), written(1)])
-    put(writer.directory, f"{TEXTS}-1", pack([written(3)]))
-    put(writer.directory, f"{AWAY}-peer-1", pack([written(4)]))
-    (first, texts), (second, _), (third, _) = writer.read()
+    put_file(writer.directory, f"{TEXTS}-1", pack([written(3)]))
+    put_file(writer.directory, f"{AWAY}-peer-1", pack([written(4)]))
+    (first, texts), (second, _), (third, _) = writer.read_files()
     assert texts == [written(1)]  # in the order in which they were written
     assert stat.S_IMODE((writer.directory / FOLDER / first).stat().st_mode) == 0o600
     assert third == f"{TEXTS}-1"
-    writer.keep(first, texts)
-    writer.keep(second, [])  # they all go elsewhere
-    assert [file for file, _ in writer.read()] == [third]
-    assert [path.name for path in writer.waiting(BATCH, TEXTS)] == [first, third]
+    writer.keep_texts(first, texts)
+    writer.keep_texts(second, [])  # they all go elsewhere
+    assert [file for file, _ in writer.read_files()] == [third]
+    assert [path.name for path in writer.waiting_files(BATCH, TEXTS)] == [first, third]
     writer.publish()
     assert SuffixIndex.attach(writer.directory).tokens == 30
-    assert [path.name for path in writer.waiting(BATCH, TEXTS, AWAY)] == [
+    assert [path.name for path in writer.waiting_files(BATCH, TEXTS, AWAY)] == [
         f"{AWAY}-peer-1",
         third,
     ]
     writer.store.close()  # the process ends
     again = opened(tmp_path)
     assert take(again) == 60
-    assert not again.waiting(BATCH, TEXTS)
+    assert not again.waiting_files(BATCH, TEXTS)
     again.store.close()
 
 
@@ -110,7 +110,7 @@ def test_a_damaged_history_begins_anew_where_it_lies_with_what_engines_left(
         again = opened(tmp_path)
         assert again.directory == writer.directory
         assert take(again) == 30
-        assert not again.waiting(BATCH)
+        assert not again.waiting_files(BATCH)
         again.store.close()
     assert caplog.text.count("; the history begins anew") == 1
 
@@ -133,7 +133,7 @@ def test_a_history_whose_damage_shows_later_begins_anew_with_what_engines_left(
     put_batch(again.directory, "engine", [written(1)._replace(version=1), written(2)])
     take(again)
     assert take(again) == 60
-    assert not again.waiting(BATCH)
+    assert not again.waiting_files(BATCH)
     assert caplog.text.count("; the history begins anew") == 1
     again.store.close()
 
@@ -185,9 +185,9 @@ def test_texts_that_come_twice_are_kept_once(tmp_path: Path) -> None:
     """As from a node that had no answer."""
     writer = opened(tmp_path)
     for _ in range(2):
-        put(writer.directory, f"{TEXTS}-1", pack([written(3)]))
+        put_file(writer.directory, f"{TEXTS}-1", pack([written(3)]))
         assert take(writer) == 30
-        assert not writer.waiting(TEXTS)
+        assert not writer.waiting_files(TEXTS)
     writer.store.close()
 
 
@@ -196,7 +196,7 @@ def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(
 ) -> None:
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1), written(2)])
-    (file,) = writer.waiting(BATCH)
+    (file,) = writer.waiting_files(BATCH)
     content = file.read_bytes()
     assert take(writer) == 60
     writer.store.close()
@@ -206,7 +206,7 @@ def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(
     put_batch(writer.directory, "engine", [longer, newer])  # these are other texts
     again = opened(tmp_path)
     assert take(again) == 60 + 31 + 30
-    assert not again.waiting(BATCH)
+    assert not again.waiting_files(BATCH)
     # another sample that is the same
     put_batch(writer.directory, "engine", [written(1)])
     assert take(again) == 60 + 31 + 30 + 30
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_told_and_dropped(
     tmp_path: Path, caplog: Any, left: bytes
 ) -> None:
     writer = opened(tmp_path)
-    put(writer.directory, f"{BATCH}-a-1", left)
+    put_file(writer.directory, f"{BATCH}-a-1", left)
     put_batch(writer.directory, "b", [written(1)])
     # not yet complete
     (writer.directory / FOLDER / f"{BATCH}-c.123.tmp").write_bytes(
@@ -288,7 +288,9 @@ def test_a_file_that_two_threads_leave_is_one_of_theirs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for _ in range(100):
             list(
-                threads.map(lambda content: put(tmp_path, "texts-1", content), contents)
+                threads.map(
+                    lambda content: put_file(tmp_path, "texts-1", content), contents
+                )
             )
             assert (tmp_path / FOLDER / "texts-1").read_bytes() in contents
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["texts-1"]
@@ -371,10 +373,10 @@ def test_files_do_not_pile_up_where_nobody_asks_for_a_generation(
     for number in range(1000):
         put_batch(writer.directory, "engine", [written(number)])
         if number % 50 == 49:
-            for file, texts in writer.read():
-                writer.keep(file, texts)
+            for file, texts in writer.read_files():
+                writer.keep_texts(file, texts)
             writer.work(1.0)
-            most = max(most, len(writer.waiting(BATCH)))
+            most = max(most, len(writer.waiting_files(BATCH)))
     assert most < 250
     # all was sealed in slices before, for which no weight sync waits
     assert set(at_once) == {0}

@@ -386,11 +386,11 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
 
 def test_a_command_that_fails_stops_the_drafter() -> None:
     chooses: Any = Engine().planner
-    chooses.visit = None
+    chooses.map_guest_history = None
     assert (
         "NoneType"
         in WorkerState(None, chooses.engine.config, chooses).call(
-            "visit", {"files": []}
+            "map_guest_history", {"files": []}
         )["error"]
     )
     assert chooses.engine.policy.figures()["state"] == "failed"
@@ -405,15 +405,15 @@ def test_nobody_counts_while_the_counts_are_taken(
     state.model_runner = 2
     counters = type(chooses.engine.counters)
     counts = Thread(target=chooses.catch_up)
-    stock = counters.take
+    stock = counters.read_and_reset
 
-    def take(self: Any) -> Any:
+    def read_and_reset(self: Any) -> Any:
         counts.start()
         counts.join(0.2)
         locked.append(counts.is_alive())
         return stock(self)
 
-    monkeypatch.setattr(counters, "take", take)
+    monkeypatch.setattr(counters, "read_and_reset", read_and_reset)
     assert state.call("stats", {})["tokens"] == 0 and locked == [True]
 
 

@@ -233,10 +233,10 @@ class Proposer:
         self._synced = True
         return self.engine.refresh(message)
 
-    def visit(self, files: Sequence[str]) -> None:
+    def map_guest_history(self, files: Sequence[str]) -> None:
         self.settle()
         if self.engine.history:
-            self.engine.history.visit(files)
+            self.engine.history.map_guest_history(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`."""

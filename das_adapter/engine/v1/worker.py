@@ -179,7 +179,7 @@ class HostWorkerState(WorkerState):
             for record, tokens in zip(training, sampled, strict=True)
         ]
         counted = partial(
-            self.counters.step,
+            self.counters.count_step,
             got,
             drafts or [0] * len(got),
             time.perf_counter() - self.began,

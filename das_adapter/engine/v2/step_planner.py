@@ -260,7 +260,7 @@ class StepPlanner:
             self._note_rest(policy.next(outcome))
             busy_s = self._time_together(outputs, slots, newest)
             if training := int(np.count_nonzero(self.texts.record[slots])):
-                self.engine.counters.add(training, steps, busy_s)
+                self.engine.counters.add(requests=training, steps=steps, seconds=busy_s)
             policy.flush()
         return True
 
@@ -338,7 +338,13 @@ class StepPlanner:
             if sums.forwards:
                 busy_s = arrived - max(step.began, self._last_arrival or 0.0)
                 self.engine.counters.add(
-                    sums.forwards, 1, busy_s, sums.written, *sums[-3:]
+                    requests=sums.forwards,
+                    steps=1,
+                    seconds=busy_s,
+                    tokens=sums.written,
+                    drafted_forwards=sums.drafted_forwards,
+                    draft_tokens=sums.drafted,
+                    accepted_tokens=sums.accepted,
                 )
             self._time(counted)
             self._last_arrival = arrived
@@ -508,12 +514,12 @@ class StepPlanner:
             self._may_put_off = 0
             return self.engine.refresh(message)
 
-    def visit(self, files: Sequence[str]) -> None:
+    def map_guest_history(self, files: Sequence[str]) -> None:
         """Map files with the history of problems that are at home on other nodes."""
         with self._lock:
             self._catch_up()
             if self.engine.history:
-                self.engine.history.visit(files)
+                self.engine.history.map_guest_history(files)
 
     def stats(self) -> EngineStats:
         """Return the figures of the engine; see `EngineController.stats`."""

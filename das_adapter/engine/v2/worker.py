@@ -386,11 +386,11 @@ class DeviceWorkerState(WorkerState):
             self.index.arena.forget()
         return answer
 
-    def visit(self, files: list[str]) -> None:
-        """As `WorkerState.visit`; what arrived is brought to the device before the next
-        steps.
+    def map_guest_history(self, files: list[str]) -> None:
+        """As `WorkerState.map_guest_history`; what arrived is brought to the device
+        before the next steps.
         """
-        super().visit(files)
+        super().map_guest_history(files)
         if self.index is not None:
             self.index.arena.look_again()
 

@@ -37,13 +37,13 @@ def sooner(run_ahead: Any) -> None:
     """Ask for idle replicas more often, and kill the process that writes ahead in this
     step of the run when it has its first text.
     """
-    run_ahead.POLL_S = 0.01  # a whole rollout takes half a second
+    run_ahead.tuning.RUN_AHEAD_POLL_S = 0.01  # a whole rollout takes half a second
     last = int(os.environ.get("DAS_TEST_KILLED_IN", "0"))
-    stop = run_ahead.Writing.stop
+    stop = run_ahead.AheadWriter.stop
 
     def begun(writing: Any, step: int) -> None:
         stop(writing, step)
         if step == last:
-            run_ahead.Job.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            run_ahead.AheadSample.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
-    run_ahead.Writing.stop = begun
+    run_ahead.AheadWriter.stop = begun
