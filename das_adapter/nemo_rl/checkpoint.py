@@ -113,7 +113,13 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
     if das.saves_history:
         facts = checkpoint.facts_of(das.history.scope, tokenizer)
         generation[settings.FACTS] = facts
-        checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
+        checkpoint.begin(
+            das.history,
+            facts=facts,
+            block=settings.BLOCK,
+            resumed=resumed,
+            version=0,
+        )
 
 
 def _refuse_what_is_missing(das: DasConfig, master_config: Any, algorithm: str) -> None:

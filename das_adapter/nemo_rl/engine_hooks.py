@@ -89,7 +89,12 @@ class EngineHooks:
         """Whether no training request comes during a validation, whatever a request's
         label says.
         """
-        self._labeller = Labeller(das.verify.seed, source, resumed, guesses=True)
+        self._labeller = Labeller(
+            das.verify.seed,
+            source=source,
+            resumed=resumed,
+            guesses=True,
+        )
         self._llm = llm
         self._generate = llm.generate
         self._rpc = llm.collective_rpc
@@ -112,7 +117,11 @@ class EngineHooks:
                 ids = getattr(prompt, "prompt_token_ids", None)
             if ids is None:
                 return None
-            label = self._labeller.label(ids, self.validating, _media_hashes(prompt))
+            label = self._labeller.label(
+                ids,
+                validate=self.validating,
+                media=_media_hashes(prompt),
+            )
         if self.validating and self.only_validating:
             label = replace(label, record=False)
         return label
@@ -147,8 +156,9 @@ class EngineHooks:
         """
         if label is None:
             return
-        if any(sample.finish_reason == "abort" for sample in output.outputs):
-            return
+        for sample in output.outputs:
+            if sample.finish_reason == "abort":
+                return
         end_s = time.time()
         stats = output.metrics
         if stats is not None and stats.last_token_ts:
@@ -159,7 +169,13 @@ class EngineHooks:
         if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
             label = replace(label, seed=None)
         for text in texts:
-            self._session.finished(label, text, begin_s, end_s, self.version)
+            self._session.finished(
+                label,
+                tokens=text,
+                begin=begin_s,
+                end=end_s,
+                version=self.version,
+            )
 
     def _count_refit(self, method: Any, answers: Sequence[Any] | None) -> bool:
         """Return whether a call was a refit that reached every rank, and count the
@@ -168,8 +184,9 @@ class EngineHooks:
         """
         if method not in REFITS:
             return False
-        if answers and any(answer is False for answer in answers):
-            return False
+        for answer in answers or ():
+            if answer is False:
+                return False
         self.version += 1
         return True
 
@@ -211,12 +228,13 @@ class SyncEngineHooks(EngineHooks):
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         """Generate as `vllm.LLM` does, and record the responses."""
-        num_requests = len(prompts)
-        given_labels: Sequence[Label | None] = labels.get() or [None] * num_requests
+        given_labels: Sequence[Label | None] | None = labels.get()
+        if not given_labels:
+            given_labels = [None] * len(prompts)
         if isinstance(sampling_params, Sequence):
             given_params = sampling_params
         else:
-            given_params = [sampling_params] * num_requests
+            given_params = [sampling_params] * len(prompts)
         request_labels = []
         params = []
         problems = []
@@ -268,8 +286,9 @@ class AsyncEngineHooks(EngineHooks):
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         """Generate as `AsyncLLM` does, and record the response."""
-        given_labels: Sequence[Label | None] = labels.get() or [None]
-        label = self._label(prompt, given_labels[0])
+        given_labels = labels.get()
+        given_label = given_labels[0] if given_labels else None
+        label = self._label(prompt, given_label)
         params = self._labelled(sampling_params, label)
         last_output = ahead.get()
         if last_output is not None:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ _counting = threading.Lock()
 """Held while requests are labelled and placed: NeMo-RL's collector generates each batch
 in a thread of its own.
 """
+Batch: TypeAlias = BatchedDataDict[Any]
+"""A batch of NeMo-RL's: tensors and lists by name, with equally many rows."""
 generations: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
 """The generations of this process."""
 
@@ -97,9 +99,7 @@ class DasVllmGeneration(VllmGeneration):
         self.__dict__.update(state)
         save_history.try_apply()
 
-    def generate(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> BatchedDataDict[Any]:
+    def generate(self, data: Batch, greedy: bool = False) -> Batch:
         """Generate a batch; the result's rows are in the batch's order, whatever order
         they were generated in.
         """
@@ -126,14 +126,18 @@ class DasVllmGeneration(VllmGeneration):
         texts = _texts(result["output_ids"], result["unpadded_sequence_lengths"])
         for worker, rows in enumerate(rows_by_worker):
             for row in rows:
-                prompt_tokens = len(prompts[row])
-                turn = routing.Turn(problems[row], prompt_tokens, texts[row], worker)
+                turn = routing.Turn(
+                    problem=problems[row],
+                    prompt=len(prompts[row]),
+                    text=texts[row],
+                    worker=worker,
+                )
                 self._turns.append(turn)
         return result
 
     async def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
+        self, data: Batch, greedy: bool = False
+    ) -> AsyncGenerator[tuple[int, Batch], None]:
         """Generate one sample on the worker that `routing` chooses, or NeMo-RL's fleet
         health where it is on.
         """
@@ -237,7 +241,7 @@ class DasVllmGeneration(VllmGeneration):
             self._validating = on
             self._on_replicas("das_validation", on=on, alone=alone)
 
-    def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def _labelled(self, data: Batch) -> Batch:
         """Return a batch with the column `LABELS`."""
         prompts = _texts(data["input_ids"], data["input_lengths"])
         media = media_of(data, len(prompts))
@@ -256,7 +260,7 @@ class DasVllmGeneration(VllmGeneration):
             return True
         return self.fleet_selector is not None
 
-    def _host_divides(self, data: BatchedDataDict[Any]) -> bool:
+    def _host_divides(self, data: Batch) -> bool:
         """Return whether NeMo-RL divides a batch among the workers; where the block
         says otherwise, say once why.
         """
@@ -320,9 +324,7 @@ def _texts(ids: torch.Tensor, lengths: torch.Tensor) -> list[npt.NDArray[np.int6
     return texts
 
 
-def _restore_order(
-    result: BatchedDataDict[Any], rows_by_worker: list[list[int]]
-) -> BatchedDataDict[Any]:
+def _restore_order(result: Batch, rows_by_worker: list[list[int]]) -> Batch:
     """Return the result of a planned batch with its rows in the batch's order.
 
     With rows [2, 0] on one worker and [1] on another, the result has the rows 2, 0, 1;
@@ -338,7 +340,7 @@ def _restore_order(
 class PlannedBatch(BatchedDataDict[Any]):
     """A batch that is distributed by a plan instead of in equal pieces."""
 
-    def __init__(self, data: BatchedDataDict[Any], rows_by_worker: list[list[int]]):
+    def __init__(self, data: Batch, rows_by_worker: list[list[int]]):
         super().__init__(data.data)
         self._rows_by_worker = rows_by_worker
         self._whole = data
@@ -352,6 +354,9 @@ class PlannedBatch(BatchedDataDict[Any]):
         no_rows = {"input_ids": self._whole["input_ids"][:0]}
         pieces = []
         for rows in self._rows_by_worker:
-            columns = self._whole.select_indices(rows).data if rows else no_rows
+            if rows:
+                columns = self._whole.select_indices(rows).data
+            else:
+                columns = no_rows
             pieces.append(SlicedDataDict(columns))
         return pieces

@@ -178,10 +178,13 @@ def _begin_history(trainer: Any) -> None:
         return
     from das_adapter.service import checkpoint
 
-    resumed = _resumed_checkpoint(trainer)
-    facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
-    step = training.step_of(trainer)
-    checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
+    checkpoint.begin(
+        das.history,
+        facts=checkpoint.facts_of(das.history.scope, trainer.tokenizer),
+        block=settings.BLOCK,
+        resumed=_resumed_checkpoint(trainer),
+        version=training.step_of(trainer),
+    )
 
 
 def _resumed_checkpoint(trainer: Any) -> Path | None:

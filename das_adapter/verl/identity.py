@@ -140,8 +140,8 @@ def _with_named_rows(stock: Any) -> Any:
     def dispatch(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         if settings.of_run(self.config) is None:
             return stock(self, prompts, *args, **kwargs)
-        last_names = getattr(self, "_das_named", None)
-        self._das_named = name_rows(prompts, last_names)
+        last = getattr(self, "_das_named", None)
+        self._das_named = name_rows(prompts, last)
         is_validation = _is_validation(prompts)
         result = stock(self, prompts, *args, **kwargs)
         run = run_ahead.VerlRunAhead.running
@@ -421,9 +421,19 @@ def make_label(
     if sample.validate:
         # its samples have the numbers -1, -2, ...
         number = -1 - number
-    seed = request_seed(das.verify.seed, sample.problem, sample.step, number, row)
-    is_recorded = not sample.validate
-    return Label(sample.problem, seed, is_recorded, start)
+    seed = request_seed(
+        run_seed=das.verify.seed,
+        problem=sample.problem,
+        step=sample.step,
+        sample=number,
+        row=row,
+    )
+    return Label(
+        problem=sample.problem,
+        seed=seed,
+        record=not sample.validate,
+        start=start,
+    )
 
 
 def _identify_problem(
@@ -436,8 +446,7 @@ def _identify_problem(
         return prompt_identity(prompt_ids)
     if sample.index is not None:
         return prompt_identity(prompt_ids, sample.index)
-    hashes = [media_hash(item) for item in media]
-    return prompt_identity(prompt_ids, *hashes)
+    return prompt_identity(prompt_ids, *map(media_hash, media))
 
 
 def _data_set_index(row: Mapping[str, Any]) -> str | None:
