@@ -21,3 +21,20 @@ def number(value: Value, unit: str, reason: str) -> Value:
     `docs/tuning.md`.
     """
     return value
+
+
+# verl/router.py
+
+REQUESTS_PER_LENGTHS = number(
+    1024,
+    "requests",
+    "a guess: after so many requests the ledger is asked for lengths again",
+)
+
+# nemo_rl/generation.py
+
+LENGTHS_FOR_S = number(
+    10.0,
+    "seconds",
+    "a guess: so long an asynchronous run uses the same expected lengths",
+)

@@ -19,7 +19,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from das_adapter.core import routing
+from das_adapter.core import routing, tuning
 from das_adapter.core.length import Expected
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
@@ -32,8 +32,6 @@ from das_adapter.service.session import PATIENCE_S
 
 logger = logging.getLogger("das_adapter")
 
-_LENGTHS_FOR_S = 10.0
-"""How long an asynchronous run uses the same expected lengths."""
 _LENGTHS_TIMEOUT_S = 10.0
 """How long a batch waits for the ledger's lengths."""
 _ANSWER_S = PATIENCE_S + 10.0
@@ -152,7 +150,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.run_ahead is not None and not self._validating:
             data[LABELS] = [self.run_ahead.begin_request(label)]
         if time.monotonic() > self._expected_until:
-            self._expected_until = time.monotonic() + _LENGTHS_FOR_S
+            self._expected_until = time.monotonic() + tuning.LENGTHS_FOR_S
             await asyncio.to_thread(self._update_lengths)
         # a group stays together; else each sample is placed by itself
         is_of_group = self._longest_first and label.record

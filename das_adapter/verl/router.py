@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from das_adapter.config import DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.routing import Replicas
 from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
@@ -18,8 +19,6 @@ _BALANCER_MODULES = "verl.workers.rollout.router.*"
 """
 _BALANCER = "GlobalRequestLoadBalancer"
 """Name of the class of veRL's balancer."""
-_REQUESTS_PER_LENGTHS = 1024
-"""After so many requests, the ledger is asked for lengths again."""
 
 
 def stock_balancer() -> Any:
@@ -42,7 +41,8 @@ class DasLoadBalancer(_Stock):
     replica with the fewest requests without veRL's random tie-break (`least_loaded`).
 
     Lengths come from the run's ledger, which is asked when no request is in flight and
-    every 1024 requests. Where it does not answer, its last answer stands until then.
+    every `tuning.REQUESTS_PER_LENGTHS` requests. Where it does not answer, its last
+    answer stands until then.
     """
 
     das = DasConfig()
@@ -120,7 +120,7 @@ class DasLoadBalancer(_Stock):
     def _update_lengths(self) -> None:
         """Ask the ledger for expected lengths where they are due."""
         is_idle = not any(self._inflight_requests.values())
-        if is_idle or self._num_acquired % _REQUESTS_PER_LENGTHS == 0:
+        if is_idle or self._num_acquired % tuning.REQUESTS_PER_LENGTHS == 0:
             expected = ledger.expected(timeout=5)
             if expected is not None:
                 self._replicas.expected = expected
