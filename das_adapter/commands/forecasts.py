@@ -94,19 +94,21 @@ def estimate(
     from das_adapter.sim import pays, rollouts
 
     settings: dict[str, Any] = {
-        name: chosen.pop(name) for name in ("model", "precision")
+        "model": chosen.pop("model"),
+        "precision": chosen.pop("precision"),
+        "hardware": chosen,
+        "pipeline": {"train_s": other_s},
     }
-    settings |= {"hardware": chosen, "pipeline": {"train_s": other_s}}
-    settings |= {"engine": {"max_num_seqs": max_num_seqs}} if max_num_seqs else {}
-    with bar(2 if agreement is None else 3) as progress:
-        answer = pays.would_it_pay(
-            rollouts.read(path, tokenizer), settings, agreement, progress
-        )
+    if max_num_seqs is not None:
+        settings["engine"] = {"max_num_seqs": max_num_seqs}
+    num_arms = 2 if agreement is None else 3
+    with bar(num_arms) as progress:
+        dump = rollouts.read(path, tokenizer)
+        answer = pays.would_it_pay(dump, settings, agreement, progress)
     if as_json:
         print_json(answer)
         return
     _print_arms("epoch", answer["epochs"].items())
-    drafted = {arm: f for arm, f in answer["arms"].items() if arm != "off"}
     engines = (
         f"{answer['engines']} engines, {answer['kv_tokens']} tokens of KV cache each"
     )
@@ -114,20 +116,18 @@ def estimate(
         f"{engines}, with nothing left for {answer['idle']:.0%} of the rollouts without"
         " drafts"
     )
-    click.echo(
-        ", ".join(
-            f"{arm}: {f['rollout_of_first']:.2f} of off" for arm, f in drafted.items()
-        )
-    )
+    ratios = []
+    for arm, figures in answer["arms"].items():
+        if arm != "off":
+            ratios.append(f"{arm}: {figures['rollout_of_first']:.2f} of off")
+    click.echo(", ".join(ratios))
     if len(answer["epochs"]) == 1:
         click.echo(
             "Note: no problem comes back in the dump: a later epoch would be drafted"
             " for better."
         )
-    click.echo(
-        "Recommended:\n"
-        + yaml.safe_dump({"das": answer["das"]}, sort_keys=False).rstrip()
-    )
+    block = yaml.safe_dump({"das": answer["das"]}, sort_keys=False)
+    click.echo(f"Recommended:\n{block.rstrip()}")
 
 
 @click.command()
@@ -145,60 +145,59 @@ def simulate(path: Path, vary: tuple[str, ...], as_json: bool) -> None:
     from das_adapter.sim import simulate as run
 
     config = configs.read(path)
-    varied = list(configs.variants(config, _varied(vary)))
-    with bar(len(varied) * len(config.arms)) as progress:
-        figures = [
-            {"values": values, "arms": run(variant, progress=progress)}
-            for values, variant in varied
-        ]
+    variants = list(configs.variants(config, _parse_vary(vary)))
+    results = []
+    with bar(len(variants) * len(config.arms)) as progress:
+        for values, variant in variants:
+            arms = run(variant, progress=progress)
+            results.append({"values": values, "arms": arms})
     if as_json:
-        print_json(figures if vary else figures[0]["arms"])
-    else:
-        named = (
-            (
-                ", ".join(f"{key}={value}" for key, value in f["values"].items()),
-                f["arms"],
-            )
-            for f in figures
-        )
-        _print_arms("varied" if vary else "", named)
+        print_json(results if vary else results[0]["arms"])
+        return
+    groups = []
+    for result in results:
+        assignments = [f"{key}={value}" for key, value in result["values"].items()]
+        groups.append((", ".join(assignments), result["arms"]))
+    _print_arms("varied" if vary else "", groups)
 
 
-def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
+def _parse_vary(options: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Return the values of each key of the options `--vary`."""
     import yaml
 
-    found = {}
+    values_by_key = {}
     for option in options:
         key, _, values = option.partition("=")
         try:
-            found[key] = yaml.safe_load(f"[{values}]")
+            values_by_key[key] = yaml.safe_load(f"[{values}]")
         except yaml.YAMLError:
-            found[key] = []
-        if not found[key]:
+            values_by_key[key] = []
+        if not values_by_key[key]:
             expected = "KEY=V1,V2, values as in YAML, such as hardware.gpus=8,64"
             raise click.BadParameter(
                 f"found {option!r}, expected {expected}", param_hint="--vary"
             )
-    return found
+    return values_by_key
 
 
-def _print_arms(of: str, groups: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Print the figures of arms, by what each group of them is of."""
-    row = (
-        "{rollout_s:.2f} {rollout_of_first:.2f} {step_s:.2f} {step_of_first:.2f}"
-        " {tokens_per_forward:.2f}"
+def _print_arms(heading: str, groups: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Print the figures of arms. `groups`: names, which stand under the heading, each
+    with its arms.
+    """
+    columns = (heading, "arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd")
+    shown_figures = (
+        "rollout_s",
+        "rollout_of_first",
+        "step_s",
+        "step_of_first",
+        "tokens_per_forward",
     )
-    rows = (
-        (name, arm, *row.format(**f).split())
-        for name, arms in groups
-        for arm, f in arms.items()
-    )
-    print_table(
-        (of, "arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd"),
-        rows,
-        left=2,
-        overflow="fold",
-    )
+    rows = []
+    for name, arms in groups:
+        for arm, figures in arms.items():
+            cells = [f"{figures[figure]:.2f}" for figure in shown_figures]
+            rows.append((name, arm, *cells))
+    print_table(columns, rows, left=2, overflow="fold")
 
 
 @click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

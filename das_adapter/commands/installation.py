@@ -1,6 +1,4 @@
-"""Commands about what is installed, and what a config makes of it: doctor, config,
-install.
-"""
+"""Commands about the installation and about a config: doctor, config, install."""
 
 from __future__ import annotations
 
@@ -38,17 +36,17 @@ def doctor(as_json: bool) -> None:
     if as_json:
         print_json({"findings": [vars(f) for f in findings], "changes": changes})
     else:
-        rows = ((f.name, f.state, f.detail) for f in findings)
+        rows = [(found.name, found.state, found.detail) for found in findings]
         print_table(("what", "state", "detail"), rows, left=3, overflow="fold")
         click.echo(
             "\nChanged in these packages, the parameters that this relies on, and until"
             " when:"
         )
-        for c in changes:
-            click.echo(
-                f"  {c['patch']:32} {c['target']}({c['needs']}), until {c['until']}"
-            )
-    sys.exit(any(f.state == "broken" for f in findings))
+        for change in changes:
+            place = f"{change['target']}({change['needs']})"
+            click.echo(f"  {change['patch']:32} {place}, until {change['until']}")
+    is_broken = any(found.state == "broken" for found in findings)
+    sys.exit(is_broken)
 
 
 @click.command("cpu-setup", hidden=True)
@@ -68,9 +66,8 @@ def cpu_env() -> None:
     """
     from das_adapter.cpu import environment
 
-    click.echo(
-        "\n".join(f"{name}={value}" for name, value in environment.cpu_env().items())
-    )
+    for name, value in environment.cpu_env().items():
+        click.echo(f"{name}={value}")
 
 
 @click.group()
@@ -102,16 +99,16 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     share the directory, and again when NeMo-RL has built new ones. It ends with exit
     code 1 at the first that fails.
     """
-    from das_adapter.nemo_rl import environments as them
+    from das_adapter.nemo_rl import environments
 
-    found = them.environments(venvs)
+    pythons = environments.environments(venvs)
     versions = {}
-    with bar(len(found)) as progress:
-        for name, python in found.items():
+    with bar(len(pythons)) as progress:
+        for name, python in pythons.items():
             progress(name)
-            versions[name] = them.install(name, python, source)
-    there = {name.rpartition(".")[2] for name in found}
-    missing = [actor for actor in them.ACTORS if actor not in there]
+            versions[name] = environments.install(name, python, source)
+    built = {name.rpartition(".")[2] for name in pythons}
+    missing = [actor for actor in environments.ACTORS if actor not in built]
     if as_json:
         print_json({"environments": versions, "not_built": missing})
         return
@@ -151,8 +148,8 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         try:
             das, arguments = _of_host(host, content)
         except OmegaConfBaseException as error:
-            follow = "which overrides of the host's command line may follow"
-            raise ConfigError(f"{path}, {follow}: {error}") from None
+            where = f"{path}, which overrides of the host's command line may follow"
+            raise ConfigError(f"{where}: {error}") from None
     elif das := parse(content):
         check_files(das)
     block = das and configs.effective(das)
@@ -177,29 +174,31 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     from das_adapter.tools.configs import VERL
     from das_adapter.verl import settings as verl
 
-    place, block = (
-        (verl.ROLLOUT, verl.BLOCK)
-        if host == VERL
-        else (nemo_rl.GENERATION, nemo_rl.BLOCK)
-    )
+    if host == VERL:
+        place = verl.ROLLOUT
+        block = verl.BLOCK
+        arguments = "engine_kwargs.vllm"
+    else:
+        place = nemo_rl.GENERATION
+        block = nemo_rl.BLOCK
+        arguments = "vllm_kwargs"
     refuse_elsewhere(content, block)
     node = OmegaConf.select(content, place)
     if not isinstance(node, Mapping):
         raise ConfigError(
             f"{place}: found {node!r}, expected the config of {host}'s rollouts"
         )
-    arguments = "engine_kwargs.vllm" if host == VERL else "vllm_kwargs"
     given = OmegaConf.select(content, f"{place}.{arguments}") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}.{arguments}: found {given!r}, expected a mapping")
-    das = verl.check(content) if host == VERL else nemo_rl.check(node)
-    if host == VERL and das is not None:
-        compat.check_plugin()
-    return das, (
-        given
-        if host == VERL
-        else {"data_parallel_size": nemo_rl.data_parallel_size(node), **given}
-    )
+    if host == VERL:
+        das = verl.check(content)
+        if das is not None:
+            compat.check_plugin()
+        return das, given
+    das = nemo_rl.check(node)
+    ranks = nemo_rl.data_parallel_size(node)
+    return das, {"data_parallel_size": ranks, **given}
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

@@ -1,5 +1,5 @@
-"""What all commands share: tables, JSON, and bars on a terminal while something takes
-long.
+"""The output of all commands: tables, JSON, and bars on a terminal while something
+takes long.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -42,14 +42,14 @@ def print_json(figures: Any) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, **layout: Any
 ) -> None:
-    """Print a table; the first `left` columns are aligned to the left."""
+    """Print a table; the first `left` columns are aligned to the left. `layout`: of
+    rich's columns; none: cells are not wrapped.
+    """
     table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="left" if i < left else "right",
-            **(layout or {"no_wrap": True}),
-        )
+    layout = layout or {"no_wrap": True}
+    for number, column in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if number < left else "right"
+        table.add_column(column, justify=justify, **layout)
     for row in rows:
         table.add_row(*row)
     Console(markup=False).print(table)
@@ -57,8 +57,8 @@ def print_table(
 
 @contextlib.contextmanager
 def bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr where that is a terminal; the function that is yielded says
-    which of `total` parts begins.
+    """Show a bar on stderr where that is a terminal. The function that it yields is
+    called with a text when one of `total` parts begins.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -74,7 +74,9 @@ def bar(total: int) -> Iterator[Callable[[str], None]]:
     )
     with shown:
         task = shown.add_task("", total=total)
-        begun = iter(range(total))
-        yield lambda text: shown.update(
-            task, description=text, completed=next(begun, total)
-        )
+        num_done = iter(range(total))
+
+        def begin_part(text: str) -> None:
+            shown.update(task, description=text, completed=next(num_done, total))
+
+        yield begin_part

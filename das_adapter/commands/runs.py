@@ -1,4 +1,4 @@
-"""Commands about runs and what they leave: report, compare."""
+"""Commands about runs and the files that they leave: report, compare."""
 
 from __future__ import annotations
 
@@ -39,15 +39,10 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(run_series.by_training_step(rollouts))
         return
-    written = page.write(rollouts, out or run_dir / "report")
-    click.echo(
-        "\n".join(
-            (
-                *(f"{head}: {text}" for head, text in page.sentences(rollouts)),
-                str(written),
-            )
-        )
-    )
+    file = page.write(rollouts, out or run_dir / "report")
+    for head, text in page.sentences(rollouts):
+        click.echo(f"{head}: {text}")
+    click.echo(str(file))
 
 
 @click.command()
@@ -77,8 +72,10 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
         click.echo(f"A: {run_a}\nB: {run_b}")
         print_table(runs.COLUMNS, runs.table(found), left=2)
         click.echo("\n".join(runs.sentences(found)))
-    same, logged = found["tokens"]
-    sys.exit(3 if not logged else int(same < logged))
+    num_same, num_logged = found["tokens"]
+    if num_logged == 0:
+        sys.exit(3)
+    sys.exit(1 if num_same < num_logged else 0)
 
 
 COMMANDS = (report, compare)

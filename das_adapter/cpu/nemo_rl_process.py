@@ -1,5 +1,5 @@
-"""What every process of a NeMo-RL run without an accelerator needs before NeMo-RL is
-imported. Imports little.
+"""Changes that every process of a NeMo-RL run without an accelerator needs before
+NeMo-RL is imported. This module imports little.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ replica adds its seed.
 
 
 def prepare() -> None:
-    """Adapt this process; a second call changes nothing. A `worker_process_setup_hook`
-    for `ray.init`.
+    """Adapt this process; a second call changes nothing. It serves `ray.init` as
+    `worker_process_setup_hook`.
     """
     # pydantic refuses NeMo-RL's config classes: it wants typing_extensions' TypedDict
-    if sys.version_info < (
-        3,
-        12,
-    ):
+    if sys.version_info < (3, 12):
         typing.TypedDict = typing_extensions.TypedDict
     for fix in (ignore_ranges, leave_sleep_mode_off, leave_vllm_alone):
         fix.when_imported()

@@ -1,5 +1,5 @@
-"""NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for
-tests.
+"""NeMo-RL's engine worker on a machine without an accelerator, for trying a config on a
+laptop and for tests.
 
 `nemo_rl_process.prepare` goes into every process before NeMo-RL is imported,
 `CpuWorker` into `vllm_kwargs.worker_cls`. Ray's resource "GPU" stands for a place to
@@ -33,14 +33,18 @@ class CpuWorker(vllm_backend.VllmInternalWorkerExtension, CPUWorker):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        vllm_backend.rebuild_cuda_tensor_from_ipc = lambda data, _: torch.frombuffer(
-            bytearray(data), dtype=torch.uint8
-        )
+
+        def tensor_of_bytes(data: bytes, _: Any) -> torch.Tensor:
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+        vllm_backend.rebuild_cuda_tensor_from_ipc = tensor_of_bytes
 
     def bind_numa(self) -> bool:
+        """Bind nothing: NeMo-RL binds by the GPU."""
         return False
 
     def report_device_id(self) -> str:
+        """Return the name that stands in the address of this replica's socket."""
         sockets = os.environ.get(REFIT_SOCKETS, "das-cpu")
         return f"{sockets}-{self.vllm_config.model_config.seed}"
 
@@ -50,6 +54,8 @@ class CpuWorker(vllm_backend.VllmInternalWorkerExtension, CPUWorker):
         """
 
     def update_weights_from_collective(self, *_: Any) -> bool:
+        """Take the weights over the socket."""
         return bool(self.update_weights_via_ipc_zmq())
 
-    def _synchronize_before_ipc_data_ack(self) -> None: ...
+    def _synchronize_before_ipc_data_ack(self) -> None:
+        """Do nothing: there is no CUDA stream to wait for."""

@@ -1,8 +1,8 @@
-"""veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`.
+"""veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`, for
+trying a config on a laptop and for tests.
 
-For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo,
-rollouts on vLLM's CPU build, and weights travel through shared memory. Needs the
-environment of `environment.cpu_env`.
+Training runs on FSDP2 over gloo, rollouts on vLLM's CPU build, and weights travel
+through shared memory. The platform needs the environment of `environment.cpu_env`.
 """
 
 from __future__ import annotations
@@ -24,37 +24,35 @@ from das_adapter.patching import patch, when_imported
 
 
 def _always(answer: Any) -> Callable[..., Any]:
+    """Return a function that takes any arguments and returns one answer."""
     return lambda *_, **__: answer
 
 
-_NOT_ON_A_CPU = (
-    *(
-        "empty_cache",
-        "ipc_collect",
-        "reset_peak_memory_stats",
-        "reset_accumulated_memory_stats",
-    ),
-    *(
-        "memory_allocated",
-        "memory_reserved",
-        "max_memory_allocated",
-        "max_memory_reserved",
-    ),
+_CUDA_FUNCTIONS = (
+    "empty_cache",
+    "ipc_collect",
+    "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats",
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_allocated",
+    "max_memory_reserved",
 )
+"""Functions of `torch.cuda` that veRL calls on any platform; on a CPU they return 0."""
 
 
 def _complete_torch_cpu() -> None:
-    """Add to `torch.cpu` what veRL calls on the device module of any platform, and what
-    it lacks.
+    """Add to `torch.cpu` the functions that veRL calls on the device module of any
+    platform, and that it lacks.
     """
-    lacking = {
-        **dict.fromkeys(_NOT_ON_A_CPU, _always(0)),
+    functions = {
+        **dict.fromkeys(_CUDA_FUNCTIONS, _always(0)),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     }
-    for name, function in lacking.items():
+    for name, function in functions.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, function)
 
@@ -72,19 +70,21 @@ def start_gloo(stock: Any) -> Any:
     ) -> Any:
         if os.environ.get("WORLD_SIZE") == "1":
             os.environ["MASTER_PORT"] = "0"  # any that is free
-        return stock(
-            "cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs
-        )
+        if backend == "cpu:gloo,cpu:gloo":
+            backend = "cpu:gloo"
+        return stock(backend, *args, **kwargs)
 
     return init_process_group
 
 
-def job() -> str:
-    """Name this run among all of the machine: it may have a Ray cluster of its own, in
-    which it is the first job.
+def run_name() -> str:
+    """Return a name of this run that no other run on the machine has: Ray's job and the
+    port of its cluster. A run may have a Ray cluster of its own, in which it is the
+    first job.
     """
     context = ray.get_runtime_context()
-    return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
+    cluster_port = context.gcs_address.rpartition(":")[2]
+    return f"{context.get_job_id()}-{cluster_port}"
 
 
 @patch(
@@ -101,18 +101,17 @@ def sync_in_private(stock: Any) -> Any:
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
-        os.environ["VERL_RAY_JOB_ID"] = job()
+        os.environ["VERL_RAY_JOB_ID"] = run_name()
         if hasattr(self, "zmq_handle"):
-            self.zmq_handle = self.zmq_handle.replace(
-                ray.get_runtime_context().get_job_id(), job()
-            )
+            job_id = ray.get_runtime_context().get_job_id()
+            self.zmq_handle = self.zmq_handle.replace(job_id, run_name())
 
     return init
 
 
 def install() -> None:
-    """Make this process one of a run on a CPU: the platform, and what it needs where it
-    is needed.
+    """Make this process one of a run on a CPU: register the platform, and patch what it
+    needs.
     """
     _complete_torch_cpu()
     start_gloo.apply()
@@ -129,12 +128,18 @@ class PlatformCPU(PlatformCUDA):
     no hardware.
     """
 
-    device_name = vendor_name = "cpu"
+    device_name = "cpu"
+    vendor_name = "cpu"
     device_module = torch.cpu
-    set_device = synchronize = manual_seed = manual_seed_all = (
-        set_allocator_settings
-    ) = empty_cache = _always(0)
-    profiler_start = profiler_stop = cudart = _always(0)
+    set_device = _always(0)
+    synchronize = _always(0)
+    manual_seed = _always(0)
+    manual_seed_all = _always(0)
+    set_allocator_settings = _always(0)
+    empty_cache = _always(0)
+    profiler_start = _always(0)
+    profiler_stop = _always(0)
+    cudart = _always(0)
     is_available = _always(True)
     is_ipc_supported = _always(False)
     device_count = _always(1)
@@ -144,5 +149,6 @@ class PlatformCPU(PlatformCUDA):
     nvtx_range = _always(nullcontext())
 
     def rollout_env_vars(self) -> dict[str, str]:
+        """Return the environment variables that rollout workers get."""
         names = (*environment.cpu_env(), "VLLM_LOGGING_LEVEL")
         return {name: os.environ[name] for name in names if name in os.environ}

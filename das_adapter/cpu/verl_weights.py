@@ -1,6 +1,6 @@
-"""`checkpoint_engine.backend: cpu_file`: weights from the trainer to separate rollout
-workers on a machine without a GPU, through one file in shared memory per weight sync.
-veRL's own backends need an accelerator.
+"""The weight sync `checkpoint_engine.backend: cpu_file`, from the trainer to separate
+rollout workers on a machine without a GPU. Weights go through one file in shared memory
+per weight sync; veRL's own backends need an accelerator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-_NAME = "das_weights_"
+_PREFIX = "das_weights_"
+"""Beginning of the directory's name; the id of the process that made it follows."""
+_POLL_S = 0.02
+"""How often a rollout worker looks for the file."""
 
 
 @CheckpointEngineRegistry.register("cpu_file")
@@ -31,18 +34,20 @@ class FileCheckpointEngine(CheckpointEngine):
         self._directory: Path | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Choose the file's directory; all workers learn it from the master's answer.
-        What processes that were killed have left goes.
+        """Choose the file's directory, and remove directories of processes that were
+        killed. All workers learn the directory from the master's answer.
         """
         if not self._is_master:
             return {}
-        shared = Path(
-            "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        )
-        for left in shared.glob(f"{_NAME}*"):
-            if not Path("/proc", left.name.split("_")[2]).exists():
-                shutil.rmtree(left, ignore_errors=True)
-        return {"path": tempfile.mkdtemp(prefix=f"{_NAME}{os.getpid()}_", dir=shared)}
+        shared = Path("/dev/shm")
+        if not shared.is_dir():
+            shared = Path(tempfile.gettempdir())
+        for directory in shared.glob(f"{_PREFIX}*"):
+            process = directory.name.split("_")[2]
+            if not Path("/proc", process).exists():
+                shutil.rmtree(directory, ignore_errors=True)
+        prefix = f"{_PREFIX}{os.getpid()}_"
+        return {"path": tempfile.mkdtemp(prefix=prefix, dir=shared)}
 
     @classmethod
     def build_topology(
@@ -52,15 +57,17 @@ class FileCheckpointEngine(CheckpointEngine):
         metadata: list[dict[str, Any]],
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Give every worker the directory; see the base class."""
-        path = next(m["path"] for m in metadata if m)
-        return {"path": [path] * actor_wg_world_size}, {
-            "path": [path] * rollout_world_size
-        }
+        path = next(answer["path"] for answer in metadata if answer)
+        trainers = {"path": [path] * actor_wg_world_size}
+        rollout_workers = {"path": [path] * rollout_world_size}
+        return trainers, rollout_workers
 
     def init_process_group(self, path: str) -> None:
+        """Note the directory."""
         self._directory = Path(path)
 
     def finalize(self) -> None:
+        """Remove the directory, where this process has made it."""
         if self._is_master and self._directory is not None:
             shutil.rmtree(self._directory)
         self._directory = None
@@ -74,12 +81,13 @@ class FileCheckpointEngine(CheckpointEngine):
         collective.
         """
         assert self._directory is not None
-        tensors = {
-            name: weight.detach().contiguous().clone() for name, weight in weights
-        }
+        tensors = {}
+        for name, weight in weights:
+            tensors[name] = weight.detach().contiguous().clone()
         if self._is_master:
-            save_file(tensors, self._directory / "part")
-            (self._directory / "part").rename(self._directory / "weights")
+            part = self._directory / "part"
+            save_file(tensors, part)
+            part.rename(self._directory / "weights")
         return {}
 
     async def receive_weights(
@@ -87,7 +95,8 @@ class FileCheckpointEngine(CheckpointEngine):
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield the weights once they are there."""
         assert self._directory is not None
-        while not (self._directory / "weights").exists():
-            await asyncio.sleep(0.02)
-        for name, weight in load_file(self._directory / "weights").items():
+        file = self._directory / "weights"
+        while not file.exists():
+            await asyncio.sleep(_POLL_S)
+        for name, weight in load_file(file).items():
             yield name, weight

@@ -1,5 +1,5 @@
-"""Fixes of vLLM's CPU backend, without which sampled speculation and live weight
-updates are wrong there.
+"""Fixes of vLLM's CPU backend: without them sampled speculation and live weight updates
+are wrong there.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from das_adapter.patching import patch
 
 
 def prepare(config: DasConfig | None) -> None:
-    """Apply to a worker's process what an engine with this block needs; a second call
-    changes nothing.
+    """Apply the patches that an engine with this block needs to a worker's process; a
+    second call changes nothing. `config`: None without a block.
     """
-    weight_sync = bool(os.environ.get(WEIGHT_SYNC))
-    if config is not None or weight_sync:
+    has_weight_sync = bool(os.environ.get(WEIGHT_SYNC))
+    if config is not None or has_weight_sync:
         expand_draft_parameters.apply()
         accept_fp64_keyword.apply()
     if config is not None and config.keyed:
         drop_generator.apply()
-    if weight_sync or (config is not None and config.copies_policy):
-        keep_linear_weights.apply(not weight_sync)
+    copies_policy = config is not None and config.copies_policy
+    if has_weight_sync or copies_policy:
+        packed = not has_weight_sync
+        keep_linear_weights.apply(packed)
 
 
 @patch(
@@ -48,12 +50,11 @@ def expand_draft_parameters(stock: Any) -> Any:
         replace_from: int = 0,
         replace_to: int = 0,
     ) -> torch.Tensor:
-        counts = torch.diff(
-            cu_num_tokens.to(torch.int64),
-            prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64),
-        )
-        values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-        return torch.repeat_interleave(values, counts, output_size=num_tokens)
+        zero = cu_num_tokens.new_zeros(1, dtype=torch.int64)
+        num_draft_tokens = torch.diff(cu_num_tokens.to(torch.int64), prepend=zero)
+        replacement = torch.full_like(x, replace_to)
+        values = torch.where(x == replace_from, replacement, x)
+        return torch.repeat_interleave(values, num_draft_tokens, output_size=num_tokens)
 
     return expand
 
@@ -71,17 +72,16 @@ def accept_fp64_keyword(stock: Any) -> Any:
     """
     import vllm.utils.cpu_triton_utils as kernels
 
-    kernel, wrapper = (
-        getattr(kernels, name, None)
-        for name in ("_sample_recovered_tokens_kernel_impl", "_FuncWrapper")
-    )
+    kernel = getattr(kernels, "_sample_recovered_tokens_kernel_impl", None)
+    wrapper = getattr(kernels, "_FuncWrapper", None)
     if kernel is None or wrapper is None:
         return stock
     parameters = inspect.signature(kernel).parameters
-    if "USE_FP64_GUMBEL" in parameters or any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values()
-    ):
+    if "USE_FP64_GUMBEL" in parameters:
         return stock
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return stock
     return wrapper(
         lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs)
     )

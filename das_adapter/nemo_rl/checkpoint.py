@@ -52,7 +52,8 @@ def save_history(stock: Any) -> Any:
         self: Any, step: int, training_info: Any, run_config: Any = None, *args: Any
     ) -> Any:
         folder = stock(self, step, training_info, run_config, *args)
-        if facts := _generation(run_config).get(settings.FACTS):
+        facts = _generation_config(run_config).get(settings.FACTS)
+        if facts:
             from das_adapter.service import checkpoint
 
             checkpoint.save(Path(folder), facts)
@@ -62,25 +63,33 @@ def save_history(stock: Any) -> Any:
 
 
 def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) -> None:
-    """Check the block, choose what the history starts with, and leave in the generation
-    config what labels and checkpoints need, and absolute directories; before anything
-    is launched. Raises as `settings.check` and `checkpoint.begin`.
+    """Check the block and choose what the history starts with, before anything is
+    launched. The generation config gets absolute directories, and what labels and
+    checkpoints need.
 
-    `algorithm`: module of NeMo-RL's algorithm.
+    Args:
+        master_config: the run's config.
+        tokenizer: the policy's.
+        algorithm: module of NeMo-RL's algorithm.
+
+    Raises:
+        DasError: as `settings.check` and `service.checkpoint.begin` raise it.
     """
     refuse_elsewhere(master_config, settings.BLOCK)
-    generation = _generation(master_config)
+    generation = _generation_config(master_config)
     das = settings.check(generation)
     if das is None:
         return
     _refuse_what_is_missing(das, master_config, algorithm)
     make_absolute(generation["das"], das)
-    if das.history.run_ahead != "off" and (
-        reason := settings.no_effect(algorithm, master_config)
-    ):
-        logger.warning(
-            "das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason
-        )
+    if das.history.run_ahead != "off":
+        obstacle = settings.run_ahead_obstacle(algorithm, master_config)
+        if obstacle is not None:
+            logger.warning(
+                "das: history.run_ahead=%r has no effect: %s",
+                das.history.run_ahead,
+                obstacle,
+            )
     if not settings.logs_figures(algorithm, master_config):
         logger.warning(
             "das: no figures under das/ are logged, das/health neither: this trainer"
@@ -91,36 +100,51 @@ def begin(master_config: Any, tokenizer: Any, algorithm: str = settings.GRPO) ->
     from das_adapter.service import checkpoint, ledger
 
     ledger.end_earlier_run()
-    latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
-    resumed = None if latest is None else Path(latest)
-    generation[settings.STEP] = (
-        0 if resumed is None else int(resumed.name.removeprefix("step_"))
-    )
+    checkpoints = CheckpointManager(master_config.checkpointing)
+    latest = checkpoints.get_latest_checkpoint_path()
+    if latest is None:
+        resumed = None
+        step = 0
+    else:
+        resumed = Path(latest)
+        step = int(resumed.name.removeprefix("step_"))
+    generation[settings.STEP] = step
     generation[settings.SAMPLES] = settings.samples_of(master_config)
     if das.saves_history:
         facts = checkpoint.facts_of(das.history.scope, tokenizer)
         generation[settings.FACTS] = facts
-        checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
+        checkpoint.begin(
+            das.history,
+            facts=facts,
+            block=settings.BLOCK,
+            resumed=resumed,
+            version=0,
+        )
 
 
 def _refuse_what_is_missing(das: DasConfig, master_config: Any, algorithm: str) -> None:
     """Refuse a run that asks for what NeMo-RL leaves out; say what it goes on
     without.
     """
-    asked = {feature_of(algorithm): algorithm}
-    if (getattr(master_config, "data_plane", None) or {}).get("enabled"):
-        asked[features.DATA_PLANE] = "data_plane.enabled=true"
-    if das.history.run_ahead != "off":
-        asked[features.RUN_AHEAD] = (
-            f"{settings.BLOCK}.history.run_ahead={das.history.run_ahead!r}"
-        )
-    compat.refuse_without("nemo_rl", asked)
+    requested = {feature_of(algorithm): algorithm}
+    data_plane = getattr(master_config, "data_plane", None) or {}
+    if data_plane.get("enabled"):
+        requested[features.DATA_PLANE] = "data_plane.enabled=true"
+    run_ahead = das.history.run_ahead
+    if run_ahead != "off":
+        key = f"{settings.BLOCK}.history.run_ahead={run_ahead!r}"
+        requested[features.RUN_AHEAD] = key
+    compat.refuse_without("nemo_rl", requested)
     if das.saves_history:
         compat.warn_without("nemo_rl", [features.CHECKPOINTS])
 
 
-def _generation(config: Any) -> dict[str, Any]:
+def _generation_config(config: Any) -> dict[str, Any]:
     """Return `policy.generation` of an algorithm's config; empty where it has none."""
     policy = getattr(config, "policy", None)
-    found = policy.get("generation") if isinstance(policy, dict) else None
-    return found if isinstance(found, dict) else {}
+    if not isinstance(policy, dict):
+        return {}
+    generation = policy.get("generation")
+    if not isinstance(generation, dict):
+        return {}
+    return generation

@@ -1,6 +1,6 @@
-"""Hooks on the engine of a NeMo-RL generation worker: requests are labelled,
-trajectories go into the history, and each refit (weight sync) brings the engine's
-history up to date.
+"""Hooks on the engine of a NeMo-RL generation worker: they label requests, record
+trajectories in the history, and update the engine's history at each refit (weight
+sync).
 
 They wrap the engine's own `generate` and `collective_rpc`, which every path of NeMo-RL
 uses: batches, single samples, the HTTP server; refits over IPC, collectives,
@@ -42,16 +42,18 @@ gave any.
 """
 
 ahead: ContextVar[list[Any] | None] = ContextVar("das_ahead", default=None)
-"""Where the current call of the worker only writes ahead: a list that gets the last
-output of the engine.
+"""A list that gets the last output of the engine, where the current call of the worker
+only writes ahead; None: it answers a request.
 """
-_LAST = 2**62
-"""Priority of what is written ahead, as vLLM counts it."""
+_LENGTHS_TIMEOUT_S = 25.0
+"""How long a weight sync waits for the ledger's lengths."""
+_LAST_PRIORITY = 2**62
+"""Priority of what is written ahead, as vLLM counts it: after all requests."""
 
 
 class EngineHooks:
-    """The part that does not depend on whether the engine is synchronous. `start` comes
-    before all requests.
+    """The hooks that a synchronous and an asynchronous engine share. `start` is called
+    before the first request.
     """
 
     start: Any
@@ -80,73 +82,111 @@ class EngineHooks:
                 `start`.
         """
         self.version = 0
-        self.validating = self.alone = False
-        """Whether a validation goes on, and whether no training request comes
-        meanwhile, whatever its label says.
+        """Weight version: weight syncs so far."""
+        self.validating = False
+        """Whether a validation goes on."""
+        self.only_validating = False
+        """Whether no training request comes during a validation, whatever a request's
+        label says.
         """
-        self._labeller = Labeller(das.verify.seed, source, resumed, guesses=True)
+        self._labeller = Labeller(
+            das.verify.seed,
+            source=source,
+            resumed=resumed,
+            guesses=True,
+        )
         self._llm = llm
         self._generate = llm.generate
         self._rpc = llm.collective_rpc
         self._das = das
-        self._order = start_order(das)
+        self._start_order = start_order(das)
+        """Which requests start first; None: the order of arrival."""
         self._loop = loop
         llm.generate = self.generate
         llm.collective_rpc = self.collective_rpc
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
-        ids = (
-            prompt.get("prompt_token_ids")
-            if isinstance(prompt, dict)
-            else getattr(prompt, "prompt_token_ids", None)
-        )
-        if given is None and ids is None:
-            return None
-        # vLLM's, by kind
-        hashes = prompt.get("mm_hashes") or {} if isinstance(prompt, dict) else {}
-        media = [found for kind in sorted(hashes) for found in hashes[kind]]
-        label = given or self._labeller.label(ids, self.validating, media)
-        return replace(label, record=False) if self.validating and self.alone else label
+        """Return the label of a request: the given one, else a new one by its prompt.
+        None: its prompt has no token ids.
+        """
+        label = given
+        if label is None:
+            if isinstance(prompt, dict):
+                ids = prompt.get("prompt_token_ids")
+            else:
+                ids = getattr(prompt, "prompt_token_ids", None)
+            if ids is None:
+                return None
+            label = self._labeller.label(
+                ids,
+                validate=self.validating,
+                media=_media_hashes(prompt),
+            )
+        if self.validating and self.only_validating:
+            label = replace(label, record=False)
+        return label
 
     @staticmethod
     def _labelled(params: Any, label: Label | None) -> Any:
+        """Return a copy of sampling parameters with a label in their `extra_args`."""
         if label is None:
             return params
         # the samples of one request share its extra_args; they need different seeds
         if params.n != 1:
             label = replace(label, seed=None)
         params = copy.copy(params)
-        params.extra_args = {**label.extra_args(), **(params.extra_args or {})}
+        given = params.extra_args or {}
+        params.extra_args = {**label.extra_args(), **given}
         return params
 
-    def _finished(
+    def _record(
         self,
         output: Any,
         texts: Sequence[Sequence[int]],
         label: Label | None,
-        begin: float,
+        begin_s: float,
     ) -> None:
-        if label is None or any(
-            sample.finish_reason == "abort" for sample in output.outputs
-        ):
+        """Record the finished responses to a request, unless one was aborted.
+
+        Args:
+            output: vLLM's `RequestOutput`.
+            texts: token ids of each sample.
+            label: the request's label.
+            begin_s: when the request was sent, for an engine without statistics.
+        """
+        if label is None:
             return
-        end = time.time()
+        for sample in output.outputs:
+            if sample.finish_reason == "abort":
+                return
+        end_s = time.time()
         stats = output.metrics
         if stats is not None and stats.last_token_ts:
-            begin = stats.arrival_time
-            end = stats.arrival_time + stats.last_token_ts - stats.queued_ts
+            begin_s = stats.arrival_time
+            # vLLM's other times are of another clock than its time of arrival
+            duration_s = stats.last_token_ts - stats.queued_ts
+            end_s = begin_s + duration_s
         if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
             label = replace(label, seed=None)
         for text in texts:
-            self._session.record_response(label, text, begin, end, self.version)
+            self._session.record_response(
+                label,
+                tokens=text,
+                begin=begin_s,
+                end=end_s,
+                version=self.version,
+            )
 
-    def _refitted(self, method: Any, answers: Sequence[Any] | None) -> bool:
+    def _count_refit(self, method: Any, answers: Sequence[Any] | None) -> bool:
         """Return whether a call was a refit that reached every rank, and count the
         weight version. A worker answers False where it failed: the engine still has its
         old weights, or parts of both.
         """
-        if method not in REFITS or any(answer is False for answer in answers or ()):
+        if method not in REFITS:
             return False
+        for answer in answers or ():
+            if answer is False:
+                return False
         self.version += 1
         return True
 
@@ -158,6 +198,19 @@ class EngineHooks:
         ]
 
 
+def _media_hashes(prompt: Any) -> list[str]:
+    """Return vLLM's hashes of a prompt's images, sound and video, in the order of their
+    kinds.
+    """
+    if not isinstance(prompt, dict):
+        return []
+    hashes_by_kind = prompt.get("mm_hashes") or {}
+    hashes: list[str] = []
+    for kind in sorted(hashes_by_kind):
+        hashes += hashes_by_kind[kind]
+    return hashes
+
+
 class SyncEngineHooks(EngineHooks):
     """Hooks on `vllm.LLM`. It can't be called while it generates: history that arrives
     from other nodes is mapped between two steps of its `llm_engine`.
@@ -165,7 +218,8 @@ class SyncEngineHooks(EngineHooks):
 
     def __init__(self, llm: Any, *args: Any, **kwargs: Any):
         super().__init__(llm, *args, **kwargs)
-        self._step, llm.llm_engine.step = llm.llm_engine.step, self.step
+        self._step = llm.llm_engine.step
+        llm.llm_engine.step = self.step
 
     def step(self) -> Any:
         """Take a step of the engine, which drafts from what has arrived."""
@@ -173,36 +227,40 @@ class SyncEngineHooks(EngineHooks):
         return self._step()
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        given: Sequence[Label | None] = labels.get() or [None] * len(prompts)
-        marks = [
-            self._label(prompt, label)
-            for prompt, label in zip(prompts, given, strict=True)
-        ]
-        params = (
-            sampling_params
-            if isinstance(sampling_params, Sequence)
-            else [sampling_params] * len(prompts)
-        )
-        begin = time.time()
-        params = [
-            self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)
-        ]
-        self._session.fetch_guest_history(
-            m.problem for m in marks if m is not None and m.problem is not None
-        )
+        """Generate as `vllm.LLM` does, and record the responses."""
+        given_labels: Sequence[Label | None] | None = labels.get()
+        if not given_labels:
+            given_labels = [None] * len(prompts)
+        if isinstance(sampling_params, Sequence):
+            given_params = sampling_params
+        else:
+            given_params = [sampling_params] * len(prompts)
+        request_labels = []
+        params = []
+        problems = []
+        for prompt, given_label, request_params in zip(
+            prompts, given_labels, given_params, strict=True
+        ):
+            label = self._label(prompt, given_label)
+            request_labels.append(label)
+            params.append(self._labelled(request_params, label))
+            if label is not None and label.problem is not None:
+                problems.append(label.problem)
+        begin_s = time.time()
+        self._session.fetch_guest_history(problems)
         outputs = self._generate(prompts, params, **kwargs)
-        for output, mark in zip(outputs, marks, strict=True):
-            self._finished(
-                output, [sample.token_ids for sample in output.outputs], mark, begin
-            )
+        for output, label in zip(outputs, request_labels, strict=True):
+            texts = [sample.token_ids for sample in output.outputs]
+            self._record(output, texts, label, begin_s)
         self._session.flush()  # a checkpoint may follow at once
         return outputs
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._rpc(method, *args, **kwargs)
-        if self._refitted(method, result):
+        """Call the engine's workers; a refit is followed by a sync of the history."""
+        answers = self._rpc(method, *args, **kwargs)
+        if self._count_refit(method, answers):
             self._session.sync(self.version)
-        return result
+        return answers
 
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
@@ -210,7 +268,8 @@ class SyncEngineHooks(EngineHooks):
         def rpc(
             command: str, payload: dict[str, Any], timeout: float
         ) -> list[list[Any]]:
-            return [self._rpc("das_rpc", timeout=timeout, args=(command, payload))]
+            answers = self._rpc("das_rpc", timeout=timeout, args=(command, payload))
+            return [answers]
 
         self._session = Session(self._das, rpc, any_time=False)
         self._session.start()
@@ -226,95 +285,111 @@ class AsyncEngineHooks(EngineHooks):
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        given: Sequence[Label | None] = labels.get() or [None]
-        mark = self._label(prompt, given[0])
-        params = self._labelled(sampling_params, mark)
-        last = ahead.get()
-        if last is not None:
+        """Generate as `AsyncLLM` does, and record the response."""
+        given_labels = labels.get()
+        given_label = given_labels[0] if given_labels else None
+        label = self._label(prompt, given_label)
+        params = self._labelled(sampling_params, label)
+        last_output = ahead.get()
+        if last_output is not None:
             async for output in self._generate_ahead(prompt, params, **kwargs):
-                last[:] = [output]
+                last_output[:] = [output]
                 yield output
             return
-        if mark is not None and mark.problem is not None:
-            if self._order is not None:
-                kwargs["priority"] = kwargs.get("priority") or self._order.priority(
-                    mark.problem
-                )
-            self._session.fetch_guest_history([mark.problem])
+        if label is not None and label.problem is not None:
+            if self._start_order is not None and not kwargs.get("priority"):
+                kwargs["priority"] = self._start_order.priority(label.problem)
+            self._session.fetch_guest_history([label.problem])
         texts: dict[int, Any] = {}
-        pieces = sampling_params.output_kind.name == "DELTA"
-        begin = time.time()
+        """Token ids of each sample."""
+        sends_pieces = sampling_params.output_kind.name == "DELTA"
+        begin_s = time.time()
         stream = self._generate(prompt, params, *args, **kwargs)
+        # where the caller gives up, `aclosing` has the request aborted
         with self._aside.request():
-            # where the caller gives up, the request is aborted
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     for sample in output.outputs:
-                        if pieces:
-                            texts.setdefault(sample.index, []).extend(sample.token_ids)
+                        if sends_pieces:
+                            text = texts.setdefault(sample.index, [])
+                            text.extend(sample.token_ids)
                         else:
                             # all of it; a copy at each step would take the square of
                             # its length
                             texts[sample.index] = sample.token_ids
                     if output.finished:
-                        self._finished(output, list(texts.values()), mark, begin)
+                        self._record(output, list(texts.values()), label, begin_s)
                     yield output
 
     async def _generate_ahead(
         self, prompt: Any, params: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        if self._order is not None:
-            kwargs["priority"] = _LAST
-        self._aside.ids.add(kwargs["request_id"])
+        """Generate what is only written ahead, after all requests."""
+        if self._start_order is not None:
+            kwargs["priority"] = _LAST_PRIORITY
+        request_id = kwargs["request_id"]
+        self._aside.ids.add(request_id)
         try:
             async for output in self._generate(prompt, params, **kwargs):
                 yield output
         finally:
-            self._aside.ids.discard(kwargs["request_id"])
+            self._aside.ids.discard(request_id)
 
     async def write_ahead(
         self, generate: Callable[[], AsyncIterator[Any]]
     ) -> tuple[Sequence[int], bool]:
-        """Write what a request of a next step will begin with, as
-        `AheadRequests.write` does; `generate`: sends it.
+        """Write what a request of a next step will begin with, until the engine has
+        requests or the rollout ends.
+
+        Args:
+            generate: sends the request.
+
+        Returns:
+            The token ids, and whether they are the whole response.
         """
 
-        async def ask() -> tuple[Sequence[int], bool]:
-            token = ahead.set(last := list[Any]())
+        async def send() -> tuple[Sequence[int], bool]:
+            last_output: list[Any] = []
+            token = ahead.set(last_output)
             try:
                 async for _ in generate():
                     pass
             finally:
                 ahead.reset(token)
-            if not last:  # its prompt leaves no room
+            if not last_output:  # its prompt leaves no room
                 return [], True
-            [sample] = last[0].outputs
-            return list(sample.token_ids), sample.finish_reason != "abort"
+            [sample] = last_output[0].outputs
+            tokens = list(sample.token_ids)
+            is_whole = sample.finish_reason != "abort"
+            return tokens, is_whole
 
-        return await self._aside.write(ask)
+        return await self._aside.write(send)
 
     async def end_ahead(self) -> None:
         """End what is written ahead, as a rollout has ended."""
-        ended = self._aside.end()
+        ending = self._aside.end()
         if self._loop is None:
-            await ended
+            await ending
         else:
-            await asyncio.wrap_future(
-                asyncio.run_coroutine_threadsafe(ended, self._loop)
-            )
+            future = asyncio.run_coroutine_threadsafe(ending, self._loop)
+            await asyncio.wrap_future(future)
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = await self._rpc(method, *args, **kwargs)
-        if self._refitted(method, result):
-            await asyncio.to_thread(self._session.sync, self.version)
-            if self._order is not None:
-                self._order.refresh(
-                    await asyncio.to_thread(ledger.expected_lengths, 25.0), self.version
-                )
-        return result
+        """Call the engine's workers; a refit is followed by a sync of the history."""
+        answers = await self._rpc(method, *args, **kwargs)
+        if not self._count_refit(method, answers):
+            return answers
+        await asyncio.to_thread(self._session.sync, self.version)
+        if self._start_order is not None:
+            expected = await asyncio.to_thread(
+                ledger.expected_lengths, _LENGTHS_TIMEOUT_S
+            )
+            self._start_order.refresh(expected, self.version)
+        return answers
 
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        rpc = of_async_engine(self._llm, self._loop or asyncio.get_running_loop())
+        loop = self._loop or asyncio.get_running_loop()
+        rpc = of_async_engine(self._llm, loop)
         self._session = await asyncio.to_thread(Session, self._das, rpc)
         await asyncio.to_thread(self._session.start)

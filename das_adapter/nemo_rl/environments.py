@@ -15,22 +15,23 @@ from pathlib import Path
 from das_adapter.errors import DasError
 
 ACTORS = (
-    *(
-        "VllmGenerationWorker",
-        "VllmAsyncGenerationWorker",
-    ),  # das-adapter's workers run there
-    *(
-        "AsyncTrajectoryCollector",
-        "SyncRolloutActor",
-    ),  # the driver sends them das-adapter's generation
-    "ReplayBuffer",  # what the collector and its workers raise may reach it
+    # das-adapter's workers run in these environments
+    "VllmGenerationWorker",
+    "VllmAsyncGenerationWorker",
+    # the driver sends these actors das-adapter's generation
+    "AsyncTrajectoryCollector",
+    "SyncRolloutActor",
+    # what the collector and its workers raise may reach this one
+    "ReplayBuffer",
 )
 """Classes of NeMo-RL's actors that unpickle objects of das-adapter's."""
-OURS = ("DasGenerationWorker", "DasAsyncGenerationWorker")
-"""Those of das-adapter's, which NeMo-RL builds environments for where the stock workers
-have none.
+OUR_ACTORS = ("DasGenerationWorker", "DasAsyncGenerationWorker")
+"""Classes of das-adapter's actors. NeMo-RL builds environments for them where the stock
+workers have none.
 """
-_VERSION = "import das_adapter._native, das_adapter; print(das_adapter.__version__)"
+_PRINT_VERSION = (
+    "import das_adapter._native, das_adapter; print(das_adapter.__version__)"
+)
 
 
 def environments(venvs: Path) -> dict[str, Path]:
@@ -39,14 +40,12 @@ def environments(venvs: Path) -> dict[str, Path]:
     Raises:
         DasError: there is none.
     """
-    pythons = {
-        path.parents[1].name: path for path in sorted(venvs.glob("*/bin/python"))
-    }
-    found = {
-        name: python
-        for name, python in pythons.items()
-        if name.rpartition(".")[2] in ACTORS + OURS
-    }
+    found = {}
+    for python in sorted(venvs.glob("*/bin/python")):
+        name = python.parents[1].name
+        actor = name.rpartition(".")[2]
+        if actor in ACTORS or actor in OUR_ACTORS:
+            found[name] = python
     if not found:
         raise DasError(
             f"install nemo-rl: found none of NeMo-RL's environments in {str(venvs)!r},"
@@ -64,17 +63,19 @@ def install(name: str, python: Path, source: str | None) -> str:
     environment imports then.
 
     Args:
-        name: of the environment.
-        python: its interpreter.
+        name: name of the environment.
+        python: interpreter of the environment.
         source: a wheel, a checkout, or what else uv takes; None: from where the
             das-adapter that runs here came.
 
     Raises:
         DasError: it can't be installed, or does not run there.
     """
+    interpreter = str(python)
+    requirement = source or _own_source()
     uv = ("uv", "pip", "install", "--reinstall-package", "das-adapter", "--python")
-    _run(name, *uv, str(python), source or _own_source())
-    return _run(name, str(python), "-I", "-c", _VERSION)
+    _run(name, *uv, interpreter, requirement)
+    return _run(name, interpreter, "-I", "-c", _PRINT_VERSION)
 
 
 def _own_source() -> str:
@@ -84,21 +85,24 @@ def _own_source() -> str:
     own = importlib.metadata.distribution("das-adapter")
     origin = json.loads(own.read_text("direct_url.json") or "{}")
     url = origin.get("url", "")
-    if vcs := origin.get("vcs_info"):
-        below = (
-            f"#subdirectory={origin['subdirectory']}"
-            if "subdirectory" in origin
-            else ""
-        )
-        return f"{vcs['vcs']}+{url}@{vcs['commit_id']}{below}"
-    return (
-        urllib.parse.unquote(url.removeprefix("file://"))
-        or f"das-adapter=={own.version}"
-    )
+    vcs = origin.get("vcs_info")
+    if vcs:
+        source = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+        if "subdirectory" in origin:
+            source = f"{source}#subdirectory={origin['subdirectory']}"
+        return source
+    path = url.removeprefix("file://")
+    if path:
+        return urllib.parse.unquote(path)
+    return f"das-adapter=={own.version}"
 
 
 def _run(name: str, *command: str) -> str:
-    """Run a command for an environment; return what it said. DasError: it failed."""
+    """Run a command for an environment; return what it printed.
+
+    Raises:
+        DasError: it failed.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -106,9 +110,10 @@ def _run(name: str, *command: str) -> str:
             f"install nemo-rl: found no {command[0]}, which NeMo-RL needs as well"
         ) from None
     if done.returncode:
-        said = (
-            f"{done.stdout}{done.stderr}".strip()
-            or f"{command[0]}: exit code {done.returncode}"
-        )
-        raise DasError(f"install nemo-rl: {name}: {said.splitlines()[-1]}")
+        printed = f"{done.stdout}{done.stderr}".strip()
+        if printed:
+            reason = printed.splitlines()[-1]
+        else:
+            reason = f"{command[0]}: exit code {done.returncode}"
+        raise DasError(f"install nemo-rl: {name}: {reason}")
     return done.stdout.strip()

@@ -5,14 +5,13 @@ figures.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,11 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from das_adapter.core import routing
+from das_adapter.core import routing, tuning
 from das_adapter.core.length import Expected
 from das_adapter.nemo_rl import settings
-from das_adapter.nemo_rl.ahead import Ahead
 from das_adapter.nemo_rl.checkpoint import save_history
+from das_adapter.nemo_rl.run_ahead import NemoRunAhead
 from das_adapter.nemo_rl.settings import LABELS, media_of
 from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
@@ -33,8 +32,8 @@ from das_adapter.service.session import PATIENCE_S
 
 logger = logging.getLogger("das_adapter")
 
-_LENGTHS_FOR_S = 10.0
-"""How long an asynchronous run uses the same expected lengths."""
+_LENGTHS_TIMEOUT_S = 10.0
+"""How long a batch waits for the ledger's lengths."""
 _ANSWER_S = PATIENCE_S + 10.0
 """How long workers have to answer; one waits `PATIENCE_S` for its engine."""
 _SLOTS = 256
@@ -43,11 +42,14 @@ default.
 """
 
 _shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
+"""The worker of the current request; None: NeMo-RL chooses it."""
 _counting = threading.Lock()
 """Held while requests are labelled and placed: NeMo-RL's collector generates each batch
 in a thread of its own.
 """
-live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
+Batch: TypeAlias = BatchedDataDict[Any]
+"""A batch of NeMo-RL's: tensors and lists by name, with equally many rows."""
+generations: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
 """The generations of this process."""
 
 
@@ -56,35 +58,37 @@ class DasVllmGeneration(VllmGeneration):
     NeMo-RL's trajectory collector.
     """
 
-    ahead: Ahead | None = None
-    """Where a run is looked ahead in."""
+    run_ahead: NemoRunAhead | None = None
+    """What looks ahead in a run; None: nothing does."""
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
             ledger.ledger()
-            self._labeller = Labeller(
-                self.das.verify.seed, resumed=config.get(settings.STEP, 0)
-            )
+            resumed_step = config.get(settings.STEP, 0)
+            self._labeller = Labeller(self.das.verify.seed, resumed=resumed_step)
             self._validating = False
-            self._told: set[str] = set()
+            self._warned: set[str] = set()
+            """Warnings that were given and are not repeated."""
             self._expected_until = 0.0
+            """Until when the expected lengths are used, by the monotonic clock."""
             self._longest_first = self.das.routing == "longest_first"
             self._siblings = self._longest_first and self.das.shares_history
-            self._slots = (config.get("vllm_kwargs") or {}).get(
-                "max_num_seqs"
-            ) or _SLOTS
+            vllm_kwargs = config.get("vllm_kwargs") or {}
+            self._slots = vllm_kwargs.get("max_num_seqs") or _SLOTS
             self._turns: list[routing.Turn] = []
-            """Of a synchronous engine's last batch. NeMo-RL asks for each turn of all
-            trajectories in one batch.
+            """Turns of a synchronous engine's last batch. NeMo-RL asks for each turn of
+            all trajectories in one batch.
             """
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
-            group = config.get(settings.SAMPLES, 1)
             self._replicas = routing.Replicas(
-                range(self.dp_size), self._siblings, group, self._slots
+                range(self.dp_size),
+                siblings=self._siblings,
+                group=config.get(settings.SAMPLES, 1),
+                slots=self._slots,
             )
-        live.add(self)
+        generations.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process, such as NeMo-RL's single controller, which writes
@@ -93,61 +97,64 @@ class DasVllmGeneration(VllmGeneration):
         self.__dict__.update(state)
         save_history.try_apply()
 
-    def generate(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> BatchedDataDict[Any]:
+    def generate(self, data: Batch, greedy: bool = False) -> Batch:
         """Generate a batch; the result's rows are in the batch's order, whatever order
         they were generated in.
         """
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         data = self._labelled(data)
-        before = self._turns
+        last_turns = self._turns
         self._turns = []
         if self._host_divides(data):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         prompts = _texts(data["input_ids"], data["input_lengths"])
-        begun = routing.following(before, problems, prompts)
-        plan = routing.plan(
-            problems, self._predict(), self.dp_size, self._siblings, self._slots, begun
+        rows_by_worker = routing.plan(
+            problems,
+            expected=self._update_lengths(),
+            workers=self.dp_size,
+            siblings=self._siblings,
+            slots=self._slots,
+            begun=routing.following(last_turns, problems, prompts),
         )
-        result = super().generate(Planned(data, plan), greedy=greedy)
-        result = result.select_indices(
-            torch.argsort(torch.tensor([row for rows in plan for row in rows]))
-        )
+        batch = PlannedBatch(data, rows_by_worker)
+        result = super().generate(batch, greedy=greedy)
+        result = _restore_order(result, rows_by_worker)
         texts = _texts(result["output_ids"], result["unpadded_sequence_lengths"])
-        self._turns = [
-            routing.Turn(problems[row], len(prompts[row]), texts[row], worker)
-            for worker, rows in enumerate(plan)
-            for row in rows
-        ]
+        for worker, rows in enumerate(rows_by_worker):
+            for row in rows:
+                turn = routing.Turn(
+                    problem=problems[row],
+                    prompt=len(prompts[row]),
+                    text=texts[row],
+                    worker=worker,
+                )
+                self._turns.append(turn)
         return result
 
     async def generate_async(
-        self, data: BatchedDataDict[Any], greedy: bool = False
-    ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
+        self, data: Batch, greedy: bool = False
+    ) -> AsyncGenerator[tuple[int, Batch], None]:
         """Generate one sample on the worker that `routing` chooses, or NeMo-RL's fleet
         health where it is on.
         """
-        if self.das is not None and len(data["input_ids"]):
+        is_empty = not len(data["input_ids"])
+        if self.das is not None and not is_empty:
             data = self._labelled(data)
-        stock = (
-            self.das is None
-            or self.das.routing == "host"
-            or self.fleet_selector is not None
-        )
-        if stock or not len(data["input_ids"]):
+        if is_empty or self._host_routes():
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return
         label = data[LABELS][0]
-        if self.ahead is not None and not self._validating:
-            data[LABELS] = [self.ahead.begin(label)]
+        if self.run_ahead is not None and not self._validating:
+            data[LABELS] = [self.run_ahead.begin_request(label)]
         if time.monotonic() > self._expected_until:
-            self._expected_until = time.monotonic() + _LENGTHS_FOR_S
-            await asyncio.to_thread(self._predict)
-        group = None if self._longest_first and label.record else 1
+            self._expected_until = time.monotonic() + tuning.LENGTHS_FOR_S
+            await asyncio.to_thread(self._update_lengths)
+        # a group stays together; else each sample is placed by itself
+        is_of_group = self._longest_first and label.record
+        group = None if is_of_group else 1
         with _counting:
             shard = self._replicas.pick(label.problem, group)
         _shard.set(shard)
@@ -177,28 +184,31 @@ class DasVllmGeneration(VllmGeneration):
         metrics: dict[str, float] = super().get_step_metrics()
         if self.das is None:
             return metrics
-        answers = itertools.chain.from_iterable(self._on_replicas("das_report"))
-        reports = [report for report in answers if "request_forwards" in report]
-        ours = {
-            name: value
-            for name, value in figures(reports, self._told).items()
-            if name.startswith("das/")
-        }
+        reports = []
+        for worker_reports in self._on_replicas("das_report"):
+            for report in worker_reports:
+                if "request_forwards" in report:
+                    reports.append(report)
+        ours: dict[str, float] = {}
+        for name, value in figures(reports, self._warned).items():
+            if name.startswith("das/"):
+                ours[name] = value
         if reports:
-            ours["das/weight_version"] = float(
-                max(r["weight_version"] for r in reports)
-            )
-        if self.ahead is not None:
-            self.ahead.coming.repeated = ours.get("das/run_ahead_repeated")
+            version = max(report["weight_version"] for report in reports)
+            ours["das/weight_version"] = float(version)
+        if self.run_ahead is not None:
+            self.run_ahead.coming.repeated = ours.get("das/run_ahead_repeated")
         return {**metrics, **ours}
 
-    def lend(self, most: int) -> list[int]:
+    def lend(self, num_slots: int) -> list[int]:
         """Lend at most so many slots of workers for what is written ahead (see
         `Replicas.lend`); a validation lends none.
         """
         with _counting:
             self._replicas.turns = self._labeller.has_later_turns
-            return [] if self._validating else self._replicas.lend(most)
+            if self._validating:
+                return []
+            return self._replicas.lend(num_slots)
 
     def give_back(self, shard: int) -> None:
         """Take back a slot that was lent."""
@@ -206,68 +216,91 @@ class DasVllmGeneration(VllmGeneration):
             self._replicas.give_back(shard)
 
     def labeller(self) -> Labeller:
-        """Return one that labels the requests to come as they will be."""
+        """Return a copy of the labeller, which labels the requests to come as they will
+        be.
+        """
         with _counting:
             return self._labeller.copy()
 
     def set_validating(self, on: bool, alone: bool = False) -> None:
         """Mark requests from now on as a validation's, whose text stays out of the
-        history; off: no longer. A worker that does not answer in time takes requests
-        without a label, from NeMo-Gym, for what they were before; `alone`: and those of
-        a rollout actor, which labels them with a copy of this that knows of no
-        validation.
+        history; off: no longer.
+
+        A worker that does not answer in time takes requests without a label, from
+        NeMo-Gym, for what they were before.
+
+        Args:
+            on: whether a validation begins, or ends.
+            alone: whether no training request comes meanwhile. A rollout actor labels
+                its requests with a copy of this that knows of no validation; they are
+                a validation's all the same.
         """
         if self.das is not None:
             self._validating = on
             self._on_replicas("das_validation", on=on, alone=alone)
 
-    def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    def _labelled(self, data: Batch) -> Batch:
+        """Return a batch with the column `LABELS`."""
         prompts = _texts(data["input_ids"], data["input_lengths"])
-        labelled = type(data)(data.data)
-        media = media_of(data, len(data["input_ids"]))
+        media = media_of(data, len(prompts))
+        labels = []
         with _counting:
-            labelled[LABELS] = [
-                self._labeller.label(prompt, self._validating, images)
-                for prompt, images in zip(prompts, media, strict=True)
-            ]
+            for prompt, hashes in zip(prompts, media, strict=True):
+                label = self._labeller.label(prompt, self._validating, hashes)
+                labels.append(label)
+        labelled = type(data)(data.data)
+        labelled[LABELS] = labels
         return labelled
 
-    def _host_divides(self, data: BatchedDataDict[Any]) -> bool:
+    def _host_routes(self) -> bool:
+        """Return whether NeMo-RL chooses the workers of single samples."""
+        if self.das is None or self.das.routing == "host":
+            return True
+        return self.fleet_selector is not None
+
+    def _host_divides(self, data: Batch) -> bool:
         """Return whether NeMo-RL divides a batch among the workers; where the block
         says otherwise, say once why.
         """
         assert self.das is not None
         if self.das.routing == "host":
             return True
-        why = None
-        if self.vllm_dp_size > 1:  # ranks that would wait for one without rows
+        stop_strings = data.get("stop_strings") or ()
+        different_stops = {frozenset(stops or ()) for stops in stop_strings}
+        if self.vllm_dp_size > 1:
+            # a rank without rows would keep the others waiting
             why = "workers share experts and step together"
-        elif (
-            len({frozenset(stops or ()) for stops in data.get("stop_strings") or ()})
-            > 1
-        ):
+        elif len(different_stops) > 1:
             # NeMo-RL's synchronous worker ends its responses at those of all its rows:
-            # tokens depend on which it has.
+            # tokens depend on which it has
             why = "the rows of a batch differ in their stop strings"
-        if why and why not in self._told:
-            self._told.add(why)
+        else:
+            return False
+        if why not in self._warned:
+            self._warned.add(why)
             logger.warning(
                 "das: %s: NeMo-RL divides such batches itself, not routing=%r",
                 why,
                 self.das.routing,
             )
-        return why is not None
+        return True
 
-    def _predict(self) -> Expected:
+    def _update_lengths(self) -> Expected:
+        """Ask the ledger for expected lengths where routing uses them; return those
+        that are known.
+        """
         if self._longest_first:
-            self._replicas.expected = (
-                ledger.expected_lengths(timeout_s=10) or self._replicas.expected
-            )
+            expected = ledger.expected_lengths(timeout_s=_LENGTHS_TIMEOUT_S)
+            if expected is not None:
+                self._replicas.expected = expected
         return self._replicas.expected
 
     def _next_dp_shard_idx(self) -> int:
+        """Return the worker of the current request, where NeMo-RL asks for it."""
         chosen = _shard.get()
-        return super()._next_dp_shard_idx() if chosen is None else chosen
+        if chosen is None:
+            return super()._next_dp_shard_idx()
+        return chosen
 
     def _on_replicas(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker; one that does not answer in time is left out,
@@ -282,25 +315,46 @@ class DasVllmGeneration(VllmGeneration):
 
 
 def _texts(ids: torch.Tensor, lengths: torch.Tensor) -> list[npt.NDArray[np.int64]]:
-    """Return the token ids of each row without padding; they are views."""
-    return [row[:n].numpy() for row, n in zip(ids, lengths.tolist(), strict=True)]
+    """Return the token ids of each row without padding, as views."""
+    texts = []
+    for row, num_tokens in zip(ids, lengths.tolist(), strict=True):
+        texts.append(row[:num_tokens].numpy())
+    return texts
 
 
-class Planned(BatchedDataDict[Any]):
+def _restore_order(result: Batch, rows_by_worker: list[list[int]]) -> Batch:
+    """Return the result of a planned batch with its rows in the batch's order.
+
+    With rows [2, 0] on one worker and [1] on another, the result has the rows 2, 0, 1;
+    its places 1, 2, 0 are those of the rows 0, 1, 2.
+    """
+    generated_order = []
+    for rows in rows_by_worker:
+        generated_order += rows
+    places = torch.argsort(torch.tensor(generated_order))
+    return result.select_indices(places)
+
+
+class PlannedBatch(BatchedDataDict[Any]):
     """A batch that is distributed by a plan instead of in equal pieces."""
 
-    def __init__(self, data: BatchedDataDict[Any], plan: list[list[int]]):
+    def __init__(self, data: Batch, rows_by_worker: list[list[int]]):
         super().__init__(data.data)
-        self._plan = plan
+        self._rows_by_worker = rows_by_worker
         self._whole = data
 
     def shard_by_batch_size(
         self, shards: int, *args: Any, **kwargs: Any
     ) -> list[SlicedDataDict]:
-        assert shards == len(self._plan)
+        """Return the rows of each worker."""
+        assert shards == len(self._rows_by_worker)
         # no rows can be selected of images' tensors
-        nothing = {"input_ids": self._whole["input_ids"][:0]}
-        return [
-            SlicedDataDict(self._whole.select_indices(rows).data if rows else nothing)
-            for rows in self._plan
-        ]
+        no_rows = {"input_ids": self._whole["input_ids"][:0]}
+        pieces = []
+        for rows in self._rows_by_worker:
+            if rows:
+                columns = self._whole.select_indices(rows).data
+            else:
+                columns = no_rows
+            pieces.append(SlicedDataDict(columns))
+        return pieces

@@ -1,5 +1,5 @@
-"""What das-adapter changes in NeMo-RL, so that it uses das-adapter's classes. No file
-is edited; without an active `das:` block it is stock.
+"""What das-adapter changes in NeMo-RL, so that NeMo-RL uses das-adapter's classes. No
+file is edited; without an active `das:` block NeMo-RL is stock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.nemo_rl.checkpoint import begin_history, save_history
-from das_adapter.nemo_rl.settings import WORKERS, no_effect, of_generation
+from das_adapter.nemo_rl.settings import WORKERS, of_generation, run_ahead_obstacle
 from das_adapter.patching import patch
 
 
@@ -25,9 +25,9 @@ def choose_workers(stock: Any) -> Any:
 
     def resolve(default_cls: str, config: Any) -> str:
         chosen: str = stock(default_cls, config)
-        return (
-            WORKERS.get(chosen, chosen) if of_generation(config) is not None else chosen
-        )
+        if of_generation(config) is None:
+            return chosen
+        return WORKERS.get(chosen, chosen)
 
     return resolve
 
@@ -51,8 +51,8 @@ def use_our_generation(stock: Any) -> Any:
     "nemo_rl.algorithms.single_controller:VllmGeneration", since="0.6.0", optional=True
 )
 def know_our_generation(stock: Any) -> Any:
-    """As `use_our_generation`, in a module that only names the class. Remove this patch
-    when `use_our_generation` is removed.
+    """Without it a module that only names the class of generations does not know
+    das-adapter's. Remove this patch when `use_our_generation` is removed.
     """
     return _our_generation()
 
@@ -74,16 +74,17 @@ def mark_validation(stock: Any) -> Any:
     """Without it validation rollouts enter the history. Remove this patch when NeMo-RL
     marks requests of a validation.
     """
-    from das_adapter.nemo_rl.generation import live
+    from das_adapter.nemo_rl.generation import generations
 
     def validate(*args: Any, **kwargs: Any) -> Any:
-        generations = list(live)
-        for generation in generations:
-            generation.set_validating(True, alone="rollout_actor" in kwargs)
+        validating = list(generations)
+        alone = "rollout_actor" in kwargs
+        for generation in validating:
+            generation.set_validating(True, alone=alone)
         try:
             return stock(*args, **kwargs)
         finally:
-            for generation in generations:
+            for generation in validating:
                 generation.set_validating(False)
 
     return validate
@@ -99,38 +100,44 @@ def look_ahead(stock: Any) -> Any:
     """Without it run-ahead has no effect. Remove this patch when NeMo-RL shows plug-ins
     the batches that come.
     """
-    from das_adapter.nemo_rl.ahead import Ahead
+    from das_adapter.nemo_rl.run_ahead import NemoRunAhead
     from das_adapter.service.run_ahead import LookAhead
 
     def grpo_train(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(stock).bind(*args, **kwargs)
-        found = given.arguments
-        generation = found["policy_generation"]
-        config = found["master_config"]
+        arguments = given.arguments
+        generation = arguments["policy_generation"]
+        config = arguments["master_config"]
         das = getattr(generation, "das", None)
-        if (
-            das is None
-            or das.history.run_ahead == "off"
-            or no_effect(stock.__module__, config)
-        ):
+        if das is None or das.history.run_ahead == "off":
             return stock(*args, **kwargs)
-        found["wrapped_dataloader"] = batches = LookAhead(found["wrapped_dataloader"])
-        generation.ahead = ahead = Ahead(
-            generation, batches, config, found["grpo_save_state"].total_steps
-        )
+        if run_ahead_obstacle(stock.__module__, config):
+            return stock(*args, **kwargs)
+        batches = LookAhead(arguments["wrapped_dataloader"])
+        arguments["wrapped_dataloader"] = batches
+        trained_steps = arguments["grpo_save_state"].total_steps
+        run_ahead = NemoRunAhead(generation, batches, config, trained_steps)
+        generation.run_ahead = run_ahead
         try:
             return stock(*given.args, **given.kwargs)
         finally:
-            ahead.close()
+            run_ahead.close()
 
     return grpo_train
 
 
 HOOKS = (
-    *(choose_workers, save_history, use_our_generation, know_our_generation),
-    *(mark_validation, begin_history, look_ahead),
+    choose_workers,
+    save_history,
+    use_our_generation,
+    know_our_generation,
+    mark_validation,
+    begin_history,
+    look_ahead,
 )
-"""Applied in the driver, each when its module is imported."""
+"""The patches of NeMo-RL. The driver applies each of them when it imports the module
+that is patched.
+"""
 
 
 def install() -> None:
@@ -141,24 +148,25 @@ def install() -> None:
 
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY
     for stock, ours in WORKERS.items():
-        # else the user has chosen
-        built = _built_environment(stock) if registry[stock].startswith("uv") else None
-        registry[ours] = built or registry[stock]
+        registry[ours] = registry[stock]
+        # where NeMo-RL builds no environment, the user has chosen one
+        if registry[stock].startswith("uv"):
+            built = _built_environment(stock)
+            if built is not None:
+                registry[ours] = built
     for hook in HOOKS:
         hook.when_imported()
 
 
 def _built_environment(worker: str) -> str | None:
     """Return the interpreter of a stock worker's virtual environment, where NeMo-RL's
-    containers have built it: one named after das-adapter's worker would be built anew,
-    without das-adapter.
+    containers have built it; None: they have not. One named after das-adapter's worker
+    would be built anew, without das-adapter.
     """
     from nemo_rl.utils.venvs import DEFAULT_VENV_DIR
 
-    python = (
-        Path(os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)).absolute()
-        / worker
-        / "bin"
-        / "python"
-    )
-    return str(python) if python.exists() else None
+    directory = os.environ.get("NEMO_RL_VENV_DIR", DEFAULT_VENV_DIR)
+    python = Path(directory).absolute() / worker / "bin/python"
+    if not python.exists():
+        return None
+    return str(python)

@@ -1,5 +1,5 @@
-"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there; the
-keys of NeMo-RL's that are used.
+"""Read the `das:` block of a NeMo-RL config, refuse keys that contradict it, and name
+the keys of NeMo-RL's that are used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ WORKERS = {
         "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker"
     ),
 }
+"""NeMo-RL's workers, and those of das-adapter that take their places."""
 BLOCK = f"{GENERATION}.das"
 GRPO = "nemo_rl.algorithms.grpo"
 _WITHOUT_FIGURES = (
     "nemo_rl.algorithms.distillation",
     "nemo_rl.algorithms.single_controller_utils.setup",
 )
+"""Algorithms whose trainers ask their generation for no figures."""
 LABELS = "das_labels"
 """Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its
-generation only the prompts, so the first turn's is a problem's identity
+generation only prompts, so the first turn's prompt is a problem's identity
 (`protocol.label.Labeller`).
 """
 MEDIA = ("vllm_images", "vllm_audios", "vllm_videos")
@@ -51,8 +53,8 @@ FACTS = "_das_facts"
 `service.checkpoint.Facts`.
 """
 _hashes = MediaHashes()
-"""NeMo-RL copies the images for each sample of a problem, and sends single samples of
-an asynchronous engine.
+"""Hashes of media that were seen. NeMo-RL copies the images for each sample of a
+problem, and sends single samples of an asynchronous engine.
 """
 
 
@@ -76,17 +78,12 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     das = of_generation(generation)
     if das is None:
         return None
-    check_host(
-        BLOCK, f"{GENERATION}.backend", generation.get("backend", "vllm"), "vllm"
-    )
-    refuse_arguments(
-        das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {}
-    )
-    # their workers would take the place of das-adapter's
-    for key in (
-        "quant_cfg",
-        "worker_extension_cls_fqn",
-    ):
+    backend = generation.get("backend", "vllm")
+    check_host(BLOCK, f"{GENERATION}.backend", backend, "vllm")
+    given = generation.get("vllm_kwargs") or {}
+    refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", given)
+    # the workers of these keys would take the place of das-adapter's
+    for key in ("quant_cfg", "worker_extension_cls_fqn"):
         check_host(BLOCK, f"{GENERATION}.{key}", generation.get(key), None)
     if das.drafter != "none":
         check_host(
@@ -104,38 +101,44 @@ def data_parallel_size(generation: Mapping[str, Any]) -> int:
     """Return how many workers are data-parallel ranks of one vLLM engine: those that
     share its experts.
     """
-    return max(
-        1, _parallel_size(generation, "expert") // _parallel_size(generation, "tensor")
-    )
+    expert_ranks = _parallel_size(generation, "expert")
+    tensor_ranks = _parallel_size(generation, "tensor")
+    return max(1, expert_ranks // tensor_ranks)
 
 
-def _parallel_size(generation: Mapping[str, Any], of: str) -> int:
-    return int((generation.get("vllm_cfg") or {}).get(f"{of}_parallel_size") or 1)
+def _parallel_size(generation: Mapping[str, Any], kind: str) -> int:
+    """Return how many ranks a kind of parallelism has: tensor, expert or pipeline."""
+    vllm_cfg = generation.get("vllm_cfg") or {}
+    size = vllm_cfg.get(f"{kind}_parallel_size")
+    return int(size or 1)
 
 
 def logs_figures(algorithm: str, config: Any) -> bool:
     """Return whether the trainer of an algorithm, NeMo-RL's module, asks its generation
     for a step's figures.
     """
-    asynchronous_ppo = getattr(getattr(config, "ppo", None), "async_ppo", None)
-    return algorithm not in _WITHOUT_FIGURES and not getattr(
-        asynchronous_ppo, "enabled", False
-    )
+    if algorithm in _WITHOUT_FIGURES:
+        return False
+    ppo = getattr(config, "ppo", None)
+    async_ppo = getattr(ppo, "async_ppo", None)
+    return not getattr(async_ppo, "enabled", False)
 
 
 def samples_of(config: Any) -> int:
     """Return how many samples of a prompt a training step has, by the config of any of
     NeMo-RL's algorithms.
     """
-    sections = (getattr(config, name, None) for name in ("grpo", "ppo", "distillation"))
-    return max(
-        getattr(section, "num_generations_per_prompt", 1) for section in sections
-    )
+    num_samples = 1
+    for name in ("grpo", "ppo", "distillation"):
+        section = getattr(config, name, None)
+        given = getattr(section, "num_generations_per_prompt", 1)
+        num_samples = max(num_samples, given)
+    return num_samples
 
 
-def no_effect(algorithm: str, config: Any) -> str | None:
-    """Say why nothing is written ahead in a run of an algorithm, NeMo-RL's module, with
-    a config; None: it is.
+def run_ahead_obstacle(algorithm: str, config: Any) -> str | None:
+    """Return why nothing can be written ahead in a run of an algorithm, NeMo-RL's
+    module, with a config; None where nothing prevents it.
     """
     if algorithm != GRPO:
         return (
@@ -167,8 +170,12 @@ def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
     """Return the hashes of the images, sound and video of each row of a generation
     batch.
     """
-    items = (
-        [item for name in MEDIA if name in data for item in data[name][row] or ()]
-        for row in range(rows)
-    )
-    return [_hashes.of_row(row) if row else [] for row in items]
+    hashes_by_row: list[list[str]] = []
+    for row in range(rows):
+        items: list[Any] = []
+        for key in MEDIA:
+            if key in data:
+                items += data[key][row] or ()
+        hashes = _hashes.of_row(items) if items else []
+        hashes_by_row.append(hashes)
+    return hashes_by_row

@@ -1,6 +1,7 @@
-"""NeMo-RL's vLLM generation workers with das-adapter in their engines. Ray ships their
-methods by value, and with them what they name here, which must be modules or can be
-pickled.
+"""NeMo-RL's vLLM generation workers with das-adapter in their engines.
+
+Ray ships their methods by value, and with them what they name of this module: that must
+be a module, or something that can be pickled.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _NSIGHT = dict(get_nsight_config_if_pattern_matches("vllm_generation_worker"))
 
 
 class _Worker:
-    """What both kinds of workers have: an engine with hooks, and answers to calls of
-    the generation.
+    """The part that both kinds of workers share: an engine with hooks, and answers to
+    calls of the generation.
     """
 
     cfg: Any
+    """Config of NeMo-RL's generation."""
     llm: Any
+    """vLLM's engine."""
     hooks_class: type[EngineHooks]
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
@@ -49,25 +52,30 @@ class _Worker:
         das = settings.of_generation(self.cfg)
         assert das is not None, "these workers are chosen for an active das: block only"
         self.cfg["vllm_cfg"]["cap_max_tokens_to_context"] = True
-        llm_kwargs.update(
-            engine_args(for_run(das), llm_kwargs.get("additional_config"))
-        )
-        if self.hooks_class is AsyncEngineHooks and das.routing == "longest_first":
+        given_config = llm_kwargs.get("additional_config")
+        arguments = engine_args(for_run(das), given_config)
+        llm_kwargs.update(arguments)
+        is_async = self.hooks_class is AsyncEngineHooks
+        if is_async and das.routing == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)  # type: ignore[misc]
-        source = f"worker {llm_kwargs.get('seed') or 0}"
         # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
         owner = getattr(self, "_engine_owner_loop", None)
+        seed = llm_kwargs.get("seed") or 0
         self.hooks = self.hooks_class(
-            self.llm, das, source, self.cfg.get(settings.STEP, 0), owner and owner.loop
+            self.llm,
+            das,
+            source=f"worker {seed}",
+            resumed=self.cfg.get(settings.STEP, 0),
+            loop=owner.loop if owner else None,
         )
 
     def das_validation(self, on: bool, alone: bool = False) -> None:
-        """Mark requests from now on as a validation's; off: no longer. `alone`: those
-        too that say otherwise.
+        """Mark requests from now on as a validation's; off: no longer. `alone`: also
+        requests whose labels say otherwise.
         """
         self.hooks.validating = on
-        self.hooks.alone = alone
+        self.hooks.only_validating = alone
 
     def das_report(self) -> Any:
         """Return the counts since the last report."""
@@ -76,7 +84,7 @@ class _Worker:
 
 @ray.remote(runtime_env=_NSIGHT)
 class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
-    """One data-parallel replica with vLLM's synchronous engine."""
+    """A data-parallel replica with vLLM's synchronous engine."""
 
     hooks_class = SyncEngineHooks
 
@@ -100,7 +108,7 @@ class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
 
 @ray.remote(runtime_env=_NSIGHT)
 class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
-    """One data-parallel replica with vLLM's asynchronous engine."""
+    """A data-parallel replica with vLLM's asynchronous engine."""
 
     hooks_class = AsyncEngineHooks
     hooks: AsyncEngineHooks
@@ -123,7 +131,9 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
             yield result
 
     async def das_write_ahead(self, data: Any) -> Any:
-        """As `AsyncEngineHooks.write_ahead`, for a sample of a next step."""
+        """Write what a sample of a next step will begin with (see
+        `AsyncEngineHooks.write_ahead`).
+        """
         return await self.hooks.write_ahead(lambda: self.generate_async(data))
 
     async def sleep_async(self) -> None:
@@ -139,5 +149,5 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
         await super().reset_prefix_cache_async()
 
     async def das_report(self) -> Any:
-        """As `_Worker.das_report`."""
+        """Return the counts since the last report."""
         return await asyncio.to_thread(self.hooks.report)

@@ -1,8 +1,8 @@
 """What das-adapter changes in veRL. It acts only where the config has an active `das:`
 block.
 
-Nothing of veRL is imported here: each patch waits until veRL itself imports the module
-it changes.
+This module imports nothing of veRL: each patch waits until veRL itself imports the
+module that it changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from das_adapter import compat, features
 from das_adapter.config import make_absolute
 from das_adapter.patching import patch, when_imported
-from das_adapter.verl import ahead, identity, settings, training
+from das_adapter.verl import identity, run_ahead, settings, training
 
 logger = logging.getLogger("das_adapter")
 
@@ -40,10 +40,12 @@ def check_at_start(stock: Any) -> Any:
     """
 
     def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if das := settings.check(config):
+        das = settings.check(config)
+        if das is not None:
             from das_adapter.service import ledger
 
-            make_absolute(config.actor_rollout_ref.rollout.custom.das, das)
+            block = config.actor_rollout_ref.rollout.custom.das
+            make_absolute(block, das)
             ledger.end_earlier_run()
         return stock(config, *args, **kwargs)
 
@@ -61,20 +63,26 @@ def route_requests(stock: Any) -> Any:
     """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        das = settings.of_rollout(self.rollout_config)
-        if (
-            das is not None
-            and das.routing != "host"
-            and self._load_balancer_cls is None
-        ):
-            # else `settings.check` has said so
-            if features.ROUTING not in compat.unavailable("verl"):
-                from das_adapter.verl.router import balancer
-
-                self._load_balancer_cls = balancer(das, self.rollout_config)
+        if self._load_balancer_cls is None:
+            self._load_balancer_cls = _our_balancer(self.rollout_config)
         return stock(self, *args, **kwargs)
 
     return init
+
+
+def _our_balancer(rollout: Any) -> type | None:
+    """Return the balancer that the block of a rollout config asks for; None: veRL's
+    own.
+    """
+    das = settings.of_rollout(rollout)
+    if das is None or das.routing == "host":
+        return None
+    if features.ROUTING in compat.unavailable("verl"):
+        # `settings.check` has said so
+        return None
+    from das_adapter.verl.router import balancer
+
+    return balancer(das, rollout)
 
 
 @patch(
@@ -92,14 +100,14 @@ def load_history(stock: Any) -> Any:
 
         async def load_async(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = await stock(self, *args, **kwargs)
-            _begin(self)
+            _begin_history(self)
             return result
 
         return load_async
 
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        _begin(self)
+        _begin_history(self)
         return result
 
     return load
@@ -119,8 +127,9 @@ def save_history(stock: Any) -> Any:
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
         try:
-            _save(self)
-        except Exception:  # the trainer's checkpoint is whole
+            _save_history(self)
+        except Exception:
+            # the trainer's own checkpoint is complete
             logger.exception("das: the history was not saved with the checkpoint")
         return result
 
@@ -139,87 +148,110 @@ def log_figures(stock: Any) -> Any:
     """
 
     def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
-        # not of a validation or a sync
-        of_training = any(key.startswith(("actor/", "critic/")) for key in data)
-        if training.trainer is not None and of_training:
+        # neither those of a validation nor those of a weight sync
+        is_training_step = any(key.startswith(("actor/", "critic/")) for key in data)
+        if training.trainer is not None and is_training_step:
             from das_adapter.service import ledger
 
             figures = ledger.metrics(step)
             data = {**data, **figures}
-            if run := ahead.Ahead.running:
+            run = run_ahead.VerlRunAhead.running
+            if run is not None:
                 run.coming.repeated = figures.get("das/run_ahead_repeated")
         return stock(self, data=data, step=step, backend=backend)
 
     return log
 
 
-def _begin(trainer: Any) -> None:
-    """Choose what the history starts with, and refuse what can't be used (see
-    `checkpoint.begin`).
+def _begin_history(trainer: Any) -> None:
+    """Choose what the history of a run starts with, and look ahead in the run.
+
+    Raises:
+        DasError: the history that was asked for can't be used (see `checkpoint.begin`).
     """
     das = settings.of_run(trainer.config)
-    if das is not None:
-        training.trainer = trainer
-        ahead.Ahead.begin(trainer, das)
-    if das is None or not das.saves_history:
+    if das is None:
+        return
+    training.trainer = trainer
+    run_ahead.VerlRunAhead.start(trainer, das)
+    if not das.saves_history:
         return
     from das_adapter.service import checkpoint
 
+    checkpoint.begin(
+        das.history,
+        facts=checkpoint.facts_of(das.history.scope, trainer.tokenizer),
+        block=settings.BLOCK,
+        resumed=_resumed_checkpoint(trainer),
+        version=training.step_of(trainer),
+    )
+
+
+def _resumed_checkpoint(trainer: Any) -> Path | None:
+    """Return the checkpoint from which a run resumes; None: it resumes from none."""
     config = trainer.config.trainer
-    step = training.step_of(trainer)
-    resumed = None
-    if config.resume_mode != "disable" and step:
-        resumed = (
-            Path(config.resume_from_path)
-            if config.resume_mode == "resume_path"
-            else _folder(trainer)
-        )
-    facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
-    checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
+    if config.resume_mode == "disable" or training.step_of(trainer) == 0:
+        return None
+    if config.resume_mode == "resume_path":
+        return Path(config.resume_from_path)
+    return _checkpoint_folder(trainer)
 
 
-def _save(trainer: Any) -> None:
+def _save_history(trainer: Any) -> None:
+    """Save the history beside a trainer's checkpoint, and remove those of checkpoints
+    that veRL has removed.
+    """
     das = settings.of_run(trainer.config)
     if das is None or not das.saves_history:
         return
     from das_adapter.service import checkpoint
 
-    folder = _folder(trainer)
-    settled = trainer.config.trainer
-    checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
+    folder = _checkpoint_folder(trainer)
+    facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
+    checkpoint.save(folder, facts)
     # veRL removes what this process has saved, but for the last ones; other checkpoints
     # are the user's.
     saved: list[Path] = vars(trainer).setdefault("_das_saved", [])
-    saved += [folder] if folder not in saved else []
-    kept = (
-        1
-        if settled.get("remove_previous_ckpt_in_save")
-        else settled.get("max_actor_ckpt_to_keep") or len(saved)
-    )
-    for old in saved[:-kept]:
-        if not (old / "actor").exists():
-            for left in old.glob(f"{checkpoint.NAME}*"):
-                shutil.rmtree(left, ignore_errors=True)
+    if folder not in saved:
+        saved.append(folder)
+    num_kept = _num_kept_checkpoints(trainer.config.trainer) or len(saved)
+    for old in saved[:-num_kept]:
+        if (old / "actor").exists():
+            continue
+        for history in old.glob(f"{checkpoint.NAME}*"):
+            shutil.rmtree(history, ignore_errors=True)
 
 
-def _folder(trainer: Any) -> Path:
-    return (
-        Path(trainer.config.trainer.default_local_dir).absolute()
-        / f"global_step_{training.step_of(trainer)}"
-    )
+def _num_kept_checkpoints(config: Any) -> int | None:
+    """Return how many checkpoints a trainer keeps; None: all."""
+    if config.get("remove_previous_ckpt_in_save"):
+        return 1
+    kept: int | None = config.get("max_actor_ckpt_to_keep")
+    return kept
+
+
+def _checkpoint_folder(trainer: Any) -> Path:
+    directory = Path(trainer.config.trainer.default_local_dir)
+    step = training.step_of(trainer)
+    return directory.absolute() / f"global_step_{step}"
 
 
 HOOKS = (
-    *(check_at_start, route_requests, load_history, save_history, log_figures),
-    *(training.number_weights, ahead.write_ahead),
-    *(
-        identity.name_batches,
-        identity.name_awaited_batches,
-        identity.follow_samples,
-        identity.label_requests,
-    ),
+    check_at_start,
+    route_requests,
+    load_history,
+    save_history,
+    log_figures,
+    training.number_weights,
+    run_ahead.write_ahead,
+    identity.name_batches,
+    identity.name_awaited_batches,
+    identity.follow_samples,
+    identity.label_requests,
 )
-"""Applied in every process that imports veRL, each when its module is imported."""
+"""The patches of veRL. Every process that imports veRL applies each of them when it
+imports the module that is patched.
+"""
 
 
 def install() -> None:
@@ -234,7 +266,7 @@ def install() -> None:
 
 
 def _register_replica(module: Any) -> None:
-    """Register the replicas whose server harvests trajectories and refreshes the
+    """Register the replicas whose server records trajectories, and refreshes the
     drafter at each weight sync.
     """
 

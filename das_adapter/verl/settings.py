@@ -1,4 +1,4 @@
-"""Read the `das:` block of a veRL config, and refuse what it excludes there."""
+"""Read the `das:` block of a veRL config, and refuse keys that contradict it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def of_rollout(rollout: Any) -> DasConfig | None:
     """Return the block of a rollout config (OmegaConf node or veRL's `RolloutConfig`);
     None leaves veRL as it is.
     """
-    return parse(block_of(_get(rollout, "custom"), f"{ROLLOUT}.custom"))
+    custom = _get(rollout, "custom")
+    return parse(block_of(custom, f"{ROLLOUT}.custom"))
 
 
 def of_run(config: Any) -> DasConfig | None:
     """Return the block of a whole run's config; None where there is none."""
-    return of_rollout(_get(_get(config, "actor_rollout_ref"), "rollout"))
+    return of_rollout(_get(config, "actor_rollout_ref", "rollout"))
 
 
 def check(config: Any) -> DasConfig | None:
@@ -45,66 +46,77 @@ def check(config: Any) -> DasConfig | None:
     check_host(
         BLOCK,
         f"{ROLLOUT}.disaggregation.enabled",
-        _get(_get(rollout, "disaggregation"), "enabled"),
+        _get(rollout, "disaggregation", "enabled"),
         False,
         None,
     )
-    given = _get(_get(rollout, "engine_kwargs"), "vllm") or {}
+    given = _get(rollout, "engine_kwargs", "vllm") or {}
     refuse_arguments(das, BLOCK, f"{ROLLOUT}.engine_kwargs.vllm", given)
-    mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
-    if das.drafter != "none" and _get(mtp, "enable") and _get(mtp, "enable_rollout"):
+    _refuse_beside_drafter(das, config)
+    _refuse_routers(das, rollout)
+    check_files(das)
+    compat.require("vllm")
+    compat.require("verl")
+    compat.refuse_without("verl", _requested_features(das, config))
+    compat.warn_without("verl", _default_features(das, config))
+    return das
+
+
+def _refuse_beside_drafter(das: DasConfig, config: Any) -> None:
+    """Refuse what veRL or vLLM cannot do beside a drafter."""
+    if das.drafter == "none":
+        return
+    mtp = _get(config.actor_rollout_ref, "model", "mtp")
+    if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r} and"
             " actor_rollout_ref.model.mtp.enable_rollout=True both choose a drafter:"
             " turn one of them off"
         )
-    if (
-        das.drafter != "none"
-        and _get(_get(rollout, "checkpoint_engine"), "backend") == "delta_sharded"
-    ):
+    rollout = config.actor_rollout_ref.rollout
+    if _get(rollout, "checkpoint_engine", "backend") == "delta_sharded":
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r}: found"
             f" {ROLLOUT}.checkpoint_engine.backend='delta_sharded' beside it, whose"
             " weight syncs veRL refuses beside a drafter: choose another backend, or"
             " drafter='none'"
         )
+
+
+def _refuse_routers(das: DasConfig, rollout: Any) -> None:
+    """Refuse keys of veRL's that choose a router, where the block chooses one."""
+    if das.routing == "host":
+        return
     for key in ("router_config_path", "full_determinism"):
-        if das.routing != "host" and _get(rollout, key):
+        if _get(rollout, key):
             raise ConfigError(
                 f"{BLOCK}.routing={das.routing!r} and {ROLLOUT}.{key} both choose a"
                 f" router: set {BLOCK}.routing='host', or remove the other"
             )
-    check_files(das)
-    compat.require("vllm")
-    compat.require("verl")
-    compat.refuse_without("verl", _asked(das, config))
-    compat.warn_without("verl", _expected(das, config))
-    return das
 
 
-def _asked(das: DasConfig, config: Any) -> dict[str, str]:
-    """Return the features that a run asks for, each with the key that does."""
-    trainer = _get(config, "trainer")
-    history = f"{BLOCK}.history"
-    asynchronous = _get(config, "async_training") is not None
-    asked: dict[str, str] = {}
-    if asynchronous:
-        asked[features.FULLY_ASYNC] = "async_training"
-    elif _get(trainer, "use_v1"):
-        asked[features.V1_TRAINERS] = "trainer.use_v1=True"
+def _requested_features(das: DasConfig, config: Any) -> dict[str, str]:
+    """Return the features that a run asks for, each with the key that asks for it."""
+    requested: dict[str, str] = {}
+    if _get(config, "async_training") is not None:
+        requested[features.FULLY_ASYNC] = "async_training"
+    elif _get(config, "trainer", "use_v1"):
+        requested[features.V1_TRAINERS] = "trainer.use_v1=True"
     if das.routing != "host" and "routing" in das.model_fields_set:
-        asked[features.ROUTING] = f"{BLOCK}.routing={das.routing!r}"
+        key = f"{BLOCK}.routing={das.routing!r}"
+        requested[features.ROUTING] = key
+    checkpoints = _checkpoint_feature(config)
     if das.history.load:
-        asked[_checkpoints(config)] = f"{history}.load={das.history.load!r}"
+        key = f"{BLOCK}.history.load={das.history.load!r}"
+        requested[checkpoints] = key
     if das.history.run_ahead != "off":
-        key = f"{history}.run_ahead={das.history.run_ahead!r}"
-        asked |= dict.fromkeys(
-            (features.RUN_AHEAD, features.ROUTING, _checkpoints(config)), key
-        )
-    return asked
+        key = f"{BLOCK}.history.run_ahead={das.history.run_ahead!r}"
+        for feature in (features.RUN_AHEAD, features.ROUTING, checkpoints):
+            requested[feature] = key
+    return requested
 
 
-def _expected(das: DasConfig, config: Any) -> list[str]:
+def _default_features(das: DasConfig, config: Any) -> list[str]:
     """Return the features that a run has by default, and does without where veRL leaves
     them out.
     """
@@ -112,22 +124,29 @@ def _expected(das: DasConfig, config: Any) -> list[str]:
     if das.routing != "host":
         expected.append(features.ROUTING)
     if das.saves_history:
-        expected.append(_checkpoints(config))
+        expected.append(_checkpoint_feature(config))
     return expected
 
 
-def _checkpoints(config: Any) -> str:
+def _checkpoint_feature(config: Any) -> str:
     """Return the feature of checkpoints that have the history, with the trainers that a
     run has.
     """
-    v1 = (
-        _get(_get(config, "trainer"), "use_v1")
-        and _get(config, "async_training") is None
-    )
-    return features.V1_CHECKPOINTS if v1 else features.V0_CHECKPOINTS
+    is_fully_async = _get(config, "async_training") is not None
+    if _get(config, "trainer", "use_v1") and not is_fully_async:
+        return features.V1_CHECKPOINTS
+    return features.V0_CHECKPOINTS
 
 
-def _get(node: Any, key: str) -> Any:
-    if node is None:
-        return None
-    return node.get(key) if hasattr(node, "get") else getattr(node, key, None)
+def _get(node: Any, *keys: str) -> Any:
+    """Return what stands under a path of keys in a config, which may be a mapping or an
+    object; None: nothing does.
+    """
+    for key in keys:
+        if node is None:
+            return None
+        if hasattr(node, "get"):
+            node = node.get(key)
+        else:
+            node = getattr(node, key, None)
+    return node

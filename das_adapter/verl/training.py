@@ -1,11 +1,12 @@
-"""The run that this process trains, and its step, where a trainer derived from veRL's
-says none.
+"""The run that this process trains, and its step for weight syncs that come without
+one.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from das_adapter.patching import patch
@@ -14,13 +15,13 @@ from das_adapter.verl import settings
 logger = logging.getLogger("das_adapter")
 
 trainer: Any = None
-"""Of the run with an active block that this process trains, whose logger gets the
-rollouts' figures; None: it trains none, or by a trainer that loads its checkpoints
-without veRL's code.
+"""The trainer of the run with an active block that this process trains; its logger gets
+the rollouts' figures. None: this process trains no such run, or its trainer loads
+checkpoints without veRL's code.
 """
 
 
-def step() -> int | None:
+def current_step() -> int | None:
     """Return the step of the run that this process trains; None: it trains none."""
     return None if trainer is None else step_of(trainer)
 
@@ -44,27 +45,41 @@ def number_weights(stock: Any) -> Any:
     when veRL tells its servers of every weight sync.
     """
     # it looks at the caller, as in `identity.name_awaited_batches`
-    from verl.utils.ray_utils import (
-        auto_await,
-    )
+    from verl.utils.ray_utils import auto_await
 
-    stock = getattr(stock, "__wrapped__", stock)
+    undecorated = getattr(stock, "__wrapped__", stock)
 
-    @functools.wraps(stock)
+    @functools.wraps(undecorated)
     def update_weights(self: Any, global_steps: int | None = None) -> Any:
-        if any(
-            settings.of_rollout(replica.config) is not None for replica in self.replicas
-        ):
-            last = getattr(self, "_das_step", None)
-            if global_steps is None and (global_steps := step()) is None:
-                global_steps = 0 if last is None else last + 1
-                if last is None:
-                    logger.warning(
-                        "das: an unknown trainer calls update_weights() without a step:"
-                        " weight syncs are counted, and figures are of no step; call"
-                        " update_weights(global_steps)"
-                    )
+        if _has_block(self.replicas):
+            if global_steps is None:
+                global_steps = current_step()
+            if global_steps is None:
+                global_steps = _next_counted_step(self)
             self._das_step = global_steps
-        return stock(self, global_steps)
+        return undecorated(self, global_steps)
 
     return auto_await(update_weights)
+
+
+def _next_counted_step(manager: Any) -> int:
+    """Return the number of a weight sync of a trainer that says no step: they are
+    counted from 0.
+    """
+    last: int | None = getattr(manager, "_das_step", None)
+    if last is not None:
+        return last + 1
+    logger.warning(
+        "das: an unknown trainer calls update_weights() without a step:"
+        " weight syncs are counted, and figures are of no step; call"
+        " update_weights(global_steps)"
+    )
+    return 0
+
+
+def _has_block(replicas: Iterable[Any]) -> bool:
+    """Return whether any of veRL's replicas has an active `das:` block."""
+    for replica in replicas:
+        if settings.of_rollout(replica.config) is not None:
+            return True
+    return False

@@ -1,5 +1,5 @@
-"""GRPO through NeMo-RL on CPU, off and with speculation, in a process each: the same
-tokens, in less time.
+"""Run GRPO through NeMo-RL on a CPU with speculation off and on, in a process each: the
+same tokens, in less time.
 
 PYTHONPATH=/path/to/NeMo-RL python examples/nemo_rl/arms.py [--asynchronous]
 
@@ -40,7 +40,9 @@ ASYNC = [
     "policy.generation.colocated.resources.gpus_per_node=1",
     "cluster.gpus_per_node=2",
 ]
+"""Overrides of the asynchronous pipeline."""
 Steps = list[dict[str, float]]
+"""Figures by name, of each step."""
 
 
 def run(name: str, overrides: list[str], out: Path) -> Steps:
@@ -82,25 +84,29 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
 
 
 def steps(lines: Path) -> Steps:
-    """The steps in a file of `tiny_run.py`."""
-    found: dict[int, dict[str, float]] = {}
-    for row in map(json.loads, lines.read_text().splitlines()):
-        if row["prefix"] in ("train", "timing/train"):
-            prefix = "" if row["prefix"] == "train" else "timing/"
-            found.setdefault(row["step"], {}).update(
-                {prefix + name: value for name, value in row["data"].items()}
-            )
-    return [found[step] for step in sorted(found)]
+    """Return the steps in a file of `tiny_run.py`."""
+    prefixes = {"train": "", "timing/train": "timing/"}
+    figures_by_step: dict[int, dict[str, float]] = {}
+    for line in lines.read_text().splitlines():
+        row = json.loads(line)
+        if row["prefix"] not in prefixes:
+            continue
+        prefix = prefixes[row["prefix"]]
+        figures = figures_by_step.setdefault(row["step"], {})
+        for name, value in row["data"].items():
+            figures[prefix + name] = value
+    return [figures_by_step[step] for step in sorted(figures_by_step)]
 
 
 def show(out: Path, epoch: int) -> dict[str, Any]:
     """Compare the arms' files in `out`, a line per epoch of so many steps; return the
     comparison.
     """
-    found = compare.compare(*(read(out / f"{name}.jsonl") for name in ARMS), epoch)
-    print_table(compare.COLUMNS, compare.table(found), left=2)
-    print("\n".join(compare.sentences(found)))
-    return found
+    off, history = (read(out / f"{name}.jsonl") for name in ARMS)
+    comparison = compare.compare(off, history, epoch)
+    print_table(compare.COLUMNS, compare.table(comparison), left=2)
+    print("\n".join(compare.sentences(comparison)))
+    return comparison
 
 
 def main() -> None:
@@ -119,7 +125,9 @@ def main() -> None:
     )
     args, overrides = parser.parse_known_args()
     common = ["--problems", str(args.problems), f"grpo.max_num_steps={args.steps}"]
-    common += [*(ASYNC if args.asynchronous else ()), *overrides]
+    if args.asynchronous:
+        common += ASYNC
+    common += overrides
     for name, arm in ARMS.items():
         run(name, [*arm, *common], args.out)
     made = provenance([*RUN, "das_adapter/nemo_rl"])

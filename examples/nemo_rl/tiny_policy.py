@@ -1,9 +1,9 @@
-"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU
-thread; it is really trained.
+"""A policy for NeMo-RL's `policy_factory` that is really trained: a Hugging Face model,
+torch, AdamW, one CPU thread.
 
 With `policy.draft.enabled` an EAGLE-3 head is trained beside it, as NeMo-RL's Megatron
-policy does: on NeMo-RL's draft loss, a pass over what the policy has read; its weights
-are sent at each refit, with `draft.` before their names.
+policy does it: on NeMo-RL's draft loss, in a pass over what the policy has read. Its
+weights are sent at each refit, with `draft.` before their names.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ class Trainer:
             socket.bind(f"ipc:///tmp/{os.environ[REFIT_SOCKETS]}-{i}.sock")
 
     def _attach_draft(self, config: dict[str, Any]) -> Eagle3 | None:
-        """Make the head a part of the model, with which it is saved and sent as
-        `draft.*`.
+        """Make the head a part of the model, with which it is saved, and sent as
+        `draft.*`; return it. None: there is none.
         """
         draft = config.get("draft") or {}
         if not draft.get("enabled"):
             return None
         # the policy's random state is that of a run without it
         with torch.random.fork_rng():
-            self.model.draft = head = head_for(self.model)
+            head = head_for(self.model)
+        self.model.draft = head
         head.load_state_dict(load_file(Path(draft["model_name"]) / "model.safetensors"))
         self.optimizer.add_param_group(
             {"params": list(head.parameters()), "lr": DRAFT_LR}
@@ -88,16 +89,21 @@ class Trainer:
                 torch.save(part.state_dict(), path)
 
     def refit_info(self) -> dict[str, Any]:
-        """Shape and dtype of each tensor that `send_weights` will send."""
-        return {name: (w.shape, w.dtype) for name, w in self.model.state_dict().items()}
+        """Return the shape and dtype of each tensor that `send_weights` will send."""
+        info = {}
+        for name, weight in self.model.state_dict().items():
+            info[name] = (weight.shape, weight.dtype)
+        return info
 
     def send_weights(self) -> None:
-        """Send all weights to every replica, in one message; NeMo-RL's protocol."""
+        """Send all weights to every replica in one message, by NeMo-RL's protocol."""
         weights = self.model.state_dict()
         parts = []
-        for w in weights.values():
-            data = w.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            parts.append(data.ljust(calculate_aligned_size(len(data)), b"\0"))
+        for weight in weights.values():
+            as_bytes = weight.detach().contiguous().view(torch.uint8)
+            data = as_bytes.numpy().tobytes()
+            aligned_size = calculate_aligned_size(len(data))
+            parts.append(data.ljust(aligned_size, b"\0"))
         payload = b"".join(parts)
         for message in ((payload, list(weights), len(payload)), IPCProtocol.COMPLETE):
             for socket in self.sockets:
@@ -119,15 +125,18 @@ class Trainer:
 
     @staticmethod
     def _logprobs(read: Any, data: Any) -> torch.Tensor:
-        """float32 [rows, tokens - 1]: log-probability of every token but the first."""
+        """Return the log-probability of every token but the first, float32 [rows,
+        tokens - 1].
+        """
         chosen = data["input_ids"][:, 1:, None]
-        return read.logits[:, :-1].log_softmax(-1).gather(-1, chosen).squeeze(-1)
+        logprobs = read.logits[:, :-1].log_softmax(-1)
+        return logprobs.gather(-1, chosen).squeeze(-1)
 
     def _draft_loss(
         self, read: Any, data: Any, sequences: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """NeMo-RL's draft loss of one draft step; nothing of it reaches the policy's
-        gradients.
+        """Return NeMo-RL's draft loss of one draft step. It does not change the
+        policy's gradients.
         """
         with torch.no_grad():
             embeds = self.model.get_input_embeddings()(data["input_ids"])
@@ -145,7 +154,9 @@ class Trainer:
 
     @torch.no_grad()
     def logprobs(self, data: Any) -> torch.Tensor:
-        """float32 [rows, tokens]; the first token's is 0."""
+        """Return the log-probability of every token, float32 [rows, tokens]; 0 for the
+        first token.
+        """
         slices = (
             data.slice(i, i + self.micro) for i in range(0, data.size, self.micro)
         )
@@ -153,7 +164,7 @@ class Trainer:
         return torch.nn.functional.pad(torch.cat(parts), (1, 0))
 
     def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
-        """One optimizer step over the batch."""
+        """Take one optimizer step over the batch; return its figures."""
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         sequences = data["sample_mask"].sum()
         tokens = mask.sum()
@@ -191,7 +202,7 @@ class Trainer:
 
 
 class TinyPolicy(ColocatablePolicyInterface):
-    """NeMo-RL's view of the trainer."""
+    """The policy as NeMo-RL sees it: every call goes to the trainer."""
 
     def __init__(
         self,
@@ -200,8 +211,8 @@ class TinyPolicy(ColocatablePolicyInterface):
         weights: Path | None,
         optimizer: Path | None,
     ):
-        """`weights`, `optimizer`: files of a checkpoint; None: as `config` says, and
-        new.
+        """Start the trainer. `weights`, `optimizer`: files of a checkpoint; None: the
+        weights that `config` names, and a new optimizer.
         """
         self.trainer = Trainer.remote(config, replicas, weights, optimizer)
         self.sharding_annotations = NamedSharding([0], ["data_parallel"])
@@ -245,7 +256,7 @@ class TinyPolicy(ColocatablePolicyInterface):
         return True
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to move: weights, gradients and optimizer stay where they are."""
+        """Move nothing: weights, gradients and optimizer stay where they are."""
 
     prepare_for_training = finish_training = prepare_for_lp_inference = _nothing
     offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = (

@@ -1,5 +1,5 @@
-"""One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on
-CPU; figures go to a JSONL file.
+"""Run GRPO with the tiny policy through NeMo-RL's real `setup()` and trainers on a CPU;
+figures go to a JSONL file.
 
 `arms.py` starts it, once per arm.
 """
@@ -47,7 +47,7 @@ TASK = "tiny_math"
 
 
 class Problems(torch.utils.data.Dataset):
-    """Problems of tiny_math as NeMo-RL's DatumSpec."""
+    """The problems of tiny_math, as NeMo-RL's DatumSpec."""
 
     def __init__(self, tokenizer: Any, count: int, repeats: int, seed: int):
         rng = random.Random(seed)
@@ -77,7 +77,7 @@ class Problems(torch.utils.data.Dataset):
 
 @ray.remote(num_cpus=0)
 class Checker:
-    """The environment: one turn, scored by tiny_math's rule."""
+    """NeMo-RL's environment of one turn, which tiny_math's rule scores."""
 
     def step(self, logs: list[Any], infos: list[Any]) -> Any:
         scores = [
@@ -105,7 +105,7 @@ class Checker:
 
 
 def main() -> None:
-    """Train with the overrides given, write a line per step."""
+    """Train with the given overrides, and write a line per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--problems", type=int, default=8)
@@ -148,20 +148,15 @@ def main() -> None:
         config.policy["generation"], tokenizer
     )
     asynchronous = config.grpo.async_grpo.enabled
-    replicas = (
-        1
-        if not asynchronous
-        else config.policy["generation"]["colocated"]["resources"]["gpus_per_node"]
-    )
-    replicas = config.cluster["gpus_per_node"] if not asynchronous else replicas
-    repeats = (
-        1
-        if not asynchronous
-        else config.grpo.max_num_steps
-        * config.grpo.num_prompts_per_step
-        // args.problems
-        + 2
-    )
+    if asynchronous:
+        resources = config.policy["generation"]["colocated"]["resources"]
+        replicas = resources["gpus_per_node"]
+        # its trainer goes through the data only once
+        num_prompts = config.grpo.max_num_steps * config.grpo.num_prompts_per_step
+        repeats = num_prompts // args.problems + 2
+    else:
+        replicas = config.cluster["gpus_per_node"]
+        repeats = 1
     train = Problems(tokenizer, args.problems, repeats, seed=1)
     held_out = Problems(tokenizer, 4, 1, seed=2)
     environments = {TASK: Checker.remote()}
@@ -186,13 +181,13 @@ def main() -> None:
         *_,
     ) = grpo.setup(config, tokenizer, train, held_out, policy_factory=make_policy)
     record(logger, args.out)
-    loop = grpo.async_grpo_train if asynchronous else grpo.grpo_train
-    extra = (
-        {"max_trajectory_age_steps": config.grpo.async_grpo.max_trajectory_age_steps}
-        if asynchronous
-        else {}
-    )
-    loop(
+    train_loop = grpo.grpo_train
+    extra = {}
+    if asynchronous:
+        train_loop = grpo.async_grpo_train
+        max_age = config.grpo.async_grpo.max_trajectory_age_steps
+        extra["max_trajectory_age_steps"] = max_age
+    train_loop(
         policy,
         generation,
         loader,
@@ -218,15 +213,13 @@ def record(logger: Any, out: Path) -> None:
     def log_metrics(
         metrics: dict[str, Any], step: int, prefix: str = "", **kwargs: Any
     ) -> None:
-        scalars = {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, (int, float))
-        }
+        scalars = {}
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                scalars[name] = float(value)
+        row = {"step": step, "prefix": prefix, "data": scalars}
         with out.open("a") as file:
-            file.write(
-                json.dumps({"step": step, "prefix": prefix, "data": scalars}) + "\n"
-            )
+            file.write(json.dumps(row) + "\n")
         stock(metrics, step, prefix, **kwargs)
 
     logger.log_metrics = log_metrics

@@ -20,8 +20,6 @@ def reward_func(
     (prompt,) = prompts
     (problem,) = labels
     text = query.removeprefix(prompt).removesuffix("<|end|>")
-    return {
-        "rewards": task.compute_score(
-            "", text, task.answer(problem), {"problem": problem}
-        )["score"]
-    }
+    right = task.answer(problem)
+    score = task.compute_score("", text, right, {"problem": problem})
+    return {"rewards": score["score"]}

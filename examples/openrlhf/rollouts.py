@@ -35,8 +35,11 @@ from cpu_weights import FILE  # noqa: E402
 from serving import ARMS, POLICY, settings  # noqa: E402
 
 PROBLEMS = 4
+"""Problems of a step."""
 SAMPLES = 8
+"""Samples of a problem."""
 MAX_LEN = 256
+"""Longest text, prompt and response, in tokens."""
 
 
 @contextmanager
@@ -183,17 +186,20 @@ def train(model: Any, optimizer: Any, samples: list[Any]) -> None:
         baseline = sum(sample.rewards.item() for sample in group) / len(group)
         for sample in group:
             logits = model(sample.sequences).logits[:, :-1]
-            chosen = torch.log_softmax(logits, -1).gather(
-                -1, sample.sequences[:, 1:, None]
-            )[..., 0]
+            logprobs = torch.log_softmax(logits, -1)
+            next_tokens = sample.sequences[:, 1:, None]
+            chosen = logprobs.gather(-1, next_tokens)[..., 0]
             advantage = sample.rewards.item() - baseline
-            (-advantage * (chosen * sample.action_mask).sum() / len(samples)).backward()
+            logprob = (chosen * sample.action_mask).sum()
+            loss = -advantage * logprob / len(samples)
+            loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
 def main() -> None:
+    """Run both arms, and compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,13 +208,12 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = "AUTO,STRICT"
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        1, spawn, max_tasks_per_child=1
-    ) as each:  # a Ray cluster of its own for each arm
-        arms = {
-            name: each.submit(run, block, args.steps, args.out / name).result()
-            for name, block in ARMS.items()
-        }
+    arms = {}
+    # each arm has a process and a Ray cluster of its own
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as processes:
+        for name, block in ARMS.items():
+            training = processes.submit(run, block, args.steps, args.out / name)
+            arms[name] = training.result()
     (args.out / "result.json").write_text(json.dumps(arms) + "\n")
     equal = True
     for step, (off, on) in enumerate(zip(*arms.values(), strict=True), start=1):

@@ -14,10 +14,7 @@ from pathlib import Path
 import typing_extensions
 
 # SkyRL wants 3.12; of what runs here, only pydantic's models of its messages need it
-if sys.version_info < (
-    3,
-    12,
-):
+if sys.version_info < (3, 12):
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 sys.path.append(str(Path(__file__).resolve().parents[1] / "trl"))
 

@@ -39,6 +39,7 @@ SERVER = (
     " cpu_server.Extension"
 ).split()
 SAMPLES = 8
+"""Samples of a problem."""
 SAMPLING = {"temperature": 1.0, "max_tokens": 200, "logprobs": 0}
 
 
@@ -116,20 +117,18 @@ async def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, An
 
 
 def main() -> None:
+    """Run both arms, and compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/skyrl"))
     args = parser.parse_args()
-    # for its cache salts
-    blocks = {
-        name: {**block, "history": {"scope": "trusted"}} for name, block in ARMS.items()
-    }
-    arms = {
-        name: asyncio.run(run(block, args.steps, args.out / name))
-        for name, block in blocks.items()
-    }
+    arms = {}
+    for name, block in ARMS.items():
+        # SkyRL's cache salt names the weight version; other scopes would obey it
+        block = {**block, "history": {"scope": "trusted"}}
+        arms[name] = asyncio.run(run(block, args.steps, args.out / name))
     (args.out / "result.json").write_text(json.dumps(arms) + "\n")
     off, on = arms.values()
     notes = [

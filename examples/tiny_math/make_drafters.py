@@ -25,13 +25,18 @@ from train_policy import make_batch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
-AUX = (1, 2, 3)  # layers of the policy whose outputs the EAGLE-3 head reads
-POSITIONS = 4096  # of what is written here: rotary embeddings have no end of their own
+AUX = (1, 2, 3)
+"""Layers of the policy whose outputs the EAGLE-3 head reads."""
+POSITIONS = 4096
+"""Longest text that the written configs allow: rotary embeddings have no end of their
+own.
+"""
 
 
 class Eagle3(nn.Module):
-    """One decoder layer over (embedding of the next token, fused hidden states of the
-    policy); EAGLE-3, arXiv 2503.01840. Names are those of its published checkpoints.
+    """An EAGLE-3 head (arXiv 2503.01840): one decoder layer over the embedding of the
+    next token and the fused hidden states of the policy. Names are those of its
+    published checkpoints.
     """
 
     def __init__(
@@ -67,8 +72,11 @@ class Eagle3(nn.Module):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the hidden state that the next draft step reads; embeds and
-        hidden: [batch, length, hidden].
+        """Return logits, and the hidden state that the next draft step reads.
+
+        Args:
+            embeds: embeddings of the next tokens, [batch, length, hidden].
+            hidden: hidden states, [batch, length, hidden].
         """
         layer = self.midlayer
         attention = self.midlayer["self_attn"]
@@ -99,12 +107,15 @@ class Eagle3(nn.Module):
     def drafts(
         self, states: Sequence[torch.Tensor], embeds: torch.Tensor, steps: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (n, logits) of so many draft steps over texts that the policy has read.
-        Row i of step n is for token i + n + 1, as row i + n of the policy's own logits;
-        later steps read the head's own hidden states.
+        """Yield the number and the logits of each draft step, over texts that the
+        policy has read. Row i of step n is for token i + n + 1, as row i + n of the
+        policy's own logits; later steps read the head's own hidden states.
 
-        states: the policy's hidden states, by layer; 0 are its embeddings. All are
-        [batch, length, hidden].
+        Args:
+            states: the policy's hidden states by layer, [batch, length, hidden] each;
+                those of layer 0 are its embeddings.
+            embeds: the policy's embeddings, [batch, length, hidden].
+            steps: number of draft steps.
         """
         hidden = self.fc(torch.cat([states[i] for i in AUX], dim=-1))
         for ahead in range(1, steps + 1):
@@ -126,7 +137,9 @@ def head_for(policy: Qwen2ForCausalLM) -> Eagle3:
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of x [batch, heads, length, size], base 10000."""
+    """Apply rotary position embeddings, base 10000, to x [batch, heads, length,
+    size].
+    """
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)
     a = x[..., :half]
@@ -139,16 +152,15 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 def loss(
     student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Mean cross entropy of logits [batch, length, vocab] against the policy's, where
-    mask [batch, length].
+    """Return the mean cross entropy of logits [batch, length, vocab] against the
+    policy's, over the tokens where the mask [batch, length] is 1.
     """
-    return (
-        -((teacher.softmax(-1) * student.log_softmax(-1)).sum(-1) * mask).sum()
-        / mask.sum()
-    )
+    cross_entropy = -(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1)
+    return (cross_entropy * mask).sum() / mask.sum()
 
 
 def main() -> None:
+    """Train both drafters, and write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,8 +23,9 @@ def make_rows(
     while len(rows) < size:
         for low, high in rng.sample(STRATA, len(STRATA)):
             steps = rng.randint(low, high)
-            while (problem := make_problem(rng, steps)) in seen:
-                pass
+            problem = make_problem(rng, steps)
+            while problem in seen:
+                problem = make_problem(rng, steps)
             seen.add(problem)
             row = {
                 "data_source": "tiny_math",
@@ -57,20 +58,14 @@ def main() -> None:
     args = parser.parse_args()
 
     train = make_rows("train", args.train_size, args.seed)
-    test = make_rows(
-        "test",
-        args.test_size,
-        args.seed,
-        frozenset(row["extra_info"]["problem"] for row in train),
-    )
+    train_problems = frozenset(row["extra_info"]["problem"] for row in train)
+    test = make_rows("test", args.test_size, args.seed, exclude=train_problems)
     args.out.mkdir(parents=True, exist_ok=True)
     for split, rows in (("train", train), ("test", test)):
         path = args.out / f"{split}.parquet"
         pd.DataFrame(rows).to_parquet(path)
-        print(
-            f"{path}: {len(rows)} problems, steps"
-            f" {[row['extra_info']['difficulty'] for row in rows]}"
-        )
+        steps = [row["extra_info"]["difficulty"] for row in rows]
+        print(f"{path}: {len(rows)} problems, steps {steps}")
 
 
 if __name__ == "__main__":

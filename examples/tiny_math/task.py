@@ -25,33 +25,22 @@ LABELS = string.ascii_letters
 MAX_STEPS = len(LABELS)
 MODULUS = 100
 
-# One chunk of 16 problems: the range of step counts of each problem; one problem in
-# four is long.
-STRATA = (
-    *(
-        (3, 3),
-        (4, 4),
-        (5, 5),
-        (5, 5),
-        (6, 6),
-        (6, 6),
-        (7, 7),
-        (7, 7),
-        (8, 8),
-        (8, 8),
-        (9, 9),
-        (10, 10),
-    ),
-    *((11, 14), (15, 20), (21, 34), (40, MAX_STEPS)),
-)
+SHORT_STEPS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 10)
+LONG_STEPS = ((11, 14), (15, 20), (21, 34), (40, MAX_STEPS))
+STRATA = (*((steps, steps) for steps in SHORT_STEPS), *LONG_STEPS)
+"""The fewest and the most steps of each of 16 problems, of which four are long."""
 
 _ANSWER = re.compile(r"#### (\d\d)\s*$")
 
 
 def make_problem(rng: random.Random, steps: int) -> str:
     """Return the text of a random problem with ``steps`` operations."""
-    ops = (f"{label}{rng.choice('+-*')}{rng.randint(2, 9)}" for label in LABELS[:steps])
-    return " ".join([f"{rng.randrange(MODULUS):02d}", *ops])
+    parts = [f"{rng.randrange(MODULUS):02d}"]
+    for label in LABELS[:steps]:
+        operator = rng.choice("+-*")
+        operand = rng.randint(2, 9)
+        parts.append(f"{label}{operator}{operand}")
+    return " ".join(parts)
 
 
 def apply(value: int, op: str) -> int:
@@ -97,11 +86,15 @@ def write_solution(
     lines = []
     for label, op in zip(LABELS, ops, strict=False):
         statements = []
-        for _ in range(2 if rng.random() < check else 1):
-            guessed = rng.random() < guess if guess else False
-            mistake = rng.choice((-10, 10)) if guessed or rng.random() < slip else 0
+        num_statements = 2 if rng.random() < check else 1
+        for _ in range(num_statements):
+            guessed = bool(guess) and rng.random() < guess
+            mistake = 0
+            if guessed or rng.random() < slip:
+                mistake = rng.choice((-10, 10))
             result = (apply(value, op) + mistake) % MODULUS
-            statements.append(f"{value:02d}{'~' if guessed else '>'}{result:02d}")
+            sign = "~" if guessed else ">"
+            statements.append(f"{value:02d}{sign}{result:02d}")
         lines.append(f"{label}{op}:{'?'.join(statements)}")
         value = result
     return "\n".join([*lines, f"#### {value:02d}"])
@@ -120,18 +113,17 @@ def step_score(solution: str, problem: str) -> float:
     line before it arrived at.
     """
     value, ops = parse(problem)
-    right = 0
+    num_right = 0
     for line, label, op in zip(solution.split("\n"), LABELS, ops, strict=False):
         result = line[-2:]
+        last_statement = re.split("[:?]", line)[-1].replace("~", ">")
         expected = f"{value:02d}>{apply(value, op):02d}"
-        right += (
-            line.startswith(f"{label}{op}:")
-            and re.split("[:?]", line)[-1].replace("~", ">") == expected
-        )
+        if line.startswith(f"{label}{op}:") and last_statement == expected:
+            num_right += 1
         if not result.isdecimal():
             break
         value = int(result)
-    return right / len(ops)
+    return num_right / len(ops)
 
 
 def compute_score(

@@ -25,7 +25,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
-POSITIONS = 16384  # of what is written here: rotary embeddings have no end of their own
+POSITIONS = 16384
+"""Longest text that the written config allows: rotary embeddings have no end of their
+own.
+"""
 
 
 def widen(
@@ -35,14 +38,14 @@ def widen(
     generator: torch.Generator,
     keep: bool = True,
 ) -> torch.Tensor:
-    """Weight [out * rows, copies * inputs] of the layer on `copies` repeated inputs.
+    """Return the weight [out * rows, copies * inputs] of a layer on repeated inputs.
 
     Args:
         weight: [rows, inputs].
         out: how often each output is repeated.
         copies: how often each input is repeated.
-        generator: of E.
-        keep: False: the layer's output is zero.
+        generator: draws E.
+        keep: whether the layer does what it did; False: its output is zero.
     """
     rows, inputs = weight.shape
     noise = (
@@ -59,8 +62,8 @@ def widen(
 def widened(
     tiny: Qwen2ForCausalLM, width: int, layers: int, seed: int = 0
 ) -> Qwen2ForCausalLM:
-    """The larger policy, float32: `width` times the hidden size and heads, `layers`
-    layers.
+    """Return the larger policy, float32: `width` times the hidden size and heads,
+    `layers` layers.
     """
     old = tiny.config
     generator = torch.Generator().manual_seed(seed)
@@ -104,7 +107,7 @@ def widened(
 def widen_head(
     source: Path, out: Path, tiny: Qwen2ForCausalLM, width: int, layers: int
 ) -> None:
-    """The EAGLE-3 head of the tiny policy, for the larger one."""
+    """Write the EAGLE-3 head of the tiny policy for the larger one."""
     hidden = tiny.config.hidden_size
     every = layers // tiny.config.num_hidden_layers
     state = load_file(source / "model.safetensors")
@@ -130,6 +133,7 @@ def widen_head(
 
 
 def main() -> None:
+    """Write the larger policy, and its head where there are drafters."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

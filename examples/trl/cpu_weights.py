@@ -1,5 +1,5 @@
-"""TRL's weight sync without a GPU: vLLM's own weight-update calls, with files instead
-of NCCL between trainer and server.
+"""TRL's weight sync without a GPU: vLLM's own weight-update calls, with files in the
+place of NCCL between trainer and server.
 
 `vllm serve --worker-extension-cls cpu_weights.Extension --weight-transfer-config
 '{"backend": "files"}'` loads this in the server's workers.

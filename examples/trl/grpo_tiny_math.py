@@ -52,8 +52,10 @@ COLOCATED = {
     "TORCHDYNAMO_DISABLE": "1",  # TRL cannot tell its engine to leave out compiling
     "TORCH_COMPILE_DISABLE": "1",
 }
-BATCH, GROUP = 4, 8
-"""Problems of a step, and samples of each."""
+BATCH = 4
+"""Problems of a step."""
+GROUP = 8
+"""Samples of a problem."""
 
 
 def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
@@ -246,11 +248,11 @@ METRICS = {
     "history_hits": "das_history_hits",
     "health": "das_health",
 }
-"""What the summary takes from the metrics of a server."""
+"""The figures of the summary, and their names among the metrics of a server."""
 
 
 def figures_of_server(address: str) -> dict[str, float]:
-    """Return what a server has counted."""
+    """Return the figures that a server has counted."""
     import requests
 
     text = requests.get(f"{address}/metrics", timeout=60).text
@@ -259,7 +261,7 @@ def figures_of_server(address: str) -> dict[str, float]:
 
 
 def figures_of_engine(llm: Any) -> dict[str, float]:
-    """Return what the engine of this process has counted, under the same names."""
+    """Return the figures that the engine of this process has counted."""
     from das_adapter.protocol.metrics import figures
 
     (counts,) = llm.collective_rpc("das_rpc", args=("stats", {}))
@@ -270,14 +272,14 @@ def figures_of_engine(llm: Any) -> dict[str, float]:
 
 
 def steps(args: argparse.Namespace) -> int:
-    """Training steps of an arm."""
+    """Return the training steps of an arm."""
     count: int = args.epochs * args.problems // BATCH
     return count
 
 
 def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train all arms, one step of each after the other; return what `train` returns, by
-    arm.
+    """Train all arms, one step of each after the other; return the result of `train` of
+    each arm.
     """
     context = multiprocessing.get_context("spawn")
     processes = []
@@ -304,8 +306,8 @@ def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             process.join()
 
 
-def took(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what one arm took, from what `train` returned."""
+def summarise(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one arm, from the result of `train`."""
     return {
         "tokens": sum(len(text) for r in result["rollouts"] for text in r["tokens"]),
         **result["figures"],
@@ -317,22 +319,21 @@ def took(result: dict[str, Any]) -> dict[str, Any]:
 def by_epoch(
     off: dict[str, Any], on: dict[str, Any], length: int
 ) -> list[dict[str, float]]:
-    """Return, for each epoch of so many steps, what rollouts with speculation on took
-    of those with it off.
+    """Return the times of each epoch with speculation on, as shares of those with it
+    off; `length`: of an epoch, in steps.
     """
-    return [
-        {
-            name: (
-                sum(on[name][begin : begin + length])
-                / sum(off[name][begin : begin + length])
-            )
-            for name in ("rollout_s", "processor_s")
-        }
-        for begin in range(0, len(off["rollout_s"]), length)
-    ]
+    epochs = []
+    for begin in range(0, len(off["rollout_s"]), length):
+        epoch = slice(begin, begin + length)
+        shares = {}
+        for name in ("rollout_s", "processor_s"):
+            shares[name] = sum(on[name][epoch]) / sum(off[name][epoch])
+        epochs.append(shares)
+    return epochs
 
 
 def main() -> None:
+    """Train both arms, and compare them."""
     from das_adapter.tools.provenance import RUN, provenance, save
 
     parser = argparse.ArgumentParser(
@@ -360,7 +361,7 @@ def main() -> None:
         (args.out / arm / "result.json").write_text(json.dumps(result) + "\n")
     off, on = (arm["rollouts"] for arm in arms.values())
     equal = compare(off, on)
-    figures = {arm: took(result) for arm, result in arms.items()}
+    figures = {arm: summarise(result) for arm, result in arms.items()}
     summary = {
         "provenance": provenance(RUN),
         "tokens_equal": equal,

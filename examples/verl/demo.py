@@ -49,18 +49,21 @@ ARMS = {
         f"~{DAS}.max_draft_tokens",
         f"+{DAS}.draft.model={POLICY}/eagle3",
     ],
-    # vLLM's own suffix decoding, under our noise: for benchmarks, needs
+    # vLLM's own suffix decoding, with das-adapter's noise: for benchmarks, needs
     # arctic-inference.
     "suffix": [
-        *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),
+        f"{DAS}.drafter=none",
+        f"+{DAS}.verify.noise=keyed",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:suffix,num_speculative_tokens:32}",
     ],
 }
+"""The overrides of each arm."""
 PER_STEP = (
     "data.train_batch_size",
     "data.val_max_samples",
     "actor_rollout_ref.actor.ppo_mini_batch_size",
 )
+"""Keys that take the number of problems in a step."""
 COLUMNS = {
     "rollout_s": "das/rollout_s",
     "reward": "critic/score/mean",
@@ -74,6 +77,7 @@ COLUMNS = {
     "health": "das/health",
     "memory_used_gb": "actor/perf/cpu_memory_used_gb",
 }
+"""The figures of the summary, and their names in veRL's log."""
 
 
 def main() -> None:
@@ -129,27 +133,23 @@ def main() -> None:
 
 
 def steps(args: argparse.Namespace) -> int:
-    """Training steps of an arm."""
-    return args.epochs * (args.problems // args.batch)
+    """Return the training steps of an arm."""
+    steps_per_epoch = args.problems // args.batch
+    return args.epochs * steps_per_epoch
 
 
 def prepare(args: argparse.Namespace) -> None:
     """Write the data, the policy, and the neural drafters if an arm needs them."""
-    neural = bool({"draft_model", "eagle3"} & set(args.arms))
-    commands = [["prepare_data.py", "--train-size", str(max(48, args.problems))]]
-    if neural and not (DRAFTERS / "eagle3").exists():
+    needs_drafters = "draft_model" in args.arms or "eagle3" in args.arms
+    train_size = max(48, args.problems)
+    commands = [["prepare_data.py", "--train-size", str(train_size)]]
+    if needs_drafters and not (DRAFTERS / "eagle3").exists():
         commands.append(["make_drafters.py", DRAFTERS])
-    widen = [
-        "widen_policy.py",
-        POLICY,
-        "--width",
-        "3",
-        "--layers",
-        "4",
-        "--dtype",
-        "float32",
-    ]
-    commands.append([*widen, "--drafters", DRAFTERS] if neural else widen)
+    widen = ["widen_policy.py", POLICY]
+    widen += ["--width", "3", "--layers", "4", "--dtype", "float32"]
+    if needs_drafters:
+        widen += ["--drafters", DRAFTERS]
+    commands.append(widen)
     for script, *options in commands:
         command = [sys.executable, ROOT / "examples/tiny_math" / script, *options]
         subprocess.run(
@@ -161,7 +161,9 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def environment_of(not_strict: bool) -> dict[str, str]:
-    """The environment that the runs have in common; `not_strict`: without MKL_CBWR."""
+    """Return the environment that the runs have in common; `not_strict`: without
+    MKL_CBWR.
+    """
     environment = {
         **os.environ,
         **cpu_env(),
@@ -173,25 +175,24 @@ def environment_of(not_strict: bool) -> dict[str, str]:
         "RAY_ADDRESS": "local",
     }
     # the config sizes the KV cache
-    unset = (
-        "CUDA_VISIBLE_DEVICES",
-        "VLLM_CPU_KVCACHE_SPACE",
-    )
-    for variable in (*unset, *(["MKL_CBWR"] if not_strict else [])):
+    unset = ["CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE"]
+    if not_strict:
+        unset.append("MKL_CBWR")
+    for variable in unset:
         environment.pop(variable, None)
     return environment
 
 
 class Arm:
-    """A veRL run with one arm's settings, which goes on from gate to gate
-    (`in_turn.py`) as it is told to.
+    """A veRL run with one arm's settings, which stops at gates (`in_turn.py`) until
+    they are opened.
     """
 
     def __init__(self, name: str, args: argparse.Namespace):
         self.name = name
-        self.gate, self.log, self.metrics = (
-            args.out / f"{name}.{kind}" for kind in ("gate", "log", "jsonl")
-        )
+        self.gate = args.out / f"{name}.gate"
+        self.log = args.out / f"{name}.log"
+        self.metrics = args.out / f"{name}.jsonl"
         self.gate.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
         environment = {
@@ -200,13 +201,11 @@ class Arm:
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
         }
         command = [
-            *(sys.executable, "-m", "verl.trainer.main_ppo"),
-            *(
-                "--config-path",
-                str(ROOT / "examples/verl"),
-                "--config-name",
-                "grpo_tiny_math_cpu_demo",
-            ),
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            f"--config-path={ROOT / 'examples/verl'}",
+            "--config-name=grpo_tiny_math_cpu_demo",
             f"trainer.total_training_steps={steps(args)}",
             f"data.train_max_samples={args.problems}",
             *(f"{key}={args.batch}" for key in PER_STEP),
@@ -218,29 +217,29 @@ class Arm:
                 command, cwd=ROOT, env=environment, stdout=out, stderr=out
             )
 
-    def arrive(self, last: bool = False) -> None:
-        """Wait until the run stands at its next gate, or, if it is the last, has
-        ended.
-        """
+    def wait_for_gate(self, may_end: bool = False) -> None:
+        """Wait until the run stands at its next gate, or has ended, if it may."""
         while not self.gate.exists():
             if self.run.poll() is not None:
-                if last and self.run.returncode == 0:
+                if may_end and self.run.returncode == 0:
                     return
                 sys.exit(f"the {self.name} arm stopped; see {self.log}")
             time.sleep(0.02)
 
-    def go_on(self) -> None:
+    def open_gate(self) -> None:
         """Open the gate."""
         with self.gate.open("wb"):
             self.gate.unlink()
 
     def runner(self) -> str:
-        """Which model runner of vLLM the engine had in the last step."""
-        return f"V{self.last_step()['das/model_runner']:.0f}"
+        """Return which model runner of vLLM the engine had in the last step."""
+        version = self.last_step()["das/model_runner"]
+        return f"V{version:.0f}"
 
     def last_step(self) -> dict[str, float]:
-        """What veRL's file logger wrote last."""
-        return json.loads(self.metrics.read_text().splitlines()[-1])["data"]
+        """Return what veRL's file logger wrote last."""
+        lines = self.metrics.read_text().splitlines()
+        return json.loads(lines[-1])["data"]
 
 
 def train(
@@ -272,14 +271,16 @@ def train(
         }
         for step in range(total + 1):  # step 0 is the warm-up
             for arm in arms:
-                arm.arrive()
-            for arm in arms[:: 1 if step % 2 else -1]:
-                arm.go_on()
-                arm.arrive()
+                arm.wait_for_gate()
+            # the order changes at each step
+            order = arms if step % 2 else arms[::-1]
+            for arm in order:
+                arm.open_gate()
+                arm.wait_for_gate()
             for arm in arms:
-                arm.go_on()
+                arm.open_gate()
             for arm in arms:
-                arm.arrive(last=step == total)
+                arm.wait_for_gate(may_end=step == total)
                 note = "warmed up"
                 if step:
                     logged = arm.last_step()
@@ -299,39 +300,44 @@ def compare(arms: dict[str, dict[str, Any]], epochs: int) -> dict[str, dict[str,
     """Compare each arm with `off`: its tokens, and its rollout time, also over the last
     third, with a warm history.
     """
-    # of an epoch, in steps
-    length = len(arms["off"]["reward"]) // epochs if "off" in arms else 0
-    return {
-        arm: {
-            "rollout_ratio": ratio(figures, arms["off"]),
-            "rollout_ratio_by_epoch": [
-                ratio(figures, arms["off"], slice(i * length, (i + 1) * length))
-                for i in range(epochs)
-            ],
-            "rollout_ratio_last_third": ratio(
-                figures, arms["off"], slice(-late(epochs) * length, None)
-            ),
-            "steps_with_same_tokens": sum(
-                map(eq, figures["token_hash"], arms["off"]["token_hash"])
-            ),
-            "steps_with_same_reward": sum(
-                map(eq, figures["reward"], arms["off"]["reward"])
-            ),
+    if "off" not in arms:
+        return {}
+    off = arms["off"]
+    steps_per_epoch = len(off["reward"]) // epochs
+    last_third = slice(-last_third_of(epochs) * steps_per_epoch, None)
+    comparison = {}
+    for arm, figures in arms.items():
+        if arm == "off":
+            continue
+        ratio_by_epoch = []
+        for epoch in range(epochs):
+            begin = epoch * steps_per_epoch
+            steps_of_epoch = slice(begin, begin + steps_per_epoch)
+            ratio_by_epoch.append(ratio(figures, off, steps_of_epoch))
+        comparison[arm] = {
+            "rollout_ratio": ratio(figures, off),
+            "rollout_ratio_by_epoch": ratio_by_epoch,
+            "rollout_ratio_last_third": ratio(figures, off, last_third),
+            "steps_with_same_tokens": num_equal(figures, off, "token_hash"),
+            "steps_with_same_reward": num_equal(figures, off, "reward"),
         }
-        for arm, figures in arms.items()
-        if arm != "off" and "off" in arms
-    }
+    return comparison
 
 
-def late(epochs: int) -> int:
-    """Epochs in the last third."""
+def num_equal(arm: dict[str, Any], off: dict[str, Any], figure: str) -> int:
+    """Return in how many steps a figure of an arm is that of `off`."""
+    return sum(map(eq, arm[figure], off[figure]))
+
+
+def last_third_of(epochs: int) -> int:
+    """Return how many epochs are in the last third."""
     return max(1, epochs // 3)
 
 
 def ratio(
     arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)
 ) -> float:
-    """Rollout time of an arm, of that of `off`."""
+    """Return the rollout time of an arm, as a share of that of `off`."""
     return sum(arm["rollout_s"][steps]) / sum(off["rollout_s"][steps])
 
 
@@ -341,57 +347,54 @@ def show(summary: dict[str, Any], console: Console) -> None:
     comparison = summary["comparison"]
     epochs = summary["epochs"]
     rewards = next(iter(arms.values()))["reward"]
+    steps_per_epoch = len(rewards) / epochs
     columns = {"epoch": list(range(1, epochs + 1)), "reward": by_epoch(rewards, epochs)}
     for arm, figures in arms.items():
-        columns[f"{arm}: rollout s"] = [
-            len(rewards) / epochs * s for s in by_epoch(figures["rollout_s"], epochs)
-        ]
+        step_s = by_epoch(figures["rollout_s"], epochs)
+        columns[f"{arm}: rollout s"] = [steps_per_epoch * seconds for seconds in step_s]
         if arm in comparison:
             columns[f"{arm}: of off"] = comparison[arm]["rollout_ratio_by_epoch"]
             columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures, epochs)
     table = Table(*columns)
     for row in zip(*columns.values(), strict=True):
-        table.add_row(
-            *(
-                f"{value:.2f}" if isinstance(value, float) else str(value)
-                for value in row
-            )
-        )
+        cells = []
+        for value in row:
+            cells.append(f"{value:.2f}" if isinstance(value, float) else str(value))
+        table.add_row(*cells)
     console.print(table)
-    console.print(
-        "vLLM's model runner:"
-        f" {', '.join(f'{arm}: {name}' for arm, name in summary['runners'].items())}"
-    )
-    for arm, against in comparison.items():
-        ratios = against["rollout_ratio_by_epoch"][-late(epochs) :]
+    runners = [f"{arm}: {name}" for arm, name in summary["runners"].items()]
+    console.print(f"vLLM's model runner: {', '.join(runners)}")
+    for arm, compared in comparison.items():
+        ratios = compared["rollout_ratio_by_epoch"][-last_third_of(epochs) :]
         console.print(
-            f"{arm}: same tokens in {against['steps_with_same_tokens']} of"
+            f"{arm}: same tokens in {compared['steps_with_same_tokens']} of"
             f" {len(rewards)} steps; rollout time"
-            f" {against['rollout_ratio_last_third']:.2f} of off over the last third"
+            f" {compared['rollout_ratio_last_third']:.2f} of off over the last third"
             f" ({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
         )
 
 
 def by_epoch(values: list[float], epochs: int) -> list[float]:
-    """Mean of each epoch's steps, which differ in difficulty."""
-    length = len(values) // epochs
-    return [
-        statistics.mean(values[i * length : (i + 1) * length]) for i in range(epochs)
-    ]
+    """Return the mean of each epoch's steps, which differ in difficulty."""
+    steps_per_epoch = len(values) // epochs
+    means = []
+    for epoch in range(epochs):
+        begin = epoch * steps_per_epoch
+        means.append(statistics.mean(values[begin : begin + steps_per_epoch]))
+    return means
 
 
 def tokens_per_forward(arm: dict[str, Any], epochs: int) -> list[float]:
-    """Tokens of each epoch that a request gets from one forward pass of the policy."""
+    """Return how many tokens a request gets from a forward pass, in each epoch."""
     lengths = arm["response_length_mean"]  # every step has as many responses
-    passes = [
-        length / tokens
-        for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)
-    ]
+    forwards = []
+    for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True):
+        forwards.append(length / tokens)
+    mean_lengths = by_epoch(lengths, epochs)
+    mean_forwards = by_epoch(forwards, epochs)
     return [
-        a / b
-        for a, b in zip(
-            by_epoch(lengths, epochs), by_epoch(passes, epochs), strict=True
-        )
+        length / num_forwards
+        for length, num_forwards in zip(mean_lengths, mean_forwards, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
-"""The two places where a training run of `demo.py` waits: before a rollout, and between
-the rollout and the update.
+"""The two gates at which a training run of `demo.py` waits: before a rollout, and
+between the rollout and the update.
 
-So arms that share a machine roll out one at a time. A run that waits shows it by the
-pipe `DEMO_GATE`; it goes on when that pipe has been opened and closed.
+With them arms that share a machine roll out one at a time. A run that waits has made
+the pipe `DEMO_GATE`; it goes on when that pipe has been opened and closed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def wait() -> None:
 
 
 class Problems(RLHFDataset):
-    """veRL's data set, for data in order; waits before it hands out the first problem
-    of a batch.
+    """veRL's data set, for data in order. It waits before it hands out the first
+    problem of a batch.
     """
 
     def __getitem__(self, item: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Problems(RLHFDataset):
 
 
 class Sampler(OrderedSampler):
-    """Waits when a batch of rollouts is complete."""
+    """The ordered sampler. It waits when a batch of rollouts is complete."""
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().sample(*args, **kwargs)

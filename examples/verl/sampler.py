@@ -16,11 +16,12 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 POLL_S = 0.05
+"""How often veRL looks for finished rollouts, where the config does not say."""
 
 
 class OrderedSampler(ReplayBuffer):
-    """For `trainer_mode: sync`. `sampler_kwargs.poll_interval`: seconds, default
-    0.05.
+    """The sampler for `trainer_mode: sync`: it polls fast, and orders a batch by its
+    content. `sampler_kwargs.poll_interval`: seconds, default 0.05.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -28,23 +29,26 @@ class OrderedSampler(ReplayBuffer):
 
     def _materialize_batch(self, partition_id: str, *args: Any, **kwargs: Any) -> Any:
         batch = super()._materialize_batch(partition_id, *args, **kwargs)
-        rows = tq.kv_batch_get(
+        columns = tq.kv_batch_get(
             keys=batch.keys, partition_id=partition_id, select_fields=["index"]
-        )["index"]
-        order = sorted(
-            range(len(batch.keys)),
-            key=lambda i: (int(_plain(rows[i])), *_session(batch.keys[i])),
         )
-        batch.keys, batch.tags = (
-            [batch.keys[i] for i in order],
-            [batch.tags[i] for i in order],
-        )
+        indices = columns["index"]
+
+        def sort_key(row: int) -> tuple[int, int, int]:
+            """Return a row's problem, session and turn."""
+            problem = int(_plain(indices[row]))
+            session, turn = _session_and_turn(batch.keys[row])
+            return problem, session, turn
+
+        order = sorted(range(len(batch.keys)), key=sort_key)
+        batch.keys = [batch.keys[row] for row in order]
+        batch.tags = [batch.tags[row] for row in order]
         return batch
 
 
 class FastSampler(ReplayBufferAsync):
-    """For the asynchronous trainer modes. `sampler_kwargs.poll_interval`: seconds,
-    default 0.05.
+    """The sampler for the asynchronous trainer modes: it polls fast.
+    `sampler_kwargs.poll_interval`: seconds, default 0.05.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -52,14 +56,22 @@ class FastSampler(ReplayBufferAsync):
 
 
 def _polling(kwargs: dict[str, Any]) -> dict[str, Any]:
-    interval = (kwargs.get("sampler_kwargs") or {}).get("poll_interval", POLL_S)
-    return {**kwargs, "poll_interval": float(interval)}
+    """Return the arguments of a replay buffer with the interval of its polls."""
+    sampler_kwargs = kwargs.get("sampler_kwargs") or {}
+    interval_s = sampler_kwargs.get("poll_interval", POLL_S)
+    return {**kwargs, "poll_interval": float(interval_s)}
 
 
-def _session(key: str) -> tuple[int, int]:
+def _session_and_turn(key: str) -> tuple[int, int]:
+    """Return the session and the turn that a row's key ends with."""
     _, session, turn = key.rsplit("_", 2)
     return int(session), int(turn)
 
 
 def _plain(value: Any) -> Any:
-    return getattr(value, "data", value) if not hasattr(value, "item") else value.item()
+    """Return the plain value of a tensor, an array's element, or tensordict's
+    wrapper.
+    """
+    if hasattr(value, "item"):
+        return value.item()
+    return getattr(value, "data", value)

@@ -26,6 +26,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def main() -> None:
+    """Roll out three times, with other weights each time."""
     from stub_trainer import POLICY, problems, train
     from vllm import LLM, SamplingParams
 

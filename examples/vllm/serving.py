@@ -1,4 +1,4 @@
-"""What the examples on plain vLLM servers have in common: a server on a CPU under a
+"""The parts that the examples on plain vLLM servers share: a server on a CPU under a
 `das:` block, and the comparison of a run with speculation off and a run with it on.
 """
 
@@ -30,39 +30,42 @@ other.
 
 
 class Rollout(TypedDict):
-    """What a step's rollout brought."""
+    """The rollout of a step."""
 
     seconds: float
+    """Its duration."""
     processor_s: float
-    """Of the server's processes."""
+    """Processor seconds that the server's processes took."""
     tokens: list[Any]
+    """Token ids of its responses."""
 
 
 class Server(NamedTuple):
     """A server that runs."""
 
     address: str
+    """Its URL."""
     process: psutil.Process
 
     def processor_s(self) -> float:
-        """Return the processor seconds that its processes have taken so far: other work
-        on the machine does not count, as it does in what a clock says.
+        """Return the processor seconds that its processes have taken so far. Other work
+        on the machine does not change them, as it changes the time on a clock.
         """
-        times = [
-            one.cpu_times()
-            for one in (self.process, *self.process.children(recursive=True))
-        ]
-        return sum(one.user + one.system for one in times)
+        seconds = 0.0
+        for process in (self.process, *self.process.children(recursive=True)):
+            times = process.cpu_times()
+            seconds += times.user + times.system
+        return seconds
 
 
 def settings(block: dict[str, Any]) -> dict[str, str]:
     """Return the environment variables of an engine on a CPU under a `das:` block."""
     return {
         "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": (
-            "1"
-        ),  # on a CPU: weights may be written into the live model
-        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
+        # on a CPU: weights may be written into the live model
+        "DAS_CPU_WEIGHT_SYNC": "1",
+        # equal logits whatever else is in the batch
+        "MKL_CBWR": "AUTO,STRICT",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
     }
@@ -83,14 +86,14 @@ def served(
     """Run a server under a `das:` block; yield it when it answers.
 
     Args:
-        module: of the server, as `python -m` takes it.
-        arguments: of the server, less the port.
+        module: the server's module, as `python -m` takes it.
+        arguments: the server's arguments, without the port.
         block: the `das:` block.
         log: file for what the server writes.
         env: further environment variables of the server.
 
     Raises:
-        RuntimeError: the server ended; with the end of what it wrote.
+        RuntimeError: the server ended; the message has the end of its log.
     """
     port = free_port()
     extensions = [
@@ -120,6 +123,7 @@ def served(
 
 
 def _healthy(address: str) -> bool:
+    """Return whether a server answers."""
     try:
         return requests.get(f"{address}/health", timeout=5).ok
     except requests.RequestException:
@@ -132,15 +136,17 @@ def compare(
     """Print the rollouts of two runs side by side, each with its note; return whether
     their tokens are equal.
     """
-    equal = [a["tokens"] == b["tokens"] for a, b in zip(off, on, strict=True)]
-    for step, (a, b, same) in enumerate(zip(off, on, equal, strict=True)):
-        (slow, fast), (slow_cpu, fast_cpu) = (
-            [r[of] for r in (a, b)] for of in ("seconds", "processor_s")
-        )
+    all_equal = True
+    for step, (rollout_off, rollout_on) in enumerate(zip(off, on, strict=True)):
+        off_s = rollout_off["seconds"]
+        on_s = rollout_on["seconds"]
+        processor_ratio = rollout_on["processor_s"] / rollout_off["processor_s"]
+        is_equal = rollout_off["tokens"] == rollout_on["tokens"]
+        all_equal &= is_equal
         note = f", {notes[step]}" if notes else ""
         print(
-            f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s"
-            f" ({fast / slow:.2f}), processor time {fast_cpu / slow_cpu:.2f}, tokens"
-            f" {'equal' if same else 'DIFFERENT'}{note}"
+            f"step {step + 1}: off {off_s:.2f} s, history {on_s:.2f} s"
+            f" ({on_s / off_s:.2f}), processor time {processor_ratio:.2f}, tokens"
+            f" {'equal' if is_equal else 'DIFFERENT'}{note}"
         )
-    return all(equal)
+    return all_equal

@@ -37,7 +37,7 @@ EXTENSION = "weights_from_disk.WeightsFromDisk"
 own.
 """
 ACCEPTED = "spec_decode_num_accepted_tokens_total"
-"""vLLM's counter."""
+"""vLLM's counter of accepted draft tokens."""
 
 
 def policy_served(
@@ -50,7 +50,7 @@ def policy_served(
 
 
 def problems(count: int) -> list[list[int]]:
-    """Prompts of the policy's task, as token ids."""
+    """Return prompts of the policy's task, as token ids."""
     rng = random.Random(1)
     digits = list(range(25, 35))
     labels = list(range(44, 96))
@@ -69,7 +69,7 @@ def problems(count: int) -> list[list[int]]:
 
 
 def sample(address: str, prompt: list[int], **more: Any) -> list[int]:
-    """Return the tokens of one response."""
+    """Return the tokens of one response; `more`: further fields of the request."""
     body = {
         "prompt": prompt,
         "max_tokens": 200,
@@ -84,15 +84,14 @@ def sample(address: str, prompt: list[int], **more: Any) -> list[int]:
 
 
 def train(directory: Path, step: int) -> Path:
-    """Write the checkpoint of a step."""
+    """Write the checkpoint of a step; return its directory."""
     generator = torch.Generator().manual_seed(step)
     weights = load_file(POLICY / "model.safetensors")
     for name, weight in weights.items():
         if weight.ndim == 2:
             noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
-            weights[name] = (
-                weight + 0.005 * weight.float().std().to(weight.dtype) * noise
-            )
+            spread = weight.float().std().to(weight.dtype)
+            weights[name] = weight + 0.005 * spread * noise
     target = directory / f"step_{step}"
     target.mkdir(parents=True, exist_ok=True)
     save_file(weights, target / "model.safetensors")
@@ -157,6 +156,7 @@ def metrics(address: str) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run both arms, and compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -221,7 +221,7 @@ def weight_syncs(
     )
     vars(server).update(
         _session=session,
-        _order=None,
+        _start_order=None,
         _aside=AheadRequests(server.abort_request),
         global_steps=None,
     )

@@ -349,7 +349,7 @@ def test_a_rollout_actors_validation_is_one_whatever_its_labels_say(
     asyncio.run(front.start())
     live = SimpleNamespace(set_validating=told)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "live", [live])
+        patch.setattr(generation, "generations", [live])
         for arguments in ({"rollout_actor": "of grpo_sync"}, {}):
             install.mark_validation.replacement(validate)(**arguments)
             validate()
@@ -498,7 +498,7 @@ def test_one_sample_of_a_group_leads_and_older_requests_go_first(
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
-    from das_adapter.nemo_rl.generation import Planned
+    from das_adapter.nemo_rl.generation import PlannedBatch
 
     problems = [1, 1, 2, 2, 3, 3, 4]
     data = BatchedDataDict(
@@ -508,7 +508,7 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
         [torch.full((2, 3), i) for i in range(7)], dim_to_pack=0
     )
     shares = plan(problems, Expected({3: 50.0, 2: 5.0}), workers)
-    shards = Planned(data, shares).shard_by_batch_size(
+    shards = PlannedBatch(data, shares).shard_by_batch_size(
         workers, allow_uneven_shards=True
     )
     assert [shard.get("names", []) for shard in shards] == [

@@ -342,7 +342,7 @@ def test_the_states_that_are_saved_are_those_of_a_run_without(seen: Any) -> None
     for _ in batches:
         states.append(str(batches.state_dict()))
     assert seen.states == states
-    assert seen.generation.ahead is None  # with the run, it is over
+    assert seen.generation.run_ahead is None  # with the run, it is over
 
 
 def test_a_resumed_run_counts_on_from_its_step(ray_here: None) -> None:

@@ -16,7 +16,7 @@ from verl.workers.rollout.router import get_router_handle
 
 from das_adapter.config import DasConfig, parse
 from das_adapter.core.length import RESPONSE
-from das_adapter.cpu.verl_platform import job
+from das_adapter.cpu.verl_platform import run_name
 from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger, running_ledger
 from das_adapter.verl.router import DasLoadBalancer, balancer
@@ -31,7 +31,7 @@ def runs() -> Iterator[list[str]]:
     for _ in range(2):
         ray.shutdown()
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-        names.append(job())
+        names.append(run_name())
     yield names
     ray.shutdown()
 

@@ -33,8 +33,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from das_adapter.protocol.label import Label
-from das_adapter.verl.ahead import Ahead
 from das_adapter.verl.router import balancer
+from das_adapter.verl.run_ahead import VerlRunAhead
 from das_adapter.verl.settings import of_run
 
 pytestmark = pytest.mark.long
@@ -190,7 +190,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
         str(ROOT / "examples/tiny_math/data/train.parquet"), tokenizer, config.data
     )
     run = request.param(config, LLMServerClient(config, router), data)
-    Ahead.begin(run.trainer, das)
+    VerlRunAhead.start(run.trainer, das)
     steps = []
     batches = []
     early = []
@@ -207,7 +207,7 @@ def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
         for prompt, extra, running in written
     ]
     yield Seen(steps, ahead, early[0], batches)
-    Ahead.running = None
+    VerlRunAhead.running = None
     ray.shutdown()
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from das_adapter.core import identity
 from das_adapter.core.identity import FirstTurns, media_hash, prompt_identity
-from das_adapter.nemo_rl.settings import logs_figures, media_of, no_effect, samples_of
+from das_adapter.nemo_rl.settings import (
+    logs_figures,
+    media_of,
+    run_ahead_obstacle,
+    samples_of,
+)
 from das_adapter.protocol.label import Labeller
 
 
@@ -222,7 +227,7 @@ def run(**changed: Any) -> Any:
 def test_where_the_next_batch_is_not_known_it_says_so(
     algorithm: str, config: dict[str, Any], why: str | None
 ) -> None:
-    said = no_effect(algorithm, run(**config))
+    said = run_ahead_obstacle(algorithm, run(**config))
     assert said is None if why is None else why in (said or "")
 
 

@@ -22,7 +22,8 @@ from das_adapter.errors import ConfigError
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.metrics import RolloutClock, figures
 from das_adapter.service import run_ahead
-from das_adapter.verl import ahead, identity
+from das_adapter.verl import identity
+from das_adapter.verl import run_ahead as verl_run_ahead
 
 ROWS = [("gsm8k", 3), ("gsm8k", 4), ("aime", 3), ("aime", 3)]
 TRAJECTORY = {"step": 2, "sample_index": 3, "rollout_n": 0, "validate": False}
@@ -115,7 +116,7 @@ class Worker:
         raise AssertionError("it would be trained on")
 
     _run_agent_loop = identity.follow_samples.replacement(ask_twice)
-    das_write_ahead = ahead.write_ahead.replacement(None)
+    das_write_ahead = verl_run_ahead.write_ahead.replacement(None)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_ahead.texts.clear()
     monkeypatch.setattr(run_ahead.tuning, "RUN_AHEAD_POLL_S", 0.0)
     yield
-    ahead.Ahead.running = None
+    verl_run_ahead.VerlRunAhead.running = None
 
 
 async def write(worker: Worker, batch: Any) -> None:
@@ -158,7 +159,7 @@ def test_the_first_samples_of_all_rows_come_first() -> None:
     for make in (tensors, proto):
         batch = make(ROWS, 2, False)
         identity.name_rows(batch)
-        jobs, step = asyncio.run(ahead.jobs_of(Worker(), batch))
+        jobs, step = asyncio.run(verl_run_ahead.make_jobs(Worker(), batch))
         assert step == 2
         numbers = [
             job.fields.get("session_id", job.trajectory["rollout_n"]) for job in jobs
@@ -397,7 +398,7 @@ def trainer(**config: Any) -> Any:
 def test_where_the_next_batch_is_not_known_it_says_so(
     config: dict[str, Any], why: str | None
 ) -> None:
-    said = ahead.no_effect(trainer(**config))
+    said = verl_run_ahead.run_ahead_obstacle(trainer(**config))
     assert said is None if why is None else why in (said or "")
 
 
@@ -428,7 +429,9 @@ def test_a_batch_is_dispatched_before_the_next_ones_are_read(
         return prompts
 
     monkeypatch.setattr(
-        ahead.Ahead, "running", SimpleNamespace(show=lambda *_: order.append("shown"))
+        verl_run_ahead.VerlRunAhead,
+        "running",
+        SimpleNamespace(show_next_batches=lambda *_: order.append("shown")),
     )
     assert (
         identity.name_awaited_batches.replacement(stock)(
