@@ -50,7 +50,7 @@ class Engines:
             index = self._indexes[of]
             if command == "visit":
                 for file in payload["files"]:
-                    index.visit(file)
+                    index.map_guest_history(file)
             elif payload.get("history"):
                 directory, generation = payload["history"]
                 if directory != self._directories[of]:

@@ -137,7 +137,7 @@ class HistorySource:
         """
         for file in files:
             try:
-                self.index.visit(file)
+                self.index.map_guest_history(file)
             except (OSError, IndexFileError) as error:
                 logger.warning(
                     "das: history: a problem's history from another node was not"

@@ -73,7 +73,7 @@ class Engine:
             raise TimeoutError("no answer")
         self.heard.append((command, payload))
         for file in payload.get("files", ()):
-            self.guests.visit(file)
+            self.guests.map_guest_history(file)
             self.brought += problems_in(file).tolist()
         return [
             [Counters(tokens=7).take()] if command == "stats" else list(self._answers)

@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
     }
   }));
   threads.push_back(working([&](int) {
-    shared.use([&](SuffixIndex& index) { index.visit(guests); });
+    shared.use([&](SuffixIndex& index) { index.map_guest_history(guests); });
     shared.use([](SuffixIndex& index) { index.clear_live(); });
   }));
   for (int version = 1; going; ++version) {  // a weight sync, and what an operator sees

@@ -767,7 +767,7 @@ def test_a_visitor_is_drafted_from_until_its_requests_are_gone(
     index = SuffixIndex.attach(here.directory)
     early = index.open(5, [])
     assert index.age(early) is None
-    index.visit(tmp_path / "guests")
+    index.map_guest_history(tmp_path / "guests")
     (tmp_path / "guests").unlink()
     assert index.draft([early], [20], 0.0)[0][0].tolist() == POEM == drafted(index, 5)
     assert index.age(early) == 0
@@ -792,12 +792,12 @@ def test_a_visitor_gives_way_to_history_of_its_own(both: Both, tmp_path: Path) -
     there.seal()
     there.give(tmp_path / "guests", [5])
     index = SuffixIndex.attach(here.directory)
-    index.visit(tmp_path / "guests")
+    index.map_guest_history(tmp_path / "guests")
     here.add(5, POEM[::-1], 2)
     here.seal()
     index.refresh()
     assert (drafted(index, 5), index.tokens) == (POEM[::-1], len(POEM))
-    index.visit(tmp_path / "guests")  # it comes too late
+    index.map_guest_history(tmp_path / "guests")  # it comes too late
     index.clear_live()
     assert (drafted(index, 5), index.tokens) == (POEM[::-1], len(POEM))
 

@@ -105,13 +105,13 @@ class SuffixIndex:
         self._core.refresh(generation)
         return self.generation
 
-    def visit(self, path: str | os.PathLike[str]) -> None:
+    def map_guest_history(self, path: str | os.PathLike[str]) -> None:
         """Map the history of problems that have none here, as `HistoryStore.give` wrote
         it; each keeps it until the `clear_live` that finds no live text of it, or until
         `refresh` brings history of its own. The file may be removed afterwards. Raises
         as `refresh`; nothing is mapped then.
         """
-        self._core.visit(os.fspath(path))
+        self._core.map_guest_history(os.fspath(path))
 
     # Live requests
 

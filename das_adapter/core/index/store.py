@@ -181,7 +181,7 @@ class HistoryStore:
 
     def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this
-        user alone: for `absorb` of another store, and for `SuffixIndex.visit`.
+        user alone: for `absorb` of another store, and for `SuffixIndex.map_guest_history`.
         """
         with self._lock:
             self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
