@@ -13,8 +13,9 @@ from pathlib import Path
 
 PREFIX = "CPP_"
 """What the names of the C++ core's numbers begin with."""
-HEAD = """// Written by csrc/tuning_header.py from das_adapter/core/tuning.py, which says
-// the unit and the reason of each number.
+HEAD = """\
+// Written by csrc/tuning_header.py from das_adapter/core/tuning.py, which says the unit
+// and the reason of each number.
 #pragma once
 
 #include <array>
@@ -45,9 +46,9 @@ def main(table: Path, header: Path) -> None:
 def definition(name: str, value: object) -> str:
     """Return the definition of a number or of a tuple of numbers in C++."""
     if isinstance(value, tuple):
-        element = cpp_type(value[0])
+        array = f"std::array<{cpp_type(value[0])}, {len(value)}>"
         elements = ", ".join(map(repr, value))
-        return f"inline constexpr std::array<{element}, {len(value)}> {name}{{{elements}}};"
+        return f"inline constexpr {array} {name}{{{elements}}};"
     return f"inline constexpr {cpp_type(value)} {name} = {value!r};"
 
 

@@ -23,7 +23,14 @@ def number(value: Value, unit: str, reason: str) -> Value:
     return value
 
 
-# The store of a node's history (core/index/store.py)
+# The suffix index and the store of a node's history (core/index)
+
+FIXED_CHANCE = number(
+    0.15,
+    "chance to be accepted below which a draft ends, where no budget decides",
+    "a guess: a token that is rejected six times out of seven is not worth its place"
+    " in a step",
+)
 
 SEAL_SLICE_TOKENS = number(
     200_000,
@@ -93,7 +100,7 @@ CPP_BEYOND_TOKENS = number(
 )
 CPP_SURE_STRENGTH = number(
     8,
-    "half tokens of strength from which on no place with another last token is searched",
+    "half tokens of strength from which on differing last tokens are not searched",
     "a guess: four equal tokens, as the longest gram of live text has",
 )
 

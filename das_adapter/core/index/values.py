@@ -1,4 +1,4 @@
-"""What goes into the native index and comes out of it."""
+"""Types of the arguments and results of the native index."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Number:
         self._name = name
 
     def __get__(self, owner: Any, kind: type) -> int:
-        with getattr(owner, "_lock", contextlib.nullcontext()):
+        lock = getattr(owner, "_lock", contextlib.nullcontext())
+        with lock:
             return int(getattr(owner._core, self._name))
 
 
 class Shrunk(NamedTuple):
-    """What a slice of thinning out did to keep a byte budget."""
+    """The effect of one slice of thinning a history out to a byte budget."""
 
     tokens: int
     """Tokens that went."""

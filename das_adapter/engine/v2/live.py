@@ -240,6 +240,10 @@ class LiveTexts:
         chances = np.empty(len(slots) * self.chances.shape[1], np.float32)
         offsets = np.empty(len(slots) + 1, np.int64)
         return (
-            chances[: self._native.forecast_drafts(slots, limits, floor, last, chances, offsets)],
+            chances[
+                : self._native.forecast_drafts(
+                    slots, limits, floor, last, chances, offsets
+                )
+            ],
             offsets,
         )
