@@ -103,7 +103,7 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets,
   const size_t batch = token_gain_s.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument(
-        "allocate: worth, offsets and keep differ in their number of requests");
+        "allocate: gains, offsets and keep differ in their number of requests");
   const int64_t* begins = offsets.data();
   const int64_t num_chances = begins[batch];
   if (begins[0] != 0 || num_chances != static_cast<int64_t>(chances.size()) ||

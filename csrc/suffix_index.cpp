@@ -592,8 +592,8 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   if (strongest >= tuning::SURE_STRENGTH || contexts.response.size < 2) return;
   const Token written = contexts.response[0];
   search(request, contexts.without_last(), [&](const Found& found) {
-    const Token there = found.last[1];
-    if (there == written) return;  // found by the search above
+    const Token differing = found.last[1];
+    if (differing == written) return;  // found by the search above
     candidates.push_back({found.last + 2, found.end, differing_strength(found.length),
                           found.weight, found.own});
   });

@@ -164,7 +164,7 @@ class Thinning {
       int64_t gain_kept = kNever;
       if (grams_[0].group[i]) {
         gain_kept = std::max(gain_begun, gain_continued);
-        if (!kept_[i]) gain_kept += kTokenUnits * (worth(i, pass) - price);
+        if (!kept_[i]) gain_kept += kTokenUnits * (new_rollouts(i, pass) - price);
       }
       gain_outside = kept_[i] ? kNever : std::max(gain_inside, gain_outside);
       gain_inside = gain_kept;
@@ -187,9 +187,10 @@ class Thinning {
     return kUnitsPerByte * sizeof(Stored) * (1 + num_context);
   }
 
-  // Returns the rollouts that have the token behind the same tokens, added up for each
-  // number of these; 0 where one like it is kept.
-  int64_t worth(uint32_t i, uint32_t pass) {
+  // Returns what keeping a token is worth, in parts of a rollout: the rollouts that
+  // have the token behind the same tokens, added up for each number of these; 0 where
+  // one like it is kept.
+  int64_t new_rollouts(uint32_t i, uint32_t pass) {
     int64_t num_rollouts = 0;
     for (Grams& grams : grams_) {
       const uint32_t group = grams.group[i];

@@ -19,6 +19,7 @@ from das_adapter.core import tuning
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
+    FilePath,
     Float32,
     Int32,
     Int64,
@@ -60,7 +61,7 @@ class SuffixIndex:
     # History
 
     @staticmethod
-    def check(path: str | os.PathLike[str]) -> None:
+    def check(path: FilePath) -> None:
         """Read a file that `HistoryStore.save` wrote, and keep nothing of it.
 
         Raises:
@@ -71,13 +72,13 @@ class SuffixIndex:
         native().read_index_file(os.fspath(path), True)
 
     @classmethod
-    def attach(cls, directory: str | os.PathLike[str]) -> SuffixIndex:
+    def attach(cls, directory: FilePath) -> SuffixIndex:
         """Return an index whose history is mapped; see `map`."""
         index = cls()
         index.map(directory)
         return index
 
-    def map(self, directory: str | os.PathLike[str]) -> None:
+    def map(self, directory: FilePath) -> None:
         """Replace the history by what a `HistoryStore` publishes in `directory`.
 
         The history is empty as long as nothing is published; live requests and learned
@@ -108,7 +109,7 @@ class SuffixIndex:
         self._core.refresh(generation)
         return self.generation
 
-    def map_guest_history(self, path: str | os.PathLike[str]) -> None:
+    def map_guest_history(self, path: FilePath) -> None:
         """Map the history of problems that have none here, as `HistoryStore.give` wrote
         it; each keeps it until the `clear_live` that finds no live text of it, or until
         `refresh` brings history of its own. The file may be removed afterwards. Raises

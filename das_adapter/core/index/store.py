@@ -19,7 +19,14 @@ import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.index.private import make_private
-from das_adapter.core.index.values import ALL, Number, Shrunk, Tokens, tokens_of
+from das_adapter.core.index.values import (
+    ALL,
+    FilePath,
+    Number,
+    Shrunk,
+    Tokens,
+    tokens_of,
+)
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -38,7 +45,7 @@ class HistoryStore:
     time. Any thread may call.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: FilePath) -> None:
         """Create the directory for this user alone, or take over what an earlier store
         left there.
 
@@ -56,18 +63,7 @@ class HistoryStore:
         self._has_unpublished_merge = False
         self._closed = False
         make_private(self.directory)
-        self._writer = os.open(
-            self.directory / "writer",
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-        try:
-            fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._writer)
-            raise DasError(
-                f"history directory {str(self.directory)!r}: another store writes there"
-            ) from None
+        self._writer = _lock_file(self.directory)
         self._core: Any = native().SuffixIndex()
         try:
             self._core.attach(str(self.directory), True)
@@ -182,7 +178,7 @@ class HistoryStore:
         with self._lock:
             return bool(self._core.has(problem, tokens_of(tokens), version))
 
-    def save(self, path: str | os.PathLike[str], window: int = ALL) -> None:
+    def save(self, path: FilePath, window: int = ALL) -> None:
         """Write the history to one file, for `absorb` of another store; what was added
         is sealed before. Other threads may change the history while it is written.
         """
@@ -191,7 +187,7 @@ class HistoryStore:
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
-    def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
+    def give(self, path: FilePath, problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this
         user alone: for `absorb` of another store, and for
         `SuffixIndex.map_guest_history`.
@@ -199,18 +195,15 @@ class HistoryStore:
         with self._lock:
             self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
 
-    def absorb(
-        self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None
-    ) -> None:
+    def absorb(self, path: FilePath, problems: npt.ArrayLike | None = None) -> None:
         """Add what `give` or `save` wrote of some problems, uint64 [n], or of all, as
         older than what is there; the next `seal` publishes it. Raises as
         `SuffixIndex.check`; nothing is added then.
         """
-        chosen = (
-            problems_in(path)
-            if problems is None
-            else np.asarray(problems, dtype=np.uint64)
-        )
+        if problems is None:
+            chosen = problems_in(path)
+        else:
+            chosen = np.asarray(problems, dtype=np.uint64)
         with self._changing():
             self._core.absorb(os.fspath(path), chosen)
 
@@ -259,15 +252,36 @@ class HistoryStore:
     """
 
 
-def problems_in(path: str | os.PathLike[str]) -> UInt64:
+def _lock_file(directory: Path) -> int:
+    """Open and lock the file that says that a store writes to a directory; return its
+    descriptor.
+
+    Raises:
+        DasError: another store writes there.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(directory / "writer", flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise DasError(
+            f"history directory {str(directory)!r}: another store writes there"
+        ) from None
+    return descriptor
+
+
+def problems_in(path: FilePath) -> UInt64:
     """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may
     occur several times. Raises as `SuffixIndex.check`.
     """
-    return native().read_index_file(os.fspath(path), False)[0]
+    problems, _ = native().read_index_file(os.fspath(path), False)
+    return problems
 
 
-def newest_in(path: str | os.PathLike[str]) -> int:
+def newest_in(path: FilePath) -> int:
     """Return the newest weight version that was sealed before `give` or `save` wrote a
     file; meaningless while none was.
     """
-    return int(native().read_index_file(os.fspath(path), False)[1])
+    _, newest = native().read_index_file(os.fspath(path), False)
+    return int(newest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
+FilePath = str | os.PathLike[str]
 ALL = 2**63 - 1
 """More visits than a problem has."""
 
