@@ -118,7 +118,7 @@ $(VENV)/hosts: constraints/hosts.txt | $(VENV)/.built
 	$(PIP) --no-deps --ignore-requires-python --target $@ --upgrade -r constraints/hosts.txt
 	touch $@
 
-$(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py $(wildcard csrc/*)
+$(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py das_adapter/core/tuning.py $(wildcard csrc/*)
 	$(PIP) --no-deps --no-build-isolation --force-reinstall -e .
 	$(BIN)/das-adapter cpu-setup
 	touch $@

@@ -13,15 +13,17 @@ from das_adapter.tools.provenance import ENGINE, RUN, save, written
 
 __all__ = ["MEASURES", "provenance", "save", "written"]
 
+TUNING = "das_adapter/core/tuning.py"
+"""The numbers that both the index and the C++ core read."""
 MEASURES = {
-    "agreement.py": ["das_adapter/core/index", "csrc"],
+    "agreement.py": ["das_adapter/core/index", TUNING, "csrc"],
     "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
     "graphs.py": [
         f"das_adapter/{part}"
         for part in ("protocol", "engine/v2/admission.py", "engine/v2/speculator.py")
     ],
-    "history.py": ["das_adapter/core/index", "csrc"],
-    "index.py": ["das_adapter/core/index", "csrc"],
+    "history.py": ["das_adapter/core/index", TUNING, "csrc"],
+    "index.py": ["das_adapter/core/index", TUNING, "csrc"],
     "kernels.py": ["das_adapter/engine/v2"],
     "noise_acceptance.py": [
         "das_adapter/engine/quantised.py",
@@ -35,7 +37,7 @@ MEASURES = {
     "simulator.py": ["das_adapter/core", "das_adapter/sim"],
     "soak.py": [*RUN, "das_adapter/verl"],
     "training.py": [*RUN, "das_adapter/verl"],
-    "v2_drafts.py": ["das_adapter/core/index", "das_adapter/engine/v2", "csrc"],
+    "v2_drafts.py": ["das_adapter/core/index", TUNING, "das_adapter/engine/v2", "csrc"],
 }
 """The code that each script measures; others measure the engine. `stale.py` lists the
 results of code that has changed since.

@@ -1,5 +1,5 @@
-// What the bindings take and give: columns of a batch, one value for each request, and
-// other arrays.
+// Arguments and results of the bindings: columns of a batch, one value for each
+// request, and other arrays.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -83,11 +83,13 @@ int64_t sample_row(const float* logits, int64_t vocab, uint32_t state) {
       // allows for rounding.
       const int zeros = h[i] ? __builtin_clz(h[i]) : 32;
       const float bound = (zeros + 1) * 0.6931472f + 1e-4f + 1e-6f * std::abs(logit);
-      if (!(logit + bound >= best))
-        continue;  // NaN where top-k or top-p left the token out
+      // NaN where top-k or top-p left the token out.
+      if (!(logit + bound >= best)) continue;
       const float score = logit + gumbel(h[i]);
-      if (score > best || (score == best && begin + i < winner))
-        best = score, winner = begin + i;
+      if (score > best || (score == best && begin + i < winner)) {
+        best = score;
+        winner = begin + i;
+      }
     }
   }
   return winner;
@@ -105,13 +107,15 @@ void sample(const Logits& logits, const Ints& seeds, const Ints& positions,
     throw std::invalid_argument(
         "keyed noise: the arguments differ in their number of rows");
   const float* x = logits.data();
-  const int64_t *seed = seeds.data(), *position = positions.data();
+  const int64_t* seed = seeds.data();
+  const int64_t* position = positions.data();
   int64_t* token = out.data();
   nb::gil_scoped_release release;
-  for (size_t r = 0; r < rows; ++r)
-    token[r] = sample_row(
-        x + r * vocab, vocab,
-        row_state(static_cast<uint64_t>(seed[r]), static_cast<uint64_t>(position[r])));
+  for (size_t r = 0; r < rows; ++r) {
+    const uint32_t state =
+        row_state(static_cast<uint64_t>(seed[r]), static_cast<uint64_t>(position[r]));
+    token[r] = sample_row(x + r * vocab, vocab, state);
+  }
 }
 
 }  // namespace
@@ -120,6 +124,5 @@ void bind_keyed_noise(nb::module_& m) {
   m.def("keyed_sample", &sample, nb::arg("logits"), nb::arg("seeds"),
         nb::arg("positions"), nb::arg("out"),
         "Write the keyed-noise sample of each row of float32 logits [rows, vocab] to "
-        "out int64 [rows]; seeds and "
-        "positions of the input tokens int64 [rows].");
+        "out int64 [rows]; seeds and positions of the input tokens int64 [rows].");
 }

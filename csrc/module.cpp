@@ -12,8 +12,7 @@ void bind_suffix_index(nb::module_& m);
 NB_MODULE(_native, m) {
   m.doc() =
       "Native core of das-adapter: keyed-noise sampling, the suffix index, the "
-      "allocation of draft tokens, "
-      "quantised linear layers.";
+      "allocation of draft tokens, quantised linear layers.";
   bind_controller(m);
   bind_keyed_noise(m);
   bind_live_texts(m);

@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -19,13 +20,21 @@ void parallel_for(int64_t count, int threads, const Body& body) {
       reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   struct Shared {
     std::atomic<int64_t> next{0};
-    int64_t count, chunk;
+    int64_t count;
+    int64_t chunk;
     const Body& body;
-  } shared{{0}, count, count / (8 * (threads > 0 ? threads : 1)) + 1, body};
+  };
+  // About eight chunks a thread, so that threads end at about the same time.
+  const int64_t chunk = count / (8 * (threads > 0 ? threads : 1)) + 1;
+  Shared shared{{0}, count, chunk, body};
   const auto work = [](void* p) {
     auto& s = *static_cast<Shared*>(p);
-    for (int64_t begin; (begin = s.next.fetch_add(s.chunk)) < s.count;)
-      for (int64_t i = begin; i < s.count && i < begin + s.chunk; ++i) s.body(i);
+    for (;;) {
+      const int64_t begin = s.next.fetch_add(s.chunk);
+      if (begin >= s.count) return;
+      const int64_t end = std::min(s.count, begin + s.chunk);
+      for (int64_t i = begin; i < end; ++i) s.body(i);
+    }
   };
   if (parallel && threads > 1)
     parallel(work, &shared, static_cast<unsigned>(threads), 0);

@@ -27,7 +27,9 @@ namespace nb = nanobind;
 
 namespace {
 
-constexpr int kRows = 16, kGroup = 128, kSteps = kGroup / 4;
+constexpr int kRows = 16;
+constexpr int kGroup = 128;
+constexpr int kSteps = kGroup / 4;
 
 inline float from_bf16(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -74,22 +76,29 @@ void quantise_block(const Shape& s, int64_t block, const void* weight, bool bf16
   std::memset(codes, 0, s.block_bytes());
   for (int r = 0; r < kRows; ++r)
     for (int64_t g = 0; g < s.groups; ++g) {
-      const int64_t row = block * kRows + r, at = (block * s.groups + g) * kRows + r;
-      scales[at] = 0.0f, zeros[at] = 0;
+      const int64_t row = block * kRows + r;
+      const int64_t at = (block * s.groups + g) * kRows + r;
+      scales[at] = 0.0f;
+      zeros[at] = 0;
       if (row >= s.rows) continue;
       const int n = static_cast<int>(std::min<int64_t>(kGroup, s.inputs - g * kGroup));
       load_row(weight, bf16, row * s.inputs + g * kGroup, n, w);
-      float low = 0.0f, high = 0.0f;
-      for (int i = 0; i < n; ++i)
-        low = std::min(low, w[i]), high = std::max(high, w[i]);
+      float low = 0.0f;
+      float high = 0.0f;
+      for (int i = 0; i < n; ++i) {
+        low = std::min(low, w[i]);
+        high = std::max(high, w[i]);
+      }
       const float scale = high > low ? (high - low) / top : 1.0f;
       const float zero = nearest(-low / scale);
-      scales[at] = scale, zeros[at] = static_cast<uint8_t>(zero);
+      scales[at] = scale;
+      zeros[at] = static_cast<uint8_t>(zero);
       uint8_t* out = codes + g * s.group_bytes() + r * 4;
       for (int i = 0; i < n; ++i) {
         const auto code =
             static_cast<uint8_t>(std::clamp(nearest(w[i] / scale) + zero, 0.0f, top));
-        const int step = i / 4, j = i % 4;
+        const int step = i / 4;
+        const int j = i % 4;
         if (s.bits == 8)
           out[step * 64 + j] = code;
         else
@@ -117,10 +126,11 @@ void quantise_token(const Shape& s, const void* x, bool bf16, int64_t t,
     int sum = 0;
     for (int i = 0; i < n; ++i) {
       const int code = static_cast<int>(nearest(v[i] * inverse));
-      out[i] = static_cast<int8_t>(code), sum += code;
+      out[i] = static_cast<int8_t>(code);
+      sum += code;
     }
-    a.scales[t * s.groups + g] = top / 127.0f,
-                            a.sums[t * s.groups + g] = static_cast<float>(sum);
+    a.scales[t * s.groups + g] = top / 127.0f;
+    a.sums[t * s.groups + g] = static_cast<float>(sum);
   }
 }
 
@@ -151,8 +161,8 @@ void multiply(const Shape& s, const Weights& w, int64_t block, const Activations
             dot[r] += code * x[g * kGroup + step * 4 + j];
           }
       const int64_t at = (block * s.groups + g) * kRows;
-      const float scale = a.scales[(t + i) * s.groups + g],
-                  sum = a.sums[(t + i) * s.groups + g];
+      const float scale = a.scales[(t + i) * s.groups + g];
+      const float sum = a.sums[(t + i) * s.groups + g];
       for (int r = 0; r < kRows; ++r)
         y[r] = std::fma(static_cast<float>(dot[r]) - w.zeros[at + r] * sum,
                         w.scales[at + r] * scale, y[r]);
@@ -179,17 +189,17 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) void multiply_vn
     for (int step = 0; step < kSteps; step += 2) {
       __m512i first, second;
       if constexpr (kBits == 8) {
-        first = _mm512_loadu_si512(codes + step * 64),
+        first = _mm512_loadu_si512(codes + step * 64);
         second = _mm512_loadu_si512(codes + step * 64 + 64);
       } else {
         const __m512i both = _mm512_loadu_si512(codes + step * 32);
-        first = _mm512_and_si512(both, low),
+        first = _mm512_and_si512(both, low);
         second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < T; ++i) {
-        const auto* four = reinterpret_cast<const int32_t*>(x + i * stride) +
-                           step;  // broadcast from memory
+        // Four inputs, broadcast from memory.
+        const auto* four = reinterpret_cast<const int32_t*>(x + i * stride) + step;
         even[i] = _mm512_dpbusd_epi32(even[i], first, _mm512_set1_epi32(four[0]));
         odd[i] = _mm512_dpbusd_epi32(odd[i], second, _mm512_set1_epi32(four[1]));
       }
@@ -281,15 +291,19 @@ void linear(uintptr_t x, bool bf16, int64_t tokens, int64_t n, int64_t k, int bi
   das::parallel_for(s.blocks(), threads, [&](int64_t block) {
     thread_local std::vector<float> tile;
     tile.resize(tokens * kRows);
-    (bits == 4 ? multiply_block<4> : multiply_block<8>)(s, w, block, a, tokens,
-                                                        portable, tile.data());
-    const int64_t first = block * kRows, count = std::min<int64_t>(kRows, n - first);
+    const auto multiply_rows = bits == 4 ? multiply_block<4> : multiply_block<8>;
+    multiply_rows(s, w, block, a, tokens, portable, tile.data());
+    const int64_t first = block * kRows;
+    const int64_t count = std::min<int64_t>(kRows, n - first);
     for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t r = 0; r < count; ++r)
+      for (int64_t r = 0; r < count; ++r) {
+        const float value = tile[t * kRows + r];
+        const int64_t place = t * n + first + r;
         if (bf16)
-          pointer<uint16_t>(out)[t * n + first + r] = to_bf16(tile[t * kRows + r]);
+          pointer<uint16_t>(out)[place] = to_bf16(value);
         else
-          pointer<float>(out)[t * n + first + r] = tile[t * kRows + r];
+          pointer<float>(out)[place] = value;
+      }
   });
 }
 
@@ -299,13 +313,12 @@ void bind_quantised_linear(nb::module_& m) {
   m.def("quantise", &quantise, nb::arg("weight"), nb::arg("bf16"), nb::arg("rows"),
         nb::arg("inputs"), nb::arg("bits"), nb::arg("codes"), nb::arg("scales"),
         nb::arg("zeros"), nb::arg("threads"),
-        "Round a weight [rows, inputs] (float32 or bfloat16) to nearest. All buffers "
-        "by address; see "
-        "das_adapter/engine/quantised.py.");
+        "Quantise a weight [rows, inputs] (float32 or bfloat16), to nearest. All "
+        "buffers by address; see das_adapter/engine/quantised.py.");
   m.def("quantised_linear", &linear, nb::arg("x"), nb::arg("bf16"), nb::arg("tokens"),
         nb::arg("rows"), nb::arg("inputs"), nb::arg("bits"), nb::arg("codes"),
         nb::arg("scales"), nb::arg("zeros"), nb::arg("out"), nb::arg("threads"),
         nb::arg("portable") = false,
-        "out [tokens, rows] = x [tokens, inputs] times the quantised weight, in x's "
-        "dtype.");
+        "Put x [tokens, inputs] times the quantised weight into out [tokens, rows], in "
+        "x's dtype.");
 }

@@ -60,12 +60,12 @@ SuffixIndex::Ids ids(const In<uint64_t>& problems) {
 
 // Drafts one after the other: request i's are the tokens from offsets[i] to offsets[i +
 // 1].
-struct Flat {
+struct FlatDrafts {
   std::vector<Token> tokens;
   std::vector<float> chances;
   std::vector<int64_t> offsets{0};
 
-  explicit Flat(const std::vector<SuffixIndex::Draft>& drafts = {}) {
+  explicit FlatDrafts(const std::vector<SuffixIndex::Draft>& drafts = {}) {
     offsets.reserve(drafts.size() + 1);
     for (const auto& draft : drafts) {
       tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
@@ -75,115 +75,133 @@ struct Flat {
   }
 };
 
-constexpr size_t kFew = 4;  // requests that are drafted for before a thread has woken
-
 // Drafts that the index's thread makes.
 struct Drafting {
   SharedIndex& shared;
-  std::shared_ptr<const Flat> found;
+  std::shared_ptr<const FlatDrafts> drafts;
   std::shared_future<void> done;
 
-  const Flat& wait() const {
+  const FlatDrafts& wait() const {
     unlocked(shared, [](const SuffixIndex&) {});
     done.get();
-    return *found;
+    return *drafts;
   }
 
   nb::tuple result() const {
-    Flat all = wait();
-    return nb::make_tuple(owned(std::move(all.tokens)), owned(std::move(all.chances)),
-                          owned(std::move(all.offsets)));
+    FlatDrafts copy = wait();
+    return nb::make_tuple(owned(std::move(copy.tokens)), owned(std::move(copy.chances)),
+                          owned(std::move(copy.offsets)));
   }
 
   void put(const In<int64_t>& rows, const In<int64_t>& keep, Token largest,
            nb::list lists) const {
-    const Flat& all = wait();
+    const FlatDrafts& all = wait();
     if (keep.size() + 1 != all.offsets.size() || rows.size() != keep.size())
       throw nb::value_error("rows, keep: expected one per draft");
     for (size_t i = 0; i < keep.size(); ++i) {
       const Token* tokens = all.tokens.data() + all.offsets[i];
-      const size_t count =
-          std::clamp<int64_t>(keep.data()[i], 0, all.offsets[i + 1] - all.offsets[i]);
-      nb::object list = nb::steal(PyList_New(static_cast<Py_ssize_t>(count)));
-      for (size_t j = 0; j < count; ++j)
-        PyList_SetItem(list.ptr(), static_cast<Py_ssize_t>(j),
-                       PyLong_FromLong(std::min(tokens[j], largest)));
+      const int64_t length = all.offsets[i + 1] - all.offsets[i];
+      const int64_t num_kept = std::clamp<int64_t>(keep.data()[i], 0, length);
+      nb::object list = nb::steal(PyList_New(num_kept));
+      for (int64_t j = 0; j < num_kept; ++j)
+        PyList_SetItem(list.ptr(), j, PyLong_FromLong(std::min(tokens[j], largest)));
       lists[rows.data()[i]] = list;
     }
   }
 };
 
-Drafting draft_rows(
-    SharedIndex& shared, const In<int64_t>& handles,
-    const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
-    const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
-    const In<int64_t>& budgets, double min_chance) {
-  const size_t n = handles.size();
-  const auto height = static_cast<int64_t>(tokens.shape(0)),
-             width = static_cast<int64_t>(tokens.shape(1));
-  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
+using TokenRows = nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Tokens of a batch, one request's after the other's.
+struct Written {
+  std::vector<Token> tokens;
+  std::vector<size_t> counts;
+};
+
+// Copies tokens[rows[i], begins[i]:ends[i]] of each request.
+Written written_tokens(const TokenRows& tokens, const In<int64_t>& rows,
+                       const In<int64_t>& begins, const In<int64_t>& ends, size_t n) {
+  const auto height = static_cast<int64_t>(tokens.shape(0));
+  const auto width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
   for (size_t i = 0; sound && i < n; ++i) {
-    const int64_t row = rows.data()[i], begin = begins.data()[i], end = ends.data()[i];
-    sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
+    const int64_t row = rows.data()[i];
+    const int64_t begin = begins.data()[i];
+    const int64_t end = ends.data()[i];
+    const bool in_rows = 0 <= row && row < height;
+    sound = in_rows && 0 <= begin && begin <= end && end <= width;
   }
   if (!sound)
     throw nb::value_error(
         "rows, begins, ends: expected one per handle, and stretches of rows of tokens");
-  std::vector<Token> written;
-  std::vector<size_t> counts;
+  Written written;
   for (size_t i = 0; i < n; ++i) {
     const Token* row = tokens.data() + rows.data()[i] * width;
-    counts.push_back(static_cast<size_t>(ends.data()[i] - begins.data()[i]));
-    check_tokens(row + begins.data()[i], counts.back());
-    written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
+    const Token* begin = row + begins.data()[i];
+    const Token* end = row + ends.data()[i];
+    check_tokens(begin, end - begin);
+    written.counts.push_back(end - begin);
+    written.tokens.insert(written.tokens.end(), begin, end);
   }
+  return written;
+}
+
+Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
+                    const TokenRows& tokens, const In<int64_t>& rows,
+                    const In<int64_t>& begins, const In<int64_t>& ends,
+                    const In<int64_t>& budgets, double min_chance) {
+  const size_t n = handles.size();
+  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
   const auto copied = [](const auto& array) {
     return std::vector(array.data(), array.data() + array.size());
   };
   const auto check = [&](const SuffixIndex& index) {
     index.check_open(handles.data(), n);
   };
-  const auto found = std::make_shared<Flat>();
-  auto work = [found, min_chance, written = std::move(written),
-               counts = std::move(counts), handles = copied(handles),
-               budgets = copied(budgets)](SuffixIndex& index) {
-    const Token* next = written.data();
-    for (size_t i = 0; i < counts.size(); next += counts[i++])
-      if (counts[i]) index.extend(handles[i], next, counts[i]);
-    *found =
-        Flat(index.draft(handles.data(), budgets.data(), handles.size(), min_chance));
-  };
-  return {shared, found, shared.begin(check, n > kFew, std::move(work))};
+  const auto drafts = std::make_shared<FlatDrafts>();
+  auto work =
+      [drafts, min_chance, written = written_tokens(tokens, rows, begins, ends, n),
+       handles = copied(handles), budgets = copied(budgets)](SuffixIndex& index) {
+        const Token* next = written.tokens.data();
+        for (size_t i = 0; i < handles.size(); ++i) {
+          if (written.counts[i]) index.extend(handles[i], next, written.counts[i]);
+          next += written.counts[i];
+        }
+        *drafts = FlatDrafts(
+            index.draft(handles.data(), budgets.data(), handles.size(), min_chance));
+      };
+  const bool wake = n > tuning::INLINE_REQUESTS;
+  return {shared, drafts, shared.begin(check, wake, std::move(work))};
 }
 
 // The rules of drafting, which the kernels of vLLM's V2 runner take from here.
 nb::dict rules() {
-  using A = Acceptance;
+  const std::initializer_list<std::pair<const char*, int64_t>> numbers{
+      {"START", kStart},
+      {"PLACES", tuning::PLACES_PER_SEARCH},
+      {"DEPTH", tuning::DEPTH_TOKENS},
+      {"BEYOND", tuning::BEYOND_TOKENS},
+      {"SURE", tuning::SURE_STRENGTH},
+      {"STRONGEST", tuning::MOST_STRENGTH},
+      {"OWN", tuning::OWN_WEIGHT},
+      {"SIBLING", tuning::SIBLING_WEIGHT},
+      {"PROMPT", tuning::PROMPT_WEIGHT},
+      {"COUNTS", Acceptance::kCounts},
+      {"PRIOR", static_cast<int64_t>(tuning::PRIOR_TOKENS)},
+      {"DOUBT", static_cast<int64_t>(tuning::SOURCE_PRIOR_TOKENS)},
+      {"MEMORY", tuning::MEMORY_TOKENS}};
   nb::dict found;
-  for (const auto& [name, value] :
-       std::initializer_list<std::pair<const char*, int64_t>>{
-           {"START", kStart},
-           {"PLACES", kMost},
-           {"DEPTH", kDepth},
-           {"BEYOND", kBeyond},
-           {"SURE", kSure},
-           {"STRONGEST", static_cast<int64_t>(vote_table().size() - 1)},
-           {"OWN", kOwn},
-           {"SIBLING", kSibling},
-           {"PROMPT", kPrompt},
-           {"COUNTS", A::kCounts},
-           {"PRIOR", static_cast<int64_t>(A::kPrior)},
-           {"DOUBT", static_cast<int64_t>(A::kDoubt)},
-           {"MEMORY", A::kMemory}})
-    found[name] = value;
-  found["SHARES"] =
-      nb::cast(std::vector<double>(A::kShareSteps.begin(), A::kShareSteps.end()));
-  found["STRENGTHS"] = nb::cast(
-      std::vector<int64_t>(A::kStrengthSteps.begin(), A::kStrengthSteps.end()));
-  found["FADING"] = owned(std::vector<int32_t>(fading().begin(), fading().end()));
-  const A fresh;
-  found["CHANCES"] = owned(std::vector<double>(fresh.start.begin(), fresh.start.end()));
+  for (const auto& [name, value] : numbers) found[name] = value;
+  const auto& shares = tuning::SHARE_STEPS;
+  const auto& strengths = tuning::STRENGTH_STEPS;
+  const auto& weights = weights_by_age();
+  found["SHARES"] = nb::cast(std::vector<double>(shares.begin(), shares.end()));
+  found["STRENGTHS"] =
+      nb::cast(std::vector<int64_t>(strengths.begin(), strengths.end()));
+  found["FADING"] = owned(std::vector<int32_t>(weights.begin(), weights.end()));
+  const Acceptance fresh;
+  const auto& chances = fresh.prior_chance;
+  found["CHANCES"] = owned(std::vector<double>(chances.begin(), chances.end()));
   return found;
 }
 
@@ -208,14 +226,18 @@ void bind_suffix_index(nb::module_& m) {
       PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());
     }
   });
-  m.def("read_index_file", [](const std::string& path, bool whole) {
+  m.def("read_index_file", [](const std::string& path, bool check) {
     das::SegmentFile file(path, false, false);
-    std::vector<uint64_t> found;
+    const auto check_segment = [&file](size_t i) {
+      file.check(i);
+      file.forget(i);
+    };
+    std::vector<uint64_t> problems;
     for (size_t i = 0; i < file.header().count; ++i) {
-      if (whole) das::unlocked([&] { file.check(i), file.forget(i); });
-      found.push_back(file.entry(i).problem);
+      if (check) das::unlocked([&] { check_segment(i); });
+      problems.push_back(file.entry(i).problem);
     }
-    return nb::make_tuple(owned(std::move(found)), file.header().newest);
+    return nb::make_tuple(owned(std::move(problems)), file.header().newest);
   });
   nb::class_<das::Drafting>(m, "Drafting")
       .def("result", &das::Drafting::result)
@@ -232,12 +254,12 @@ void bind_suffix_index(nb::module_& m) {
              });
            })
       .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"),
-           nb::arg("least") = 0, nb::arg("tokens") = UINT64_MAX)
+           nb::arg("min_texts") = 0, nb::arg("max_tokens") = UINT64_MAX)
       .def("merge", method(&SuffixIndex::merge), unlocked())
       .def("shrink",
-           [](SharedIndex& shared, uint64_t max_bytes, uint64_t tokens) {
+           [](SharedIndex& shared, uint64_t max_bytes, uint64_t max_tokens) {
              const auto shrunk = das::unlocked(shared, [&](SuffixIndex& index) {
-               return index.shrink(max_bytes, tokens);
+               return index.shrink(max_bytes, max_tokens);
              });
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped,
                                    shrunk.kept);
@@ -257,7 +279,7 @@ void bind_suffix_index(nb::module_& m) {
                index.absorb(path, das::ids(problems));
              });
            })
-      .def("visit", method(&SuffixIndex::visit), unlocked())
+      .def("map_guest_history", method(&SuffixIndex::map_guest_history), unlocked())
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
       .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("hurry") = false)
@@ -293,12 +315,12 @@ void bind_suffix_index(nb::module_& m) {
       .def("close", method(&SuffixIndex::close))
       .def("age", method(&SuffixIndex::age))
       .def("flat",
-           [](SharedIndex& shared, uint64_t problem, uint64_t most) {
+           [](SharedIndex& shared, uint64_t problem, uint64_t max_words) {
              const auto history = das::unlocked(shared, [&](const SuffixIndex& index) {
                return index.history(problem);
              });
              auto flat =
-                 das::unlocked([&] { return SuffixIndex::flat(history, most); });
+                 das::unlocked([&] { return SuffixIndex::flat(history, max_words); });
              return nb::make_tuple(owned(std::move(flat.tokens)),
                                    owned(std::move(flat.places)));
            })

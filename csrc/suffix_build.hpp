@@ -26,6 +26,7 @@ class Builder {
   // Adds a segment's texts of versions >= `from`. Whatever is added must be younger
   // than what was added before.
   void add(const Segment& segment, int64_t from = INT64_MIN) {
+    // How far each run's positions move.
     std::vector<int64_t> moved(segment.runs.size, kDropped);
     for (size_t i = 0; i < moved.size(); ++i) {
       const Segment::Run& run = segment.runs[i];
@@ -36,15 +37,16 @@ class Builder {
     }
     Places places;
     places.reserve(segment.places.size);
-    const bool whole = std::adjacent_find(moved.begin(), moved.end(),
-                                          std::not_equal_to<>()) == moved.end();
+    const bool moved_alike = std::adjacent_find(moved.begin(), moved.end(),
+                                                std::not_equal_to<>()) == moved.end();
     uint32_t lcp = 0;  // shared with the last place kept: the least lcp since then
     for (const Segment::Place& p : segment.places) {
       lcp = std::min<uint32_t>(lcp, p.lcp);
-      const int64_t by =
-          moved[whole ? 0 : &segment.run(p.position) - segment.runs.begin()];
-      if (by == kDropped) continue;
-      places.push_back({static_cast<uint32_t>(p.position + by), lcp});
+      const size_t run =
+          moved_alike ? 0 : &segment.run(p.position) - segment.runs.begin();
+      const int64_t distance = moved[run];
+      if (distance == kDropped) continue;
+      places.push_back({static_cast<uint32_t>(p.position + distance), lcp});
       lcp = UINT8_MAX;
     }
     sorted_.push_back(std::move(places));
@@ -68,8 +70,8 @@ class Builder {
     Places fresh;
     fresh.reserve(items_.size());
     order(items_.data(), items_.data() + items_.size(), 0, 0, fresh);
-    for (; !sorted_.empty();
-         sorted_.pop_back())  // the youngest first, because they are the smallest
+    // The youngest segments first, because they are the smallest.
+    for (; !sorted_.empty(); sorted_.pop_back())
       fresh = fresh.empty() ? std::move(sorted_.back()) : merged(sorted_.back(), fresh);
     const Segment::Shape shape{tokens_.size(), fresh.size(), runs_.size()};
     auto bytes = std::make_shared<std::vector<uint64_t>>(shape.bytes() / 8);
@@ -78,8 +80,9 @@ class Builder {
       std::memcpy(const_cast<void*>(static_cast<const void*>(span.data)), from,
                   span.size * sizeof *from);
     };
-    put(segment.runs, runs_.data()), put(segment.places, fresh.data()),
-        put(segment.tokens, tokens_.data());
+    put(segment.runs, runs_.data());
+    put(segment.places, fresh.data());
+    put(segment.tokens, tokens_.data());
     uint64_t* samples = bytes->data() + (segment.samples.data - bytes->data());
     for (size_t i = 0; i < segment.samples.size; ++i)
       samples[i] = segment.key(fresh[i * Segment::kStride]);
@@ -102,73 +105,98 @@ class Builder {
     return start;
   }
 
-  // Sorts [begin, end), whose contexts agree in `at` tokens, by the next two tokens at
-  // a time, and appends the places. `lcp`: tokens that the first one shares with the
+  // Sorts [begin, end), whose contexts agree in `depth` tokens, by the next two tokens
+  // at a time, and appends the places. `lcp`: tokens that the first one shares with the
   // place before it.
-  void order(Item* begin, Item* end, uint32_t at, uint32_t lcp, Places& out) const {
-    for (Item* i = begin; i != end; ++i) {
-      const Stored* last = &tokens_[i->position] - at;
-      i->key =
-          Segment::key(*last, *last >= 0 && at + 1 < kDepth ? Token{last[-1]} : kGap);
-    }
+  void order(Item* begin, Item* end, uint32_t depth, uint32_t lcp, Places& out) const {
+    for (Item* item = begin; item != end; ++item)
+      item->key = key_at(item->position, depth);
     std::sort(begin, end, [](const Item& a, const Item& b) {
       return a.key != b.key ? a.key < b.key : a.position > b.position;
     });
-    uint64_t previous = 0;
-    for (Item* run = begin; run != end;) {
-      const uint64_t key = run->key;
-      Item* next = std::find_if(run, end, [&](const Item& i) { return i.key != key; });
-      if (run != begin) lcp = at + ((key ^ previous) >> 32 == 0);
-      const bool ended = static_cast<uint32_t>(key) <= kBegins || at + 2 >= kDepth;
-      if (next - run == 1 || ended) {
-        const uint32_t shared =
-            key >> 32 <= kBegins ? at + 1 : std::min(at + 2, kDepth);
-        for (Item* i = run; i != next; ++i)
-          out.push_back({i->position, i == run ? lcp : shared});
+    uint64_t previous_key = 0;
+    for (Item* group = begin; group != end;) {
+      const uint64_t key = group->key;
+      const auto differs = [key](const Item& item) { return item.key != key; };
+      Item* const next = std::find_if(group, end, differs);
+      if (group != begin) lcp = depth + (first_rank(key) == first_rank(previous_key));
+      const bool text_ends = second_rank(key) <= kBeginnings;
+      if (next - group == 1 || text_ends || depth + 2 >= tuning::DEPTH_TOKENS) {
+        const uint32_t shared = first_rank(key) <= kBeginnings
+                                    ? depth + 1
+                                    : std::min(depth + 2, tuning::DEPTH_TOKENS);
+        for (Item* item = group; item != next; ++item)
+          out.push_back({item->position, item == group ? lcp : shared});
       } else {
-        order(run, next, at + 2, lcp, out);
+        order(group, next, depth + 2, lcp, out);
       }
-      previous = key;
-      run = next;
+      previous_key = key;
+      group = next;
     }
   }
 
-  // Merges two sorted runs by their lcp values: tokens are compared only where these
-  // tie. `fresh` lies behind `old`.
-  Places merged(const Places& old, const Places& fresh) const {
-    Places out;
-    out.reserve(old.size() + fresh.size());
-    size_t i = 0, j = 0;
-    uint32_t
-        a = 0,
-        b = 0;  // tokens that old[i] and fresh[j] share with the place written last
-    const auto take = [&out](const Places& list, size_t& next, uint32_t& lcp) {
-      out.push_back(list[next++]);
+  // Returns the two context tokens behind `depth` others, as `Segment::key` orders
+  // them.
+  uint64_t key_at(uint32_t position, uint32_t depth) const {
+    const Stored* last = &tokens_[position] - depth;
+    const bool has_second = *last >= 0 && depth + 1 < tuning::DEPTH_TOKENS;
+    return Segment::key(*last, has_second ? Token{last[-1]} : kGap);
+  }
+  static uint32_t first_rank(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
+  static uint32_t second_rank(uint64_t key) { return static_cast<uint32_t>(key); }
+
+  // One of the two lists that are merged. `lcp`: tokens that its next place shares with
+  // the place written last.
+  struct Source {
+    const Places& places;
+    size_t next = 0;
+    uint32_t lcp = 0;
+
+    bool ended() const { return next == places.size(); }
+    uint32_t position() const { return places[next].position; }
+    void move_to(Places& out) {
+      out.push_back(places[next]);
       out.back().lcp = lcp;
-      lcp = next < list.size() ? list[next].lcp : 0;
-    };
-    while (i < old.size() && j < fresh.size()) {
-      if (a == b) {
-        const Stored *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
-        const Match m = match({x + 1, UINT32_MAX}, y, a ? a - 1 : 0);
-        const auto back = static_cast<ptrdiff_t>(m.length);
-        if (!m.ended && x[-back] < y[-back])
-          take(old, i, a), b = m.length;
-        else
-          take(fresh, j, b), a = m.length;
-      } else if (a > b) {
-        take(old, i, a);
+      ++next;
+      lcp = ended() ? 0 : places[next].lcp;
+    }
+  };
+
+  // Merges two sorted lists by their lcp values: tokens are compared only where these
+  // tie. `fresh` lies behind `old`.
+  Places merged(const Places& old_places, const Places& fresh_places) const {
+    Places out;
+    out.reserve(old_places.size() + fresh_places.size());
+    Source old{old_places};
+    Source fresh{fresh_places};
+    while (!old.ended() && !fresh.ended()) {
+      if (old.lcp > fresh.lcp) {
+        old.move_to(out);
+      } else if (old.lcp < fresh.lcp) {
+        fresh.move_to(out);
       } else {
-        take(fresh, j, b);
+        const Stored* x = &tokens_[old.position()];
+        const Stored* y = &tokens_[fresh.position()];
+        // The last equal token is read again, since a text may begin there.
+        const uint32_t known = old.lcp ? old.lcp - 1 : 0;
+        const Match m = match({x + 1, UINT32_MAX}, y, known);
+        const auto back = static_cast<ptrdiff_t>(m.length);
+        if (!m.ended && x[-back] < y[-back]) {
+          old.move_to(out);
+          fresh.lcp = m.length;
+        } else {
+          fresh.move_to(out);
+          old.lcp = m.length;
+        }
       }
     }
-    while (i < old.size()) take(old, i, a);
-    while (j < fresh.size()) take(fresh, j, b);
+    while (!old.ended()) old.move_to(out);
+    while (!fresh.ended()) fresh.move_to(out);
     return out;
   }
 
-  static constexpr uint32_t kBegins =
-      kStart - kGap;  // ranks up to this are beginnings of texts
+  // Ranks up to this are beginnings of texts.
+  static constexpr uint32_t kBeginnings = kStart - kGap;
 
   Text tokens_;
   std::vector<Segment::Run> runs_;
@@ -182,40 +210,49 @@ class Builder {
 inline std::vector<Segment> merged(const std::vector<Segment>& segments,
                                    int64_t from = INT64_MIN) {
   std::vector<Segment> out;
-  for (auto begin = segments.begin(), end = begin; begin != segments.end();
-       begin = end) {
-    uint64_t kept = 0, dropped = 0;
+  auto begin = segments.begin();
+  while (begin != segments.end()) {
+    // The segments from `begin` to `end` become one.
+    uint64_t num_kept = 0;
+    uint64_t num_dropped = 0;
+    auto end = begin;
     do {
-      for (const Segment::Run& run : end->runs)
-        (run.version < from ? dropped : kept) += end->end(run) - run.start;
-    } while (++end != segments.end() &&
-             kept + end->tokens.size <= Segment::kCapacity - 2);
+      for (const Segment::Run& run : end->runs) {
+        const uint64_t num_tokens = end->end(run) - run.start;
+        (run.version < from ? num_dropped : num_kept) += num_tokens;
+      }
+      ++end;
+    } while (end != segments.end() &&
+             num_kept + end->tokens.size <= Segment::kCapacity - 2);
     Builder builder;
-    for (auto segment = begin; segment != end && (dropped || end - begin > 1);
-         ++segment)
-      builder.add(*segment, from);
+    if (num_dropped || end - begin > 1)
+      for (auto segment = begin; segment != end; ++segment) builder.add(*segment, from);
     if (!builder.empty())
       out.push_back(builder.build());
-    else if (!dropped)
+    else if (!num_dropped)
       out.push_back(*begin);
+    begin = end;
   }
   return out;
 }
 
-// How many of the youngest segments are to become one: as many as fit, but no older one
-// is written again for a small part of its size, unless there is hardly room for more
-// segments.
+// Returns how many of the youngest segments are to become one: as many as fit, but no
+// older one is written again for a small part of its size, unless there is hardly room
+// for more segments.
 inline size_t mergeable(const std::vector<Segment>& segments) {
-  constexpr uint64_t kSmall = 16;
-  size_t older = segments.size();
-  uint64_t size = 0;
-  const auto joins = [&](uint64_t more) {
-    return size + more <= Segment::kCapacity - 2 &&
-           (!size || more <= kSmall * size || older >= kSegments - 2);
-  };
-  while (older && joins(segments[older - 1].tokens.size))
-    size += segments[--older].tokens.size;
-  return segments.size() - older;
+  uint64_t num_tokens = 0;
+  size_t oldest = segments.size();  // of those that become one
+  while (oldest) {
+    const uint64_t older = segments[oldest - 1].tokens.size;
+    if (num_tokens + older > Segment::kCapacity - 2) break;
+    const bool is_small = !num_tokens || older <= tuning::MERGE_RATIO * num_tokens;
+    const bool hardly_room =
+        oldest >= tuning::SEGMENTS_PER_PROBLEM - tuning::SPARE_SEGMENTS;
+    if (!is_small && !hardly_room) break;
+    num_tokens += older;
+    --oldest;
+  }
+  return segments.size() - oldest;
 }
 
 }  // namespace das

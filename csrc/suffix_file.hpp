@@ -26,12 +26,14 @@
 
 namespace das {
 
-struct FileError : std::runtime_error {  // the contents of a file are wrong
+// The contents of a file are wrong.
+struct FileError : std::runtime_error {
   FileError(const std::string& path, const std::string& what)
       : std::runtime_error("suffix index file '" + path + "': " + what) {}
 };
-[[noreturn]] inline void fail(
-    const std::string& path) {  // a file can't be read or written; errno says why
+
+// Throws that a file can't be read or written; errno says why.
+[[noreturn]] inline void fail(const std::string& path) {
   throw std::filesystem::filesystem_error(
       "", path, std::error_code(errno, std::generic_category()));
 }
@@ -63,7 +65,7 @@ struct FileHeader {
   uint64_t magic = 0;
   uint64_t format = 3;
   uint64_t bytes = 0;     // of the whole file
-  uint64_t depth = kDepth;
+  uint64_t depth = tuning::DEPTH_TOKENS;
   int64_t newest = 0;     // the newest version that was ever sealed
   uint64_t count = 0;     // of entries in the table
   uint64_t number = 0;    // of the file; of a manifest: its generation
@@ -73,10 +75,10 @@ struct FileHeader {
 
   uint64_t sum() const { return das::checksum(this, offsetof(FileHeader, checksum)); }
 };
-constexpr uint64_t kSegmentMagic =
-    0x3247455358534144;  // "DASXSEG2" on a little-endian machine
-constexpr uint64_t kManifestMagic = 0x334e414d58534144;  // "DASXMAN3"
-constexpr uint64_t kWholeMagic = 0x334c4c4158534144;  // "DASXALL3"
+// Eight letters on a little-endian machine: "DASXSEG2", "DASXMAN3", "DASXALL3".
+constexpr uint64_t kSegmentMagic = 0x3247455358534144;
+constexpr uint64_t kManifestMagic = 0x334e414d58534144;
+constexpr uint64_t kWholeMagic = 0x334c4c4158534144;
 
 // Bytes of a file, mapped or, where `need` asks for them, read into memory: what lies
 // on another machine is not mapped, because a read that fails there is an error, and
@@ -93,9 +95,11 @@ class Bytes {
       throw FileError(path_, "it is another user's");
     size_ = static_cast<size_t>(status.st_size);
     if (!size_) return;
-    void* const data =
-        map ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_.number, 0)
-            : mmap(nullptr, size_, PROT_READ | PROT_WRITE, kUnread, -1, 0);
+    void* data = nullptr;
+    if (map)
+      data = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_.number, 0);
+    else
+      data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, kUnread, -1, 0);
     if (data == MAP_FAILED) fail(path_);
     data_ = static_cast<char*>(data);
     if (map) file_.close();
@@ -111,26 +115,28 @@ class Bytes {
 
   // Makes sure that bytes at `from`, which the file has, can be used.
   void need(size_t from, size_t bytes) const {
-    for (size_t at = from; !mapped_ && at < from + bytes;) {
-      const ssize_t got =
-          ::pread(file_.number, data_ + at, from + bytes - at, static_cast<off_t>(at));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fail(path_);
-      if (!got) throw FileError(path_, "it became shorter while it was read");
-      at += static_cast<size_t>(got);
+    if (mapped_) return;
+    const size_t end = from + bytes;
+    for (size_t next = from; next < end;) {
+      const auto offset = static_cast<off_t>(next);
+      const ssize_t num_read = ::pread(file_.number, data_ + next, end - next, offset);
+      if (num_read < 0 && errno == EINTR) continue;
+      if (num_read < 0) fail(path_);
+      if (!num_read) throw FileError(path_, "it became shorter while it was read");
+      next += static_cast<size_t>(num_read);
     }
   }
   // Gives back the memory of bytes that were read.
   void forget(size_t from, size_t bytes) const {
     const size_t page = sysconf(_SC_PAGESIZE);
-    const size_t begin = (from + page - 1) / page * page,
-                 end = (from + bytes) / page * page;
+    const size_t begin = (from + page - 1) / page * page;
+    const size_t end = (from + bytes) / page * page;
     if (!mapped_ && begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
   }
 
  private:
-  static constexpr int kUnread =
-      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // takes memory where it is written
+  // Memory that is taken where it is written.
+  static constexpr int kUnread = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   struct File {
     int number = -1;
     void close() {
@@ -165,7 +171,7 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
   if (h.bytes != bytes.size())
     throw FileError(path, "it has " + std::to_string(bytes.size()) +
                               " bytes, its header says " + std::to_string(h.bytes));
-  if (h.depth != kDepth)
+  if (h.depth != tuning::DEPTH_TOKENS)
     throw FileError(path, "its depth is " + std::to_string(h.depth));
   if (h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
     throw FileError(path, "its header contradicts itself");
@@ -203,8 +209,8 @@ class SegmentFile {
     checked_ = std::make_unique<std::atomic<bool>[]>(header_.count);
   }
 
-  uint64_t alive =
-      0;  // bytes of its segments that count; known to the process that writes
+  // Bytes of its segments that a history uses; known to the process that writes.
+  uint64_t used_bytes = 0;
 
   const std::string& path() const { return path_; }
   const FileHeader& header() const { return header_; }
@@ -219,7 +225,8 @@ class SegmentFile {
   static Segment segment(const std::shared_ptr<SegmentFile>& file, size_t i) {
     const Entry& e = file->entry(i);
     Segment segment(file->bytes_.data() + e.offset, e.shape(), file);
-    segment.file = file.get(), segment.entry = i;
+    segment.file = file.get();
+    segment.entry = i;
     return segment;
   }
 
@@ -227,11 +234,13 @@ class SegmentFile {
   void check(size_t i) {
     if (checked_[i]) return;
     const Entry& e = entry(i);
-    bytes_.need(e.offset, e.shape().bytes());
-    if (e.checksum != checksum(bytes_.data() + e.offset, e.shape().bytes()))
+    const uint64_t num_bytes = e.shape().bytes();
+    bytes_.need(e.offset, num_bytes);
+    const char* const data = bytes_.data() + e.offset;
+    if (e.checksum != checksum(data, num_bytes))
       throw FileError(
           path_, "the checksum of problem " + std::to_string(e.problem) + " is wrong");
-    if (!Segment(bytes_.data() + e.offset, e.shape(), nullptr).sound())
+    if (!Segment(data, e.shape(), nullptr).sound())
       throw FileError(path_, "the arrays of problem " + std::to_string(e.problem) +
                                  " contradict each other");
     checked_[i] = true;
@@ -254,28 +263,32 @@ inline void check(const Segment& segment) {
 }
 
 // Writes a file under a temporary name and renames it, so that other processes see all
-// of it or nothing. `lasting`: it is on the disk before that, with the permissions that
+// of it or nothing. `durable`: it is on the disk before that, with the permissions that
 // the user gives new files; else only this user can read it.
 template <class Write>
-void write_file(const std::string& path, bool lasting, Write&& write) {
+void write_file(const std::string& path, bool durable, Write&& write) {
   const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";
   const auto fail = [&] {
     const int error = errno;
     std::remove(temporary.c_str());
-    errno = error, das::fail(path);
+    errno = error;
+    das::fail(path);
   };
   const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC;
-  const int descriptor = ::open(temporary.c_str(), flags, lasting ? 0666 : 0600);
+  const int descriptor = ::open(temporary.c_str(), flags, durable ? 0666 : 0600);
   std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
   if (!file) fail();
   bool sound = true;
   write([&](const void* data, size_t bytes) {
     sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes);
   });
-  sound = sound && !std::fflush(file) && !(lasting && fsync(descriptor));
+  sound = sound && !std::fflush(file) && !(durable && fsync(descriptor));
   const int error = errno;
   sound = !std::fclose(file) && sound;
-  if (!sound) errno = error ? error : EIO, fail();
+  if (!sound) {
+    errno = error ? error : EIO;
+    fail();
+  }
   if (std::rename(temporary.c_str(), path.c_str())) fail();
 }
 
@@ -288,7 +301,7 @@ void seal_header(FileHeader& header, const std::vector<Entry>& table, uint64_t b
 }
 
 inline void write_segments(
-    const std::string& path, bool lasting, FileHeader header,
+    const std::string& path, bool durable, FileHeader header,
     const std::vector<std::pair<uint64_t, const Segment*>>& segments) {
   std::vector<SegmentFile::Entry> table;
   const uint64_t begin = sizeof header + segments.size() * sizeof(SegmentFile::Entry);
@@ -301,7 +314,7 @@ inline void write_segments(
   }
   header.magic = kSegmentMagic;
   seal_header(header, table, end - begin);
-  write_file(path, lasting, [&](auto&& put) {
+  write_file(path, durable, [&](auto&& put) {
     put(&header, sizeof header);
     put(table.data(), table.size() * sizeof table[0]);
     for (const auto& [problem, s] : segments) put(s->bytes(), s->nbytes());

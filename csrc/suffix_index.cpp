@@ -17,32 +17,54 @@ namespace das {
 
 namespace {
 
-constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
-constexpr uint64_t kCounts =
-    75;  // percent of a file's bytes that count, or the others are written again
-constexpr uint64_t kAlike =
-    16;  // files of about one size, or they are written again as one
-constexpr uint64_t kLeast =
-    256;  // bytes that a problem keeps before whole problems are dropped
-constexpr uint64_t kThinned =
-    1 << 20;  // most tokens of a problem that are thinned out, which takes a second
-
 // Collects the votes on the next token, `step` tokens after the places at which the
 // candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step,
           std::vector<Vote>& votes) {
   votes.clear();
   for (const Candidate& c : candidates) {
-    if (c.over()) continue;
-    const uint32_t strength =
-        std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
-    auto it = std::find_if(votes.begin(), votes.end(),
-                           [&](const Vote& v) { return v.token == *c.next; });
-    if (it == votes.end()) it = votes.insert(it, {*c.next, 0, 0, 0, true});
-    it->votes += vote_table()[strength] * c.weight, ++it->count,
-        it->strength = std::max(it->strength, strength);
-    it->own &= c.own;
+    if (c.ended()) continue;
+    // A candidate gains strength with each drafted token that it agreed with.
+    const uint32_t strength = std::min(c.strength + 2 * step, tuning::MOST_STRENGTH);
+    const Token token = *c.next;
+    auto vote = std::find_if(votes.begin(), votes.end(),
+                             [token](const Vote& v) { return v.token == token; });
+    if (vote == votes.end()) vote = votes.insert(vote, {token, 0, 0, 0, true});
+    vote->votes += votes_by_strength()[strength] * c.weight;
+    vote->num_places += 1;
+    vote->strength = std::max(vote->strength, strength);
+    vote->own &= c.own;
   }
+}
+
+// Returns the vote with the most votes; of equals the one for the lowest token.
+const Vote& elected(const std::vector<Vote>& votes) {
+  return *std::min_element(
+      votes.begin(), votes.end(), [](const Vote& a, const Vote& b) {
+        return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
+      });
+}
+
+// Keeps the candidates that voted for a token, and moves them behind it.
+void keep_voters(std::vector<Candidate>& candidates, Token token) {
+  size_t num_kept = 0;
+  for (const Candidate& c : candidates) {
+    if (c.ended() || *c.next != token) continue;
+    candidates[num_kept] = {c.next + 1, c.end, c.strength, c.weight, c.own};
+    ++num_kept;
+  }
+  candidates.resize(num_kept);
+}
+
+// Drops the oldest segments of a history that has too many.
+void keep_newest_segments(std::vector<Segment>& history) {
+  if (history.size() > tuning::SEGMENTS_PER_PROBLEM)
+    history.erase(history.begin(), history.end() - tuning::SEGMENTS_PER_PROBLEM);
+}
+
+// Returns the whole text as a context.
+Context ending(const Text& text) {
+  return {text.data() + text.size(), static_cast<uint32_t>(text.size())};
 }
 
 }  // namespace
@@ -82,11 +104,12 @@ uint64_t SuffixIndex::nbytes(const History& history) {
 
 void SuffixIndex::count(const Problem& problem, int64_t sign) {
   for (const Segment& segment : problem.history) {
-    bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(),
-        segments_ += sign;
-    if (segment.file) segment.file->alive += sign * segment.nbytes();
+    sealed_.bytes += sign * segment.nbytes();
+    sealed_.tokens += sign * segment.token_count();
+    sealed_.segments += sign;
+    if (segment.file) segment.file->used_bytes += sign * segment.nbytes();
   }
-  known_ += problem.history.empty() ? 0 : sign;
+  sealed_.problems += problem.history.empty() ? 0 : sign;
 }
 
 SuffixIndex::Change::~Change() {
@@ -104,7 +127,7 @@ void SuffixIndex::forget_if_empty(uint64_t problem) {
   if (it != problems_.end() && it->second.empty()) problems_.erase(it);
 }
 
-void SuffixIndex::Problem::look() {
+void SuffixIndex::Problem::find_visits() {
   visits.clear();
   for (const Segment& segment : history) {
     check(segment);
@@ -115,76 +138,87 @@ void SuffixIndex::Problem::look() {
 }
 
 uint64_t SuffixIndex::Problem::age(int64_t version) const {
-  return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) -
-         visits.begin();
+  const auto not_newer =
+      std::lower_bound(visits.begin(), visits.end(), version, std::greater<>());
+  return not_newer - visits.begin();
 }
 
-int64_t SuffixIndex::Problem::fitting(uint64_t most) const {
-  std::map<int64_t, uint64_t, std::greater<>> sizes;
+int64_t SuffixIndex::Problem::oldest_fitting_visit(uint64_t max_tokens) const {
+  std::map<int64_t, uint64_t, std::greater<>> tokens_by_visit;  // newest first
   for (const Segment& segment : history)
     for (const auto& run : segment.runs)
-      sizes[run.version] += segment.end(run) - run.start;
-  int64_t from = sizes.begin()->first;
+      tokens_by_visit[run.version] += segment.end(run) - run.start;
+  int64_t oldest = tokens_by_visit.begin()->first;
   uint64_t sum = 0;
-  for (const auto& [version, tokens] : sizes) {
-    if ((sum += tokens) > most) break;
-    from = version;
+  for (const auto& [version, num_tokens] : tokens_by_visit) {
+    sum += num_tokens;
+    if (sum > max_tokens) break;
+    oldest = version;
   }
-  return from;
+  return oldest;
 }
 
-uint64_t SuffixIndex::seal(size_t window, size_t least, uint64_t tokens) {
+uint64_t SuffixIndex::seal(size_t window, size_t min_texts, uint64_t max_tokens) {
   std::vector<uint64_t> chosen;
-  uint64_t sealed = 0;
+  uint64_t num_sealed = 0;
   for (uint64_t id : staged_) {
     const auto& staged = problems_.at(id).staged;
-    if (staged.empty() || sealed >= tokens || staged.size() < least) continue;
+    if (staged.empty() || num_sealed >= max_tokens || staged.size() < min_texts)
+      continue;
     chosen.push_back(id);
     sealed_group_ = std::max(sealed_group_, staged.size());
-    for (const auto& [version, text] : staged)
-      sealed += text.size(), newest_ = std::max<int64_t>(newest_, version);
-  }
-  const auto waits = [&](uint64_t id) { return !problems_.at(id).staged.empty(); };
-  const auto forget = [&](void*) {
-    staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)),
-                  staged_.end());
-  };
-  const std::unique_ptr<void, decltype(forget)> forgets(this,
-                                                        forget);  // whatever is thrown
-  {
-    const Change change(*this, chosen);
-    for (uint64_t id : chosen) {
-      Problem& problem = problems_.at(id);
-      auto& history = problem.history;
-      for (const Segment& segment : history) check(segment);  // before anything changes
-      Builder fresh;
-      for (const auto& [version, text] : problem.staged) {
-        if (!fresh.fits(text.size() + 1))
-          history.push_back(fresh.build()), fresh = Builder();
-        fresh.add(text.data(), text.size(), version);
-      }
-      history.push_back(fresh.build());
-      problem.staged = {};
-      problem.look();
-      problem.visits.resize(std::min(problem.visits.size(), window));
-      if (history.size() > kSegments)
-        history = merged(history, problem.visits.back());
-      else
-        drop_before(problem, problem.visits.back());
-      if (history.size() > kSegments)
-        history.erase(history.begin(), history.end() - kSegments);
+    for (const auto& [version, text] : staged) {
+      num_sealed += text.size();
+      newest_ = std::max<int64_t>(newest_, version);
     }
   }
-  return sealed;
+  // At the end, whatever is thrown, problems without staged texts are forgotten.
+  const auto is_sealed = [&](uint64_t id) { return problems_.at(id).staged.empty(); };
+  const auto forget_sealed = [&](void*) {
+    staged_.erase(std::remove_if(staged_.begin(), staged_.end(), is_sealed),
+                  staged_.end());
+  };
+  const std::unique_ptr<void, decltype(forget_sealed)> at_end(this, forget_sealed);
+  {
+    const Change change(*this, chosen);
+    for (uint64_t id : chosen) seal_staged(problems_.at(id), window);
+  }
+  return num_sealed;
+}
+
+// Makes a problem's staged texts its newest history, and drops visits beyond the
+// window.
+void SuffixIndex::seal_staged(Problem& problem, size_t window) {
+  auto& history = problem.history;
+  for (const Segment& segment : history) check(segment);  // before anything changes
+  Builder fresh;
+  for (const auto& [version, text] : problem.staged) {
+    if (!fresh.fits(text.size() + 1)) {
+      history.push_back(fresh.build());
+      fresh = Builder();
+    }
+    fresh.add(text.data(), text.size(), version);
+  }
+  history.push_back(fresh.build());
+  problem.staged = {};
+  problem.find_visits();
+  problem.visits.resize(std::min(problem.visits.size(), window));
+  const int64_t oldest_visit = problem.visits.back();
+  if (history.size() > tuning::SEGMENTS_PER_PROBLEM)
+    history = merged(history, oldest_visit);
+  else
+    drop_before(problem, oldest_visit);
+  keep_newest_segments(history);
 }
 
 void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
   std::vector<Segment> kept;
   for (const Segment& segment : problem.history) {
-    const auto old = [&](const Segment::Run& run) { return run.version < from; };
-    if (std::none_of(segment.runs.begin(), segment.runs.end(), old)) {
+    const auto& runs = segment.runs;
+    const auto is_old = [from](const Segment::Run& run) { return run.version < from; };
+    if (std::none_of(runs.begin(), runs.end(), is_old)) {
       kept.push_back(segment);
-    } else if (!std::all_of(segment.runs.begin(), segment.runs.end(), old)) {
+    } else if (!std::all_of(runs.begin(), runs.end(), is_old)) {
       Builder rest;
       rest.add(segment, from);
       kept.push_back(rest.build());
@@ -193,9 +227,9 @@ void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
   problem.history = std::move(kept);
 }
 
-uint64_t SuffixIndex::merge(uint64_t tokens) {
-  uint64_t merged = 0;
-  while (!unmerged_.empty() && merged < tokens) {
+uint64_t SuffixIndex::merge(uint64_t max_tokens) {
+  uint64_t num_merged = 0;
+  while (!unmerged_.empty() && num_merged < max_tokens) {
     const uint64_t id = *unmerged_.begin();
     const auto it = problems_.find(id);
     const size_t count = it == problems_.end() ? 0 : mergeable(it->second.history);
@@ -203,93 +237,129 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
       const Change change(*this, {id});
       auto& history = it->second.history;
       const auto first = history.end() - static_cast<ptrdiff_t>(count);
-      for (auto segment = first; segment != history.end(); ++segment)
-        check(*segment), merged += segment->token_count();
+      for (auto segment = first; segment != history.end(); ++segment) {
+        check(*segment);
+        num_merged += segment->token_count();
+      }
       *first = das::merged({first, history.end()}).front();
       history.erase(first + 1, history.end());
     }
     unmerged_.erase(id);
   }
-  return merged;
+  return num_merged;
 }
 
-SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t tokens) {
-  struct Owner {
-    Problem* problem;
-    uint64_t bytes;
-    std::pair<int64_t, uint64_t> seen;  // last version, and the problem
-  };
-  if (bytes_ <= max_bytes) return level_ = UINT64_MAX, Shrunk{0, 0, 0, 0};
-  std::vector<Owner> owners;
-  uint64_t least = 0;
-  for (auto& [id, problem] : problems_) {
-    if (problem.history.empty()) continue;
-    Owner owner{&problem, nbytes(problem.history), {INT64_MIN, id}};
-    for (const Segment& segment : problem.history)
-      for (const auto& run : segment.runs)
-        owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
-    least += std::min(owner.bytes, kLeast);
-    owners.push_back(owner);
+SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t max_tokens) {
+  Shrunk shrunk{0, 0, 0, 0};
+  if (sealed_.bytes <= max_bytes) {
+    level_ = UINT64_MAX;
+    return shrunk;
   }
-  Shrunk shrunk{token_count(), 0, 0, 0};
-  if (least > max_bytes) {  // not all problems can keep something
-    std::sort(owners.begin(), owners.end(),
-              [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
-    for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
-      Owner& owner = owners.back();
-      least -= std::min(owner.bytes, kLeast);
-      const Change change(*this, {owner.seen.second});
-      owner.problem->history.clear(), owner.problem->visits.clear();
-    }
-  }
-  std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) {
-    return std::tie(a.bytes, a.seen) < std::tie(b.bytes, b.seen);
-  });
-  uint64_t level = 0, below = 0;  // the most bytes of a problem with which all fit;
-                                  // bytes of the problems below it
-  for (size_t i = 0; i < owners.size(); below += owners[i++].bytes) {
-    level = (max_bytes - below) / (owners.size() - i);
-    if (level <= owners[i].bytes) break;
-  }
-  level_ = std::min(level_, level);
+  const uint64_t tokens_before = sealed_.tokens;
+  std::vector<Thinnable> problems = thinnable();
+  drop_longest_unseen(problems, max_bytes, shrunk);
+  std::sort(problems.begin(), problems.end(),
+            [](const Thinnable& a, const Thinnable& b) {
+              return std::make_pair(a.bytes, a.recency()) <
+                     std::make_pair(b.bytes, b.recency());
+            });
+  level_ = std::min(level_, fitting_level(problems, max_bytes));
   // The largest are thinned out to less than that, so that a problem is not thinned out
   // every time.
-  const uint64_t to = level_ / 4 * 3;
-  for (uint64_t read = 0; bytes_ > max_bytes && read < tokens && !owners.empty();
-       owners.pop_back(), ++shrunk.thinned) {
-    Problem& problem = *owners.back().problem;
-    const Change change(*this, {owners.back().seen.second});
-    read += token_count(problem.history);
-    thin(problem, to);
-    shrunk.kept += token_count(problem.history);
+  const uint64_t target_bytes = level_ / 4 * tuning::THINNED_QUARTERS;
+  uint64_t num_read = 0;
+  while (sealed_.bytes > max_bytes && num_read < max_tokens && !problems.empty()) {
+    {
+      const Thinnable& largest = problems.back();
+      const Change change(*this, {largest.id});
+      num_read += token_count(largest.problem->history);
+      thin(*largest.problem, target_bytes);
+      shrunk.kept += token_count(largest.problem->history);
+      shrunk.thinned += 1;
+    }
+    problems.pop_back();
   }
-  if (bytes_ <= max_bytes) level_ = UINT64_MAX;
-  shrunk.tokens -= token_count();
+  if (sealed_.bytes <= max_bytes) level_ = UINT64_MAX;
+  shrunk.tokens = tokens_before - sealed_.tokens;
   return shrunk;
 }
 
+// Returns the problems with a history.
+std::vector<SuffixIndex::Thinnable> SuffixIndex::thinnable() {
+  std::vector<Thinnable> found;
+  for (auto& [id, problem] : problems_) {
+    if (problem.history.empty()) continue;
+    Thinnable thinnable{&problem, id, nbytes(problem.history), INT64_MIN};
+    for (const Segment& segment : problem.history)
+      for (const auto& run : segment.runs)
+        thinnable.last_version = std::max<int64_t>(thinnable.last_version, run.version);
+    found.push_back(thinnable);
+  }
+  return found;
+}
+
+// Drops whole problems, those not seen for longest first, until the others can keep
+// LEAST_PROBLEM_BYTES each.
+void SuffixIndex::drop_longest_unseen(std::vector<Thinnable>& problems,
+                                      uint64_t max_bytes, Shrunk& shrunk) {
+  const auto least_bytes = [](const Thinnable& problem) {
+    return std::min<uint64_t>(problem.bytes, tuning::LEAST_PROBLEM_BYTES);
+  };
+  uint64_t least = 0;
+  for (const Thinnable& problem : problems) least += least_bytes(problem);
+  if (least <= max_bytes) return;
+  std::sort(
+      problems.begin(), problems.end(),
+      [](const Thinnable& a, const Thinnable& b) { return a.recency() > b.recency(); });
+  while (least > max_bytes) {
+    const Thinnable& unseen = problems.back();
+    least -= least_bytes(unseen);
+    shrunk.dropped += 1;
+    {
+      const Change change(*this, {unseen.id});
+      unseen.problem->history.clear();
+      unseen.problem->visits.clear();
+    }
+    problems.pop_back();
+  }
+}
+
+// Returns the most bytes of a problem with which all fit; they come smallest first.
+uint64_t SuffixIndex::fitting_level(const std::vector<Thinnable>& by_size,
+                                    uint64_t max_bytes) {
+  uint64_t level = 0;
+  uint64_t smaller_bytes = 0;  // of the problems below the level
+  for (size_t i = 0; i < by_size.size(); ++i) {
+    const size_t num_larger = by_size.size() - i;
+    level = (max_bytes - smaller_bytes) / num_larger;
+    if (level <= by_size[i].bytes) break;
+    smaller_bytes += by_size[i].bytes;
+  }
+  return level;
+}
+
 void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
-  problem.look();
-  const uint64_t tokens = token_count(problem.history);
-  if (tokens > kThinned && problem.visits.size() > 1) {
+  problem.find_visits();
+  const uint64_t num_tokens = token_count(problem.history);
+  if (num_tokens > tuning::THINNED_TOKENS && problem.visits.size() > 1) {
     const double share =
         static_cast<double>(max_bytes) / static_cast<double>(nbytes(problem.history));
-    drop_before(
-        problem,
-        problem.fitting(static_cast<uint64_t>(share * static_cast<double>(tokens))));
+    const auto max_tokens =
+        static_cast<uint64_t>(share * static_cast<double>(num_tokens));
+    drop_before(problem, problem.oldest_fitting_visit(max_tokens));
   } else {
-    const std::vector<Segment> all = merged(problem.history);
-    const uint64_t bytes = nbytes(all);
+    const std::vector<Segment> segments = merged(problem.history);
+    const uint64_t all_bytes = nbytes(segments);
     problem.history.clear();
-    for (const Segment& segment : all) {
+    for (const Segment& segment : segments) {
+      const double own_bytes =
+          static_cast<double>(max_bytes) * segment.nbytes() / all_bytes;
       Builder rest;
-      Thinning(segment).into(rest,
-                             static_cast<uint64_t>(static_cast<double>(max_bytes) *
-                                                   segment.nbytes() / bytes));
+      Thinning(segment).add_kept_to(rest, static_cast<uint64_t>(own_bytes));
       if (!rest.empty()) problem.history.push_back(rest.build());
     }
   }
-  problem.look();
+  problem.find_visits();
 }
 
 SuffixIndex::History SuffixIndex::history(uint64_t id) const {
@@ -297,46 +367,50 @@ SuffixIndex::History SuffixIndex::history(uint64_t id) const {
   return it == problems_.end() ? History() : it->second.history;
 }
 
-SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
-  const auto words = [](const Segment& s) { return s.tokens.size + s.places.size; };
+SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t max_words) {
+  const auto num_words = [](const Segment& s) { return s.tokens.size + s.places.size; };
   Flat out;
   if (history.empty()) return out;
   Problem problem;
   problem.history = history;
-  problem.look();
-  if (history.size() > 1)
-    problem.history = merged(history, problem.fitting(Segment::kCapacity - 2));
+  problem.find_visits();
+  if (history.size() > 1) {
+    const int64_t oldest = problem.oldest_fitting_visit(Segment::kCapacity - 2);
+    problem.history = merged(history, oldest);
+  }
   // There are several where the newest visit alone is too large.
   Segment segment = *std::max_element(
       problem.history.begin(), problem.history.end(),
       [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });
-  if (words(segment) > most) {
-    Builder rest;
+  if (num_words(segment) > max_words) {
     const double share =
-        static_cast<double>(most) / static_cast<double>(words(segment));
-    Thinning(segment).into(
-        rest,
-        static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
+        static_cast<double>(max_words) / static_cast<double>(num_words(segment));
+    const double max_bytes =
+        tuning::FLAT_FILL_SHARE * share * static_cast<double>(segment.nbytes());
+    Builder rest;
+    Thinning(segment).add_kept_to(rest, static_cast<uint64_t>(max_bytes));
     if (rest.empty()) return out;
     segment = rest.build();
-    if (words(segment) > most) return out;
+    if (num_words(segment) > max_words) return out;
   }
   out.tokens.assign(segment.tokens.begin(), segment.tokens.end());
-  std::vector<uint32_t> ages;
-  for (const Segment::Run& run : segment.runs)
-    ages.push_back(
-        static_cast<uint32_t>(std::min<uint64_t>(problem.age(run.version), UINT8_MAX)));
+  std::vector<uint32_t> age_of_run;
+  for (const Segment::Run& run : segment.runs) {
+    const uint64_t age = std::min<uint64_t>(problem.age(run.version), UINT8_MAX);
+    age_of_run.push_back(static_cast<uint32_t>(age));
+  }
   out.places.reserve(segment.places.size);
-  for (const Segment::Place& p : segment.places)
-    out.places.push_back(p.position |
-                         ages[&segment.run(p.position) - segment.runs.begin()] << 24);
+  for (const Segment::Place& p : segment.places) {
+    const size_t run = &segment.run(p.position) - segment.runs.begin();
+    out.places.push_back(p.position | age_of_run[run] << 24);
+  }
   return out;
 }
 
 int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count,
                           const Token* ahead, size_t ahead_count) {
   Problem& problem = problems_[id];
-  problem.look();
+  problem.find_visits();
   if (ahead_count) {
     problem.live.streams.push_back(std::make_unique<Stream>());
     Stream& written = *problem.live.streams.back();
@@ -346,10 +420,11 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count,
   auto stream = std::make_unique<Stream>();
   if (count) {
     stream->prompt = problem.prompt.lock();
-    const auto* known = stream->prompt ? &stream->prompt->front().tokens
-                                       : nullptr;  // kStart, the prompt, kStart
-    if (!known ||
-        !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
+    // A prompt's segment has kStart, the prompt, and kStart.
+    const auto* sibling = stream->prompt ? &stream->prompt->front().tokens : nullptr;
+    const bool is_same = sibling && std::equal(sibling->begin() + 1, sibling->end() - 1,
+                                               prompt, prompt + count);
+    if (!is_same) {
       Builder text;
       text.add(prompt, count, 0);
       stream->prompt = std::make_shared<std::vector<Segment>>(1, text.build());
@@ -357,10 +432,12 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count,
     problem.prompt = stream->prompt;
   }
   live_.insert(id);
-  requests_[next_handle_] = {
-      &problem, stream.get(), id, Text(ahead, ahead + ahead_count), {}, {}};
+  const int64_t handle = next_handle_;
+  ++next_handle_;
+  requests_[handle] = {&problem, stream.get(), id, Text(ahead, ahead + ahead_count), {},
+                       {}};
   problem.live.streams.push_back(std::move(stream));
-  return next_handle_++;
+  return handle;
 }
 
 const SuffixIndex::Request& SuffixIndex::request(int64_t handle) const {
@@ -382,19 +459,23 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
     acceptance_.learn(r.kinds[i], accepted);
     if (!accepted) break;
   }
-  if (count) r.drafted.clear(), r.kinds.clear();
-  const size_t at = r.stream->text.size() - 1,
-               rest = r.ahead.size() - std::min(r.ahead.size(), at);
-  if (count >= rest || !std::equal(tokens, tokens + count, r.ahead.begin() + at))
-    r.ahead = {};
+  if (count) {
+    r.drafted.clear();
+    r.kinds.clear();
+  }
+  const size_t num_written = r.stream->text.size() - 1;
+  const size_t num_ahead = r.ahead.size() - std::min(r.ahead.size(), num_written);
+  const bool repeats_ahead =
+      count < num_ahead &&
+      std::equal(tokens, tokens + count, r.ahead.begin() + num_written);
+  if (!repeats_ahead) r.ahead = {};
   r.problem->live.extend(*r.stream, tokens, count);
 }
 
 int64_t SuffixIndex::age(int64_t handle) const {
   const auto& visits = request(handle).problem->visits;
-  return visits.empty() ? -1
-                        : std::max<int64_t>(
-                              0, newest_ - visits.front());  // a guest's may be newer
+  if (visits.empty()) return -1;
+  return std::max<int64_t>(0, newest_ - visits.front());  // a guest's may be newer
 }
 
 void SuffixIndex::close(int64_t handle, bool keep) {
@@ -423,13 +504,16 @@ void SuffixIndex::clear_live() {
     const uint64_t id = *it;
     const bool stays = live_.count(id);
     it = stays ? std::next(it) : guests_.erase(it);
-    if (!stays) clear_history(problems_.at(id)), forget_if_empty(id);
+    if (stays) continue;
+    clear_history(problems_.at(id));
+    forget_if_empty(id);
   }
 }
 
 void SuffixIndex::clear_history(Problem& problem) {
   count(problem, -1);
-  problem.history.clear(), problem.visits.clear();
+  problem.history.clear();
+  problem.visits.clear();
 }
 
 uint64_t SuffixIndex::live_bytes() const {
@@ -440,75 +524,79 @@ uint64_t SuffixIndex::live_bytes() const {
   return sum;
 }
 
-template <class Visit>
-void SuffixIndex::search(const Request& request, Context response, Context whole,
-                         Visit&& visit) const {
-  das::search(
-      request.problem->history, response,
-      [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
-        const uint64_t age = request.problem->age(segment.run(p.position).version);
-        const uint32_t weight = fading()[std::min<uint64_t>(age, fading().size() - 1)];
-        visit(response, &segment.tokens[p.position], segment.tokens.end(), length,
-              weight, false);
-      });
-  request.problem->live.search(
-      response, [&](const Stream& stream, uint32_t position, uint32_t length) {
-        const bool own = &stream == request.stream;
-        visit(response, &stream.text[position], stream.text.data() + stream.text.size(),
-              length, own ? kOwn : kSibling, own);
-      });
+template <class Report>
+void SuffixIndex::search(const Request& request, const Contexts& contexts,
+                         Report&& report) const {
+  const Context response = contexts.response;
+  const auto report_sealed = [&](const Segment& segment, const Segment::Place& place,
+                                 uint32_t length) {
+    const uint64_t age = request.problem->age(segment.run(place.position).version);
+    const uint64_t oldest = weights_by_age().size() - 1;
+    const uint32_t weight = weights_by_age()[std::min(age, oldest)];
+    report(Found{response, &segment.tokens[place.position], segment.tokens.end(),
+                 length, weight, false});
+  };
+  const auto report_live = [&](const Stream& stream, uint32_t position,
+                               uint32_t length) {
+    const bool own = &stream == request.stream;
+    const uint32_t weight = own ? tuning::OWN_WEIGHT : tuning::SIBLING_WEIGHT;
+    const Stored* const end = stream.text.data() + stream.text.size();
+    report(Found{response, &stream.text[position], end, length, weight, own});
+  };
+  const auto report_prompt = [&](const Segment& prompt, const Segment::Place& place,
+                                 uint32_t length) {
+    report(Found{contexts.prompted, &prompt.tokens[place.position], prompt.tokens.end(),
+                 length, tuning::PROMPT_WEIGHT, true});
+  };
+  das::search(request.problem->history, response, report_sealed);
+  request.problem->live.search(response, report_live);
   if (request.stream->prompt)
-    das::search(*request.stream->prompt, whole,
-                [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
-                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length,
-                        kPrompt, true);
-                });
+    das::search(*request.stream->prompt, contexts.prompted, report_prompt);
+}
+
+SuffixIndex::Contexts SuffixIndex::contexts(const Request& request,
+                                            Scratch& scratch) const {
+  const size_t most = tuning::DEPTH_TOKENS + tuning::BEYOND_TOKENS + 2;
+  const Text& text = request.stream->text;
+  Text& response = scratch.response;
+  response.assign(text.end() - std::min(text.size(), most), text.end());
+  response.insert(response.end(), request.drafted.begin(), request.drafted.end());
+  Text& prompted = scratch.prompted;
+  prompted.clear();
+  if (!request.stream->prompt) return {ending(response), ending(response)};
+  const auto& prompt = request.stream->prompt->front().tokens;
+  if (text.size() <= most) {
+    const Stored* const prompt_end = prompt.end() - 1;  // in front of kStart
+    prompted.assign(prompt_end - std::min(prompt.size - 2, most), prompt_end);
+  }
+  const bool starts = response.front() == kStart;
+  prompted.insert(prompted.end(), response.begin() + starts, response.end());
+  return {ending(response), prompted.empty() ? ending(response) : ending(prompted)};
 }
 
 void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
-  // The end of the response with its draft, as far as it is compared; and the same
-  // after the prompt, without kStart.
-  auto& [candidates, votes, response_text, whole_text] = scratch;
-  const size_t window = kDepth + kBeyond + 2;
-  const Text& text = request.stream->text;
-  response_text.assign(text.end() - std::min(text.size(), window), text.end());
-  response_text.insert(response_text.end(), request.drafted.begin(),
-                       request.drafted.end());
-  whole_text.clear();
-  if (request.stream->prompt) {
-    const auto& prompt = request.stream->prompt->front().tokens;
-    if (text.size() <= window)
-      whole_text.assign(prompt.end() - 1 - std::min(prompt.size - 2, window),
-                        prompt.end() - 1);
-    whole_text.insert(whole_text.end(),
-                      response_text.begin() + (response_text.front() == kStart),
-                      response_text.end());
-  }
-  const auto ending = [](const Text& t) {
-    return Context{t.data() + t.size(), static_cast<uint32_t>(t.size())};
-  };
-  const Context response = ending(response_text),
-                whole = whole_text.empty() ? response : ending(whole_text);
-
+  auto& candidates = scratch.candidates;
   candidates.clear();
+  const Contexts contexts = this->contexts(request, scratch);
   uint32_t strongest = 0;
-  search(request, response, whole,
-         [&, out = &candidates](Context context, const Stored* last, const Stored* end,
-                                uint32_t length, uint32_t weight, bool own) {
-           const uint32_t beyond =
-               length < kDepth ? match_beyond(context, last, length, kBeyond) : 0;
-           out->push_back({last + 1, end, strength(length, beyond), weight, own});
-           strongest = std::max(strongest, out->back().strength);
-         });
-  if (strongest >= kSure || response.size < 2) return;
-  const Token written = response[0];
-  search(request, response.without_last(), whole.without_last(),
-         [&, out = &candidates](Context, const Stored* last, const Stored* end,
-                                uint32_t length, uint32_t weight, bool own) {
-           if (last[1] == written) return;  // found by the search above
-           out->push_back(
-               {last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
-         });
+  search(request, contexts, [&](const Found& found) {
+    uint32_t beyond = 0;
+    if (found.length < tuning::DEPTH_TOKENS)
+      beyond =
+          match_beyond(found.context, found.last, found.length, tuning::BEYOND_TOKENS);
+    const uint32_t strength = match_strength(found.length, beyond);
+    strongest = std::max(strongest, strength);
+    candidates.push_back(
+        {found.last + 1, found.end, strength, found.weight, found.own});
+  });
+  if (strongest >= tuning::SURE_STRENGTH || contexts.response.size < 2) return;
+  const Token written = contexts.response[0];
+  search(request, contexts.without_last(), [&](const Found& found) {
+    const Token differing = found.last[1];
+    if (differing == written) return;  // found by the search above
+    candidates.push_back({found.last + 2, found.end, differing_strength(found.length),
+                          found.weight, found.own});
+  });
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles,
@@ -523,47 +611,44 @@ std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles,
 
 void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& scratch,
                         Draft& out) const {
-  auto& candidates = scratch.candidates;
-  r.drafted.clear(), r.kinds.clear();
+  r.drafted.clear();
+  r.kinds.clear();
   if (budget <= 0) return;
   double chance = 1;
   // Adds a token to what was drafted; returns whether the draft goes on.
   const auto add = [&](Token token, uint16_t kind) {
-    r.drafted.push_back(token), r.kinds.push_back(kind);
+    r.drafted.push_back(token);
+    r.kinds.push_back(kind);
     chance *= acceptance_.chance(kind);
-    if (r.drafted.size() > static_cast<size_t>(budget) || chance < min_chance)
-      return false;
+    const bool is_full = r.drafted.size() > static_cast<size_t>(budget);
+    if (is_full || chance < min_chance) return false;
     out.tokens.push_back(token);
     out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
     return true;
   };
-  for (size_t at = r.stream->text.size() - 1; at < r.ahead.size(); ++at)
-    if (!add(r.ahead[at], Acceptance::kAhead)) return;
+  for (size_t i = r.stream->text.size() - 1; i < r.ahead.size(); ++i)
+    if (!add(r.ahead[i], Acceptance::kAhead)) return;
+  auto& candidates = scratch.candidates;
+  auto& votes = scratch.votes;
   gather(r, scratch);
-  const auto repeated = static_cast<uint32_t>(r.drafted.size());
-  for (uint32_t step = repeated, searched = repeated;; ++step) {
-    poll(candidates, step - searched, scratch.votes);
-    if (scratch.votes.empty() &&
-        step > searched) {  // all candidates ended here: search with the draft too
+  uint32_t step = 0;  // tokens drafted since the last search
+  for (;;) {
+    poll(candidates, step, votes);
+    if (votes.empty() && step) {
+      // All candidates ended here: search with the draft, too.
       gather(r, scratch);
-      poll(candidates, 0, scratch.votes);
-      searched = step;
+      step = 0;
+      poll(candidates, step, votes);
     }
-    if (scratch.votes.empty()) return;
-    uint64_t all = 0;
-    for (const Vote& v : scratch.votes) all += v.votes;
-    const Vote best = *std::min_element(
-        scratch.votes.begin(), scratch.votes.end(), [](const Vote& a, const Vote& b) {
-          return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
-        });
-    const uint16_t kind =
-        Acceptance::kind(best.votes, all, best.strength, best.count, best.own);
+    if (votes.empty()) return;
+    uint64_t all_votes = 0;
+    for (const Vote& vote : votes) all_votes += vote.votes;
+    const Vote best = elected(votes);
+    const uint16_t kind = Acceptance::kind(best.votes, all_votes, best.strength,
+                                           best.num_places, best.own);
     if (!add(best.token, kind)) return;
-    size_t agreeing = 0;
-    for (const Candidate& c : candidates)
-      if (!c.over() && *c.next == best.token)
-        candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};
-    candidates.resize(agreeing);
+    keep_voters(candidates, best.token);
+    ++step;
   }
 }
 
@@ -571,15 +656,19 @@ bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count,
                       int64_t version) const {
   const auto it = problems_.find(problem);
   if (it == problems_.end()) return false;
-  for (const Segment& s : it->second.history) {
-    check(s);
-    for (const Segment::Run& run : s.runs) {
+  const auto begins_text = [](Token token) { return token < 0; };
+  for (const Segment& segment : it->second.history) {
+    check(segment);
+    for (const Segment::Run& run : segment.runs) {
       if (run.version != version) continue;
-      const Stored* const end = &s.tokens[s.end(run)];
-      for (const Stored *text = &s.tokens[run.start], *next; text != end; text = next) {
-        next = std::find_if(text + 1, end, [](Token token) { return token < 0; });
-        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count))
+      const Stored* const end = &segment.tokens[segment.end(run)];
+      const Stored* start = &segment.tokens[run.start];
+      while (start != end) {
+        const Stored* const next = std::find_if(start + 1, end, begins_text);
+        const bool is_whole = *start == kStart;
+        if (is_whole && std::equal(start + 1, next, tokens, tokens + count))
           return true;
+        start = next;
       }
     }
   }
@@ -596,18 +685,24 @@ Saving SuffixIndex::saving() const {
 
 void Saving::write(const std::string& path) const {
   Store::Table all;
-  for (const auto& [id, segment] : segments)
-    check(segment), all.emplace_back(id, &segment);
+  for (const auto& [id, segment] : segments) {
+    check(segment);
+    all.emplace_back(id, &segment);
+  }
   write_segments(path, true, header, all);
 }
 
 void SuffixIndex::give(const std::string& path, const Ids& problems) const {
-  std::vector<std::pair<uint64_t, const Segment*>> all;
-  for (uint64_t id : problems)
-    if (const auto it = problems_.find(id); it != problems_.end())
-      for (const Segment& segment : it->second.history)
-        check(segment), all.emplace_back(id, &segment);
-  write_segments(path, false, header(), all);
+  Store::Table given;
+  for (uint64_t id : problems) {
+    const auto it = problems_.find(id);
+    if (it == problems_.end()) continue;
+    for (const Segment& segment : it->second.history) {
+      check(segment);
+      given.emplace_back(id, &segment);
+    }
+  }
+  write_segments(path, false, header(), given);
 }
 
 void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
@@ -618,39 +713,39 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     const uint64_t id = file->entry(i).problem;
     if (!problems.count(id)) continue;
     file->check(i);
-    histories[id].push_back(SegmentFile::segment(file, i));
-    histories[id].back().file =
-        nullptr;  // it is in memory only, so that a store writes it
+    Segment segment = SegmentFile::segment(file, i);
+    segment.file = nullptr;  // it is in memory only, so that a store writes it
+    histories[id].push_back(std::move(segment));
   }
-  std::vector<uint64_t> taken;
-  for (const auto& [id, list] : histories) taken.push_back(id);
+  std::vector<uint64_t> absorbed;
+  for (const auto& [id, segments] : histories) absorbed.push_back(id);
   newest_ = std::max(newest_, found.newest);
-  const Change change(*this, taken);
-  for (uint64_t id : taken) {
+  const Change change(*this, absorbed);
+  for (uint64_t id : absorbed) {
     auto& history = problems_.at(id).history;
     const auto& older = histories.at(id);
     history.insert(history.begin(), older.begin(), older.end());
-    if (history.size() <= kSegments) continue;
+    if (history.size() <= tuning::SEGMENTS_PER_PROBLEM) continue;
     for (const Segment& segment : history) check(segment);
     history = das::merged(history);
-    if (history.size() > kSegments)
-      history.erase(history.begin(), history.end() - kSegments);
+    keep_newest_segments(history);
   }
 }
 
-void SuffixIndex::visit(const std::string& path) {
+void SuffixIndex::map_guest_history(const std::string& path) {
   const auto file = std::make_shared<SegmentFile>(path, true, true);
   Store::Histories histories;
   for (size_t i = 0; i < file->header().count; ++i) {
     file->check(i);
     histories[file->entry(i).problem].push_back(SegmentFile::segment(file, i));
   }
-  for (auto& [id, list] : histories) {
+  for (auto& [id, segments] : histories) {
     Problem& problem = problems_[id];
-    if (!problem.history.empty() || list.size() > kSegments) continue;
-    problem.history = std::move(list);
+    if (!problem.history.empty() || segments.size() > tuning::SEGMENTS_PER_PROBLEM)
+      continue;
+    problem.history = std::move(segments);
     count(problem, 1);
-    problem.look();
+    problem.find_visits();
     guests_.insert(id);
   }
 }
@@ -665,57 +760,71 @@ void SuffixIndex::attach(const std::string& directory, bool write) {
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
-  if (!store_ || (!generation && !store_->generation() && !store_->exists()))
-    return;  // nothing is published yet
+  if (!store_) return;
+  const bool nothing_published =
+      !generation && !store_->generation() && !store_->exists();
+  if (nothing_published) return;
   auto read = store_->read(generation);
-  take(std::move(read.histories), read.whole, read.header, "manifest");
+  replace_histories(std::move(read.histories), read.whole, read.header, "manifest");
   read.histories.clear();
   store_->keep(read);
 }
 
 uint64_t SuffixIndex::write(bool hurry) {
   std::vector<std::pair<uint64_t, Segment*>> moving;
-  uint64_t bytes = 0;
-  const auto move = [&](uint64_t id, auto&& wanted) {
+  uint64_t num_bytes = 0;
+  const auto move_segments = [&](uint64_t id, auto&& is_wanted) {
     const auto it = problems_.find(id);
     if (it == problems_.end()) return;
-    for (Segment& segment : it->second.history)
-      if (wanted(segment)) moving.emplace_back(id, &segment), bytes += segment.nbytes();
+    for (Segment& segment : it->second.history) {
+      if (!is_wanted(segment)) continue;
+      moving.emplace_back(id, &segment);
+      num_bytes += segment.nbytes();
+    }
   };
-  for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
-    move(*it, [](const Segment& segment) { return !segment.file; });
-  std::map<int, uint64_t>
-      alike;  // files that are not full, by the power of kAlike that their bytes are
+  const auto is_unwritten = [](const Segment& segment) { return !segment.file; };
+  for (uint64_t id : changed_) {
+    if (num_bytes >= tuning::FILE_BYTES) break;
+    move_segments(id, is_unwritten);
+  }
+  // Files that are not full, by the power of FILES_ALIKE that their bytes are.
+  std::map<int, uint64_t> num_alike;
   const auto power = [](const SegmentFile& file) {
-    return std::ilogb(file.alive) / std::ilogb(kAlike);
+    return std::ilogb(file.used_bytes) / std::ilogb(tuning::FILES_ALIKE);
   };
   for (const auto& [number, file] : store_->files())
-    if (file->alive && file->alive < kWritten) ++alike[power(*file)];
+    if (file->used_bytes && file->used_bytes < tuning::FILE_BYTES)
+      num_alike[power(*file)] += 1;
   for (const auto& [number, file] : store_->files()) {
-    if (hurry || !file->alive) continue;
-    const bool small = file->alive < kWritten && alike[power(*file)] >= kAlike;
-    if (!small && 100 * file->alive >= kCounts * file->body()) continue;
-    for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
-      move(file->entry(i).problem, [&, at = file.get()](const Segment& s) {
-        return s.file == at && s.entry == i;
-      });
+    if (hurry || !file->used_bytes) continue;
+    const bool many_small = file->used_bytes < tuning::FILE_BYTES &&
+                            num_alike[power(*file)] >= tuning::FILES_ALIKE;
+    const bool well_used =
+        100 * file->used_bytes >= tuning::FILE_USED_PERCENT * file->body();
+    if (!many_small && well_used) continue;
+    for (size_t i = 0; i < file->header().count; ++i) {
+      if (num_bytes >= tuning::FILE_BYTES) break;
+      const auto is_entry = [i, file = file.get()](const Segment& segment) {
+        return segment.file == file && segment.entry == i;
+      };
+      move_segments(file->entry(i).problem, is_entry);
+    }
   }
   if (moving.empty()) return 0;
   for (const auto& [id, segment] : moving) check(*segment);
   for (const auto& [id, segment] : moving) changed_.insert(id);
   store_->write(moving, header());
-  return bytes;
+  return num_bytes;
 }
 
 void SuffixIndex::publish(bool hurry) {
-  while (write(hurry) >= kWritten) {
+  while (write(hurry) >= tuning::FILE_BYTES) {
   }
-  const auto list = [&](Store::Table& table, uint64_t id,
-                        const std::vector<Segment>& history) {
+  const auto list = [](Store::Table& table, uint64_t id, const History& history) {
     if (history.empty()) table.emplace_back(id, nullptr);
     for (const Segment& segment : history) table.emplace_back(id, &segment);
   };
-  const std::vector<Segment> none;
+  const History none;
   Store::Table changed;
   for (uint64_t id : changed_) {
     const auto it = problems_.find(id);
@@ -727,9 +836,9 @@ void SuffixIndex::publish(bool hurry) {
       if (!problem.history.empty()) list(table, id, problem.history);
     return table;
   };
-  store_->publish(changed, segments_, all, header());
+  store_->publish(changed, sealed_.segments, all, header());
   changed_.clear();
-  if (sealed_group_) group_ = sealed_group_;
+  if (sealed_group_) published_group_ = sealed_group_;
   sealed_group_ = 0;
 }
 
@@ -740,14 +849,14 @@ FileHeader SuffixIndex::header() const {
 }
 
 // Replaces histories by segments from files: all of them, or none if one is damaged.
-void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader& header,
-                       const std::string& path) {
-  for (const auto& [id, list] : histories) {
-    if (list.size() > kSegments)
+void SuffixIndex::replace_histories(Store::Histories histories, bool whole,
+                                    const FileHeader& header, const std::string& path) {
+  for (const auto& [id, segments] : histories) {
+    if (segments.size() > tuning::SEGMENTS_PER_PROBLEM)
       throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
     const auto it = problems_.find(id);
     if (it == problems_.end() || it->second.live.streams.empty()) continue;
-    for (const Segment& segment : list) check(segment);
+    for (const Segment& segment : segments) check(segment);
   }
   newest_ = header.newest;
   if (whole)
@@ -755,13 +864,13 @@ void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader&
       if (!guests_.count(it->first)) clear_history(it->second);
       it = it->second.empty() ? problems_.erase(it) : std::next(it);
     }
-  for (auto& [id, list] : histories) {
+  for (auto& [id, segments] : histories) {
     Problem& problem = problems_[id];
     guests_.erase(id);
     count(problem, -1);
-    problem.history = std::move(list);
+    problem.history = std::move(segments);
     count(problem, 1);
-    if (!problem.live.streams.empty()) problem.look();
+    if (!problem.live.streams.empty()) problem.find_visits();
     forget_if_empty(id);
   }
 }

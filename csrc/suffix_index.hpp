@@ -36,37 +36,38 @@ class SuffixIndex {
 
   // The history: made by calls, or mapped from a store's files.
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
-  // Seals problems with at least `least` texts added, about so many tokens, and drops
-  // their visits beyond the window; returns how many tokens.
-  uint64_t seal(size_t window, size_t least, uint64_t tokens);
-  uint64_t merge(uint64_t tokens);  // problems with several segments, about this many
-                                    // tokens; returns how many
+  // Seals problems with at least `min_texts` texts added, about so many tokens, and
+  // drops their visits beyond the window; returns how many tokens were sealed.
+  uint64_t seal(size_t window, size_t min_texts, uint64_t max_tokens);
+  // Merges problems with several segments, about so many tokens; returns how many.
+  uint64_t merge(uint64_t max_tokens);
   struct Shrunk {
-    uint64_t tokens, thinned,
-        dropped;  // tokens that went, problems thinned out, and dropped whole
-    uint64_t kept;  // tokens that those thinned out keep
+    uint64_t tokens;   // that went
+    uint64_t thinned;  // problems thinned out
+    uint64_t dropped;  // problems dropped whole
+    uint64_t kept;     // tokens that those thinned out keep
   };
   // Thins the largest problems out until all take `max_bytes`, or about so many tokens
   // were read. Of one that is too large for that the oldest visits go.
-  Shrunk shrink(uint64_t max_bytes, uint64_t tokens);
-  // Whether the sealed history has this text, whole, of this version.
+  Shrunk shrink(uint64_t max_bytes, uint64_t max_tokens);
+  // Returns whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
-  // Some problems' history, to be used by another index: written to a file for this
-  // user alone, and taken in as older than what there is already.
+  // Some problems' history, to be used by another index: `give` writes it to a file for
+  // this user alone, `absorb` adds it as older than what there is already.
   using Ids = std::unordered_set<uint64_t>;
   void give(const std::string& path, const Ids& problems) const;
   void absorb(const std::string& path, const Ids& problems);
-  // Maps what `give` wrote for problems without history: they keep it while they have
-  // live text.
-  void visit(const std::string& path);
+  // Maps what `give` wrote of problems without history here: they keep it while they
+  // have live text.
+  void map_guest_history(const std::string& path);
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  // Puts a file's bytes of what is in no file into one, and, without a `hurry`, of what
-  // lies in files of which little counts, or in many small ones; returns how many.
+  // Puts a file's bytes of what is in no file into one, and, unless `hurry`, of what
+  // lies in files of which little is used, or in many small ones; returns how many.
   uint64_t write(bool hurry);
-  void publish(
-      bool hurry);  // where the caller is in a `hurry`, without what can be done later
+  // Publishes a generation. `hurry`: without what can be done later.
+  void publish(bool hurry);
 
   // Starts a request; `ahead`: what was written ahead with its noise. Drafts repeat
   // that as long as the request does. It is live text of a closed request, too.
@@ -79,7 +80,7 @@ class SuffixIndex {
     std::vector<Token> tokens;
     std::vector<float> chances;  // that each token is reached and accepted
   };
-  // Drafts of at most budgets[i] tokens; a handle may occur once.
+  // Drafts at most budgets[i] tokens for each request; a handle may occur once.
   std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count,
                            double min_chance);
 
@@ -88,63 +89,106 @@ class SuffixIndex {
   History history(uint64_t problem) const;
   // A problem's history as a device searches it: one segment with the newest visits
   // that it can hold, or a part of a visit that it cannot, thinned out where it has too
-  // much for `most` words of 32 bits. Empty where there is none. Takes long, and no
-  // index.
+  // much for `max_words` words of 32 bits. Empty where there is none. Takes long, and
+  // no index.
   struct Flat {
     std::vector<Token> tokens;  // those of the segment
-    std::vector<uint32_t>
-        places;  // its places: 24 bits of position, 8 of the text's age in visits
+    // The segment's places: the position in the low 24 bits, the text's age in visits,
+    // 255 at most, in the high 8.
+    std::vector<uint32_t> places;
   };
-  static Flat flat(const History& history, uint64_t most);
+  static Flat flat(const History& history, uint64_t max_words);
 
-  void check_open(const int64_t* handles,
-                  size_t count) const;  // std::invalid_argument: one is not open
-  // Versions from the newest text of the request's problem to the newest; -1: no text.
+  // Throws std::invalid_argument if a request is not open.
+  void check_open(const int64_t* handles, size_t count) const;
+  // Returns the versions from the newest text of the request's problem to the newest of
+  // all; -1: no text.
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
-  uint64_t nbytes() const { return bytes_; }
-  uint64_t token_count() const { return tokens_; }
-  uint64_t problem_count() const { return known_; }
+  uint64_t nbytes() const { return sealed_.bytes; }
+  uint64_t token_count() const { return sealed_.tokens; }
+  uint64_t problem_count() const { return sealed_.problems; }
   uint64_t staged_tokens() const;
   uint64_t live_bytes() const;
-  size_t group() const {
-    return group_;
-  }  // most texts of a problem that were sealed at once for the last generation
+  // Returns the most texts of a problem that were sealed at once for the last
+  // generation.
+  size_t group() const { return published_group_; }
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
 
  private:
   struct Problem {
-    std::vector<Segment> history;  // oldest first, at most kSegments
-    std::vector<int64_t>
-        visits;  // versions that wrote it, newest first; known while requests are open
+    std::vector<Segment> history;  // oldest first, at most SEGMENTS_PER_PROBLEM
+    // Versions that wrote it, newest first; known while requests are open.
+    std::vector<int64_t> visits;
     Live live;
-    std::vector<std::pair<int32_t, Text>> staged;
-    std::weak_ptr<const std::vector<Segment>>
-        prompt;  // of the request opened last: siblings share it
+    std::vector<std::pair<int32_t, Text>> staged;  // texts, each with its version
+    // The prompt of the request that was opened last: siblings share it.
+    std::weak_ptr<const std::vector<Segment>> prompt;
+
     bool empty() const {
       return history.empty() && live.streams.empty() && staged.empty();
     }
-    void look();  // checks the history, and finds its visits
-    uint64_t age(int64_t version) const;  // visits since
-    int64_t fitting(uint64_t most)
-        const;  // the oldest visit with which all since have at most so many tokens
+    // Checks the history, and finds its visits.
+    void find_visits();
+    // Returns how many visits are newer than a version.
+    uint64_t age(int64_t version) const;
+    // Returns the oldest visit with which all since have at most so many tokens.
+    int64_t oldest_fitting_visit(uint64_t max_tokens) const;
   };
   struct Request {
     Problem* problem;
     Stream* stream;
     uint64_t problem_id;
     Text ahead;  // empty once the request has written something else, or all of it
-    std::vector<Token>
-        drafted;  // the last draft since `extend`, and one token more if there is one
+    // The last draft since `extend`, and one token more if there is one.
+    std::vector<Token> drafted;
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
+  };
+  // The end of a request's text with its draft, as far as it is compared.
+  struct Contexts {
+    Context response;
+    Context prompted;  // the same behind the prompt, without kStart
+
+    Contexts without_last() const {
+      return {response.without_last(), prompted.without_last()};
+    }
+  };
+  // A place that a search has found.
+  struct Found {
+    Context context;  // that was searched for
+    const Stored* last;  // last context token
+    const Stored* end;  // of the text or segment
+    uint32_t length;  // of the match
+    uint32_t weight;
+    bool own;
   };
 
   // Working memory of drafting.
   struct Scratch {
     std::vector<Candidate> candidates;
     std::vector<Vote> votes;
-    Text response, whole;
+    Text response;
+    Text prompted;
+  };
+
+  // A problem that may be thinned out.
+  struct Thinnable {
+    Problem* problem;
+    uint64_t id;
+    uint64_t bytes;
+    int64_t last_version;
+
+    // Of two problems, the one seen later, or with the greater number.
+    std::pair<int64_t, uint64_t> recency() const { return {last_version, id}; }
+  };
+
+  // Sizes of the sealed history.
+  struct Sizes {
+    uint64_t bytes = 0;
+    uint64_t tokens = 0;
+    uint64_t problems = 0;
+    uint64_t segments = 0;
   };
 
   // Counts problems again when it ends, after their history was changed.
@@ -163,6 +207,7 @@ class SuffixIndex {
     std::vector<uint64_t> problems_;
   };
 
+  // Adds a problem's history to the sizes, or (`sign` -1) removes it from them.
   void count(const Problem& problem, int64_t sign);
   static uint64_t token_count(const History& history);
   static uint64_t nbytes(const History& history);
@@ -170,22 +215,31 @@ class SuffixIndex {
   Request& request(int64_t handle) {
     return const_cast<Request&>(std::as_const(*this).request(handle));
   }
-  void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch,
-             Draft& out) const;
+
+  void seal_staged(Problem& problem, size_t window);
+  std::vector<Thinnable> thinnable();
+  void drop_longest_unseen(std::vector<Thinnable>& problems, uint64_t max_bytes,
+                           Shrunk& shrunk);
+  static uint64_t fitting_level(const std::vector<Thinnable>& by_size,
+                                uint64_t max_bytes);
   void drop_before(Problem& problem, int64_t from) const;
   // Thins a problem out to `max_bytes`, or drops its oldest visits where it is too
   // large for that; the newest may stay larger, to be thinned out next time.
   void thin(Problem& problem, uint64_t max_bytes) const;
   FileHeader header() const;
-  void take(Store::Histories histories, bool whole, const FileHeader& header,
-            const std::string& path);
-  template <class Visit>
-  void search(const Request& request, Context response, Context whole,
-              Visit&& visit) const;
-  void gather(const Request& request, Scratch& scratch)
-      const;  // candidates for what follows its text and its draft
+  void replace_histories(Store::Histories histories, bool whole,
+                         const FileHeader& header, const std::string& path);
   void forget_if_empty(uint64_t problem);
   void clear_history(Problem& problem);
+
+  void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch,
+             Draft& out) const;
+  Contexts contexts(const Request& request, Scratch& scratch) const;
+  // Calls report(Found) for the places of the history, of live text and of the prompt.
+  template <class Report>
+  void search(const Request& request, const Contexts& contexts, Report&& report) const;
+  // Collects candidates for what follows the request's text and its draft.
+  void gather(const Request& request, Scratch& scratch) const;
 
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
@@ -193,14 +247,13 @@ class SuffixIndex {
   std::vector<uint64_t> staged_;  // problems with staged texts
   std::unordered_set<uint64_t> live_;  // problems with live text
   std::unordered_set<uint64_t> unmerged_;  // problems with several segments
-  std::unordered_set<uint64_t> guests_;  // problems with a history that `visit` mapped
-  std::unordered_set<uint64_t>
-      changed_;  // problems with a history that is not published
-  uint64_t bytes_ = 0, tokens_ = 0, known_ = 0,
-           segments_ = 0;  // of the sealed history; `known_`: problems
-  size_t group_ = 0, sealed_group_ = 0;
-  uint64_t level_ = UINT64_MAX;  // bytes that the largest problems may take, from one
-                                 // slice of shrinking to the next
+  std::unordered_set<uint64_t> guests_;  // problems with a mapped guest history
+  std::unordered_set<uint64_t> changed_;  // problems with an unpublished history
+  Sizes sealed_;
+  size_t published_group_ = 0;  // see `group`
+  size_t sealed_group_ = 0;  // the same since the last generation
+  // Bytes that the largest problems may take, from one slice of shrinking to the next.
+  uint64_t level_ = UINT64_MAX;
   std::unordered_map<int64_t, Request> requests_;
   Acceptance acceptance_;
   std::unique_ptr<Store> store_;

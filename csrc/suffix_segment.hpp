@@ -26,6 +26,17 @@ struct Span {
 class SegmentFile;
 
 // Tokens, and their positions ordered by reversed left context (7.25 bytes per token).
+// Two texts "a b a" and "b a" of one version:
+//
+//   position   0       1  2  3  4       5  6  7
+//   tokens     kStart  a  b  a  kStart  b  a  kStart      runs: {start 0}
+//
+//   places     position  context, last token first   next token   lcp
+//              4         kStart                      b            0
+//              0         kStart                      a            1
+//              1         a kStart                    b            0
+//              5         b kStart                    a            0
+//              2         b a kStart                  a            1
 struct Segment {
   // A place whose next token is a continuation. Equal contexts are ordered latest
   // first.
@@ -42,8 +53,9 @@ struct Segment {
   // Sizes of the arrays. The bytes are runs, samples, places and tokens, padded to a
   // multiple of 8.
   struct Shape {
-    uint64_t tokens = 0, places = 0, runs = 0;  // tokens with kStart or kGap before
-                                                // every text, and kStart at the end
+    uint64_t tokens = 0;  // with kStart or kGap before every text, kStart at the end
+    uint64_t places = 0;
+    uint64_t runs = 0;
 
     uint64_t samples() const { return (places + kStride - 1) / kStride; }
     uint64_t bytes() const {
@@ -58,13 +70,15 @@ struct Segment {
   Segment() = default;
   Segment(const void* bytes, Shape shape, std::shared_ptr<const void> kept)
       : owner(std::move(kept)) {
-    auto at = static_cast<const char*>(bytes);
-    const auto take = [&at](auto& span, size_t size) {
-      span = {reinterpret_cast<decltype(span.data)>(at), size};
-      at += size * sizeof *span.data;
+    auto next = static_cast<const char*>(bytes);
+    const auto point_to = [&next](auto& span, size_t size) {
+      span = {reinterpret_cast<decltype(span.data)>(next), size};
+      next += size * sizeof *span.data;
     };
-    take(runs, shape.runs), take(samples, shape.samples());
-    take(places, shape.places), take(tokens, shape.tokens);
+    point_to(runs, shape.runs);
+    point_to(samples, shape.samples());
+    point_to(places, shape.places);
+    point_to(tokens, shape.tokens);
   }
 
   Shape shape() const { return {tokens.size, places.size, runs.size}; }
@@ -95,8 +109,8 @@ struct Segment {
       if (start <= runs[i - 1].start || start >= tokens.size - 1 || tokens[start] >= 0)
         return false;
     }
-    std::vector<uint8_t> reach(
-        tokens.size);  // tokens of the text up to there, its beginning included
+    // Tokens of the text up to each position, its beginning included; 255: or more.
+    std::vector<uint8_t> reach(tokens.size);
     for (size_t i = 0; i < tokens.size; ++i) {
       if (tokens[i] < kGap) return false;
       reach[i] = tokens[i] < 0 ? 1 : std::min(reach[i - 1] + 1, 255);
@@ -122,17 +136,20 @@ struct Segment {
   // The first place that does not sort before the context.
   const Place* lower_bound(Context context) const {
     const uint64_t here = key(context[0], context.size > 1 ? context[1] : kGap);
-    const uint64_t* low =
-        halve(samples.data, samples.size, [&](const uint64_t& k) { return k < here; });
+    const auto is_less = [here](const uint64_t& sample) { return sample < here; };
+    const auto is_equal = [here](const uint64_t& sample) { return sample == here; };
+    const auto is_before = [&](const Place& p) { return sorts_before(p, context); };
+    // Samples from `low` to `high` equal the context; the place lies behind the one in
+    // front of `low`, and not behind `high`.
+    const uint64_t* low = first_without(samples.data, samples.size, is_less);
     const uint64_t* high = low;
     if (high != samples.end() && *high == here)
-      high =
-          halve(low, samples.end() - low, [&](const uint64_t& k) { return k == here; });
-    const size_t begin =
-        low == samples.data ? 0 : (low - samples.data - 1) * kStride + 1;
-    const size_t end = std::min<size_t>(places.size, (high - samples.data) * kStride);
-    return halve(places.data + begin, end - begin,
-                 [&](const Place& p) { return sorts_before(p, context); });
+      high = first_without(low, samples.end() - low, is_equal);
+    const size_t num_less = low - samples.data;
+    const size_t num_not_greater = high - samples.data;
+    const size_t begin = num_less ? (num_less - 1) * kStride + 1 : 0;
+    const size_t end = std::min<size_t>(places.size, num_not_greater * kStride);
+    return first_without(places.data + begin, end - begin, is_before);
   }
 
   Span<Run> runs;
@@ -140,9 +157,8 @@ struct Segment {
   Span<Place> places;
   Span<Stored> tokens;
   std::shared_ptr<const void> owner;  // owner of the bytes
-  SegmentFile* file =
-      nullptr;  // the owner if it is a file; `entry` is the segment's number in it
-  size_t entry = 0;
+  SegmentFile* file = nullptr;  // the owner if it is a file
+  size_t entry = 0;  // the segment's number in the file
 
  private:
   bool sorts_before(const Place& p, Context context) const {
@@ -152,17 +168,18 @@ struct Segment {
     return last[-static_cast<ptrdiff_t>(m.length)] < context[m.length];
   }
 
-  // The first element that is not `before`, where those that are come first; prefetches
-  // both possible next ones.
-  template <class T, class Before>
-  static const T* halve(const T* first, size_t left, Before&& before) {
-    while (left) {
-      const size_t half = left / 2;
+  // The first element without a property that the first ones have; prefetches both
+  // elements that may be tested next.
+  template <class T, class Has>
+  static const T* first_without(const T* first, size_t count, Has&& has) {
+    while (count) {
+      const size_t half = count / 2;
+      const size_t behind_half = count - half - 1;
       __builtin_prefetch(&first[half / 2]);
-      __builtin_prefetch(&first[half + 1 + (left - half - 1) / 2]);
-      const bool behind = before(first[half]);
-      first += behind ? half + 1 : 0;
-      left = behind ? left - half - 1 : half;
+      __builtin_prefetch(&first[half + 1 + behind_half / 2]);
+      const bool has_it = has(first[half]);
+      first += has_it ? half + 1 : 0;
+      count = has_it ? behind_half : half;
     }
     return first;
   }
@@ -171,73 +188,107 @@ struct Segment {
 static_assert(sizeof(Segment::Place) == 4 && sizeof(Segment::Run) == 8,
               "the layout of files");
 
-constexpr size_t kSegments = 8;  // most segments of one problem
+// The places of one segment on either side of a context, from the nearest on. `after`
+// is the next one that sorts after the context; `before` is behind the next one that
+// sorts in front of it. Of each, its match length; 0: there is none.
+struct SegmentCursor {
+  const Segment* segment;
+  const Segment::Place* after;
+  const Segment::Place* before;
+  uint32_t after_length;
+  uint32_t before_length;
 
-// Visits up to kMost places of one problem's segments, given oldest first, as if they
-// were one segment. The longest match comes first; of equal lengths, places that sort
-// after the context come before those in front of it, the nearest first. Calls
-// visit(segment, place, match length) with lengths >= 1.
-template <class Visit>
-void search(const std::vector<Segment>& segments, Context context, Visit&& visit) {
-  struct Cursor {
-    const Segment* segment;
-    const Segment::Place *after, *before;  // next place to either side; `before` is the
-                                           // one in front of the pointer
-    uint32_t right, left;  // and its match length
-  };
-  std::array<Cursor, kSegments> cursors;
-  size_t count = 0;
-  for (const Segment& s : segments) {
-    const auto length = [&](const Segment::Place& p) {
-      return match(context, &s.tokens[p.position]).length;
+  SegmentCursor() = default;
+  SegmentCursor(const Segment& segment, Context context)
+      : segment(&segment), after(segment.lower_bound(context)), before(after) {
+    const auto& places = segment.places;
+    prefetch_tokens();
+    const auto length = [&](const Segment::Place& place) {
+      return match(context, &segment.tokens[place.position]).length;
     };
-    const Segment::Place* first = s.lower_bound(context);
-    const auto near = std::min<ptrdiff_t>(kMost / 2, first - s.places.begin());
-    for (auto p = first - near; p != s.places.end() && p != first - near + kMost; ++p)
-      __builtin_prefetch(&s.tokens[p->position]);
-    cursors[count++] = {&s, first, first, first != s.places.end() ? length(*first) : 0,
-                        first != s.places.begin() ? length(first[-1]) : 0};
+    after_length = after != places.end() ? length(*after) : 0;
+    before_length = before != places.begin() ? length(before[-1]) : 0;
   }
-  // Whether the place x of an older segment sorts before y of a younger one; they agree
-  // in `shared` tokens.
-  const auto sorts_before = [&](const Cursor& a, const Segment::Place& x,
-                                const Cursor& b, const Segment::Place& y,
-                                uint32_t shared) {
-    const Stored *p = &a.segment->tokens[x.position],
-                 *q = &b.segment->tokens[y.position];
-    const Match m = match({p + 1, UINT32_MAX}, q, shared - 1);
-    return !m.ended &&
-           p[-static_cast<ptrdiff_t>(m.length)] < q[-static_cast<ptrdiff_t>(m.length)];
-  };
-  for (uint32_t visited = 0; visited < kMost; ++visited) {
-    Cursor* best = nullptr;
-    bool to_right = false;
-    uint32_t length = 0;
-    for (Cursor* c = cursors.data(); c != cursors.data() + count; ++c) {
-      const bool right = c->right >= c->left;
-      const uint32_t reach = right ? c->right : c->left;
-      if (!reach || reach < length || (reach == length && to_right && !right)) continue;
-      if (reach == length && right == to_right) {
-        if (right && sorts_before(*best, *best->after, *c, *c->after, length)) continue;
-        if (!right && !sorts_before(*best, best->before[-1], *c, c->before[-1], length))
+
+  bool prefers_after() const { return after_length >= before_length; }
+
+  // Returns the next place after the context, and moves on.
+  const Segment::Place& step_after() {
+    const Segment::Place& place = *after;
+    ++after;
+    const bool ended = after == segment->places.end();
+    after_length = ended ? 0 : std::min<uint32_t>(after_length, after->lcp);
+    return place;
+  }
+
+  // Returns the next place in front of the context, and moves on.
+  const Segment::Place& step_before() {
+    --before;
+    const bool ended = before == segment->places.begin();
+    before_length = ended ? 0 : std::min<uint32_t>(before_length, before->lcp);
+    return *before;
+  }
+
+ private:
+  void prefetch_tokens() const {
+    const auto& places = segment->places;
+    const auto num_before =
+        std::min<ptrdiff_t>(tuning::PLACES_PER_SEARCH / 2, after - places.begin());
+    const auto num_after = std::min<ptrdiff_t>(tuning::PLACES_PER_SEARCH - num_before,
+                                               places.end() - after);
+    for (auto place = after - num_before; place != after + num_after; ++place)
+      __builtin_prefetch(&segment->tokens[place->position]);
+  }
+};
+
+// Returns whether the place `x` of an older segment sorts before `y` of a younger one;
+// they agree in `shared` tokens with the context, and so with each other.
+inline bool sorts_before(const Segment& older, const Segment::Place& x,
+                         const Segment& younger, const Segment::Place& y,
+                         uint32_t shared) {
+  const Stored* p = &older.tokens[x.position];
+  const Stored* q = &younger.tokens[y.position];
+  const Match m = match({p + 1, UINT32_MAX}, q, shared - 1);
+  const auto back = static_cast<ptrdiff_t>(m.length);
+  return !m.ended && p[-back] < q[-back];
+}
+
+// Calls report(segment, place, match length) for up to PLACES_PER_SEARCH places of one
+// problem's segments, given oldest first, as if they were one segment; lengths are at
+// least 1. The longest match comes first; of equal lengths, places that sort after the
+// context come before those in front of it, the nearest first.
+template <class Report>
+void search(const std::vector<Segment>& segments, Context context, Report&& report) {
+  std::array<SegmentCursor, tuning::SEGMENTS_PER_PROBLEM> cursors;
+  size_t count = 0;
+  for (const Segment& segment : segments)
+    cursors[count++] = SegmentCursor(segment, context);
+  for (uint32_t found = 0; found < tuning::PLACES_PER_SEARCH; ++found) {
+    SegmentCursor* best = nullptr;
+    bool best_after = false;  // which of its two places is the best
+    uint32_t best_length = 0;
+    for (SegmentCursor* c = cursors.data(); c != cursors.data() + count; ++c) {
+      const bool after = c->prefers_after();
+      const uint32_t length = after ? c->after_length : c->before_length;
+      if (!length || length < best_length) continue;
+      if (length == best_length) {
+        if (best_after && !after) continue;
+        if (best_after && after &&
+            sorts_before(*best->segment, *best->after, *c->segment, *c->after, length))
+          continue;
+        if (!best_after && !after &&
+            !sorts_before(*best->segment, best->before[-1], *c->segment, c->before[-1],
+                          length))
           continue;
       }
-      best = c, to_right = right, length = reach;
+      best = c;
+      best_after = after;
+      best_length = length;
     }
     if (!best) return;
-    const auto& places = best->segment->places;
-    if (to_right) {
-      visit(*best->segment, *best->after, length);
-      best->right = ++best->after != places.end()
-                        ? std::min<uint32_t>(length, best->after->lcp)
-                        : 0;
-    } else {
-      --best->before;
-      visit(*best->segment, *best->before, length);
-      best->left = best->before != places.begin()
-                       ? std::min<uint32_t>(length, best->before->lcp)
-                       : 0;
-    }
+    const Segment& segment = *best->segment;
+    const Segment::Place& place = best_after ? best->step_after() : best->step_before();
+    report(segment, place, best_length);
   }
 }
 

@@ -51,8 +51,8 @@ class SharedIndex {
  private:
   using Work = std::packaged_task<void()>;
 
-  // Where work lies until somebody takes it: the thread, which is there as long as the
-  // desk is open, or who waits.
+  // Where work lies until somebody does it: the thread, which is there as long as the
+  // desk is open, or a caller that waits for the work.
   struct Desk {
     std::mutex mutex;
     std::condition_variable changed;
@@ -75,17 +75,20 @@ class SharedIndex {
       changed.notify_one();
     }
 
-    Work take() {
+    // Returns the work that nobody has begun; empty: there is none.
+    Work remove() {
       const std::lock_guard<std::mutex> lock(mutex);
       return std::move(work);
     }
 
     void serve() {
       std::unique_lock<std::mutex> lock(mutex);
-      while (changed.wait(lock, [this] { return work.valid() || !open; }), open) {
-        Work taken = std::move(work);
+      for (;;) {
+        changed.wait(lock, [this] { return work.valid() || !open; });
+        if (!open) return;
+        Work begun = std::move(work);
         lock.unlock();
-        taken();
+        begun();
         lock.lock();
       }
     }
@@ -95,14 +98,15 @@ class SharedIndex {
     desk_ = std::make_shared<Desk>();
     try {
       std::thread([desk = desk_] { desk->serve(); }).detach();
-    } catch (const std::system_error&) {  // the system gives none: whoever waits does
-                                          // the work
+    } catch (const std::system_error&) {
+      // The system gives no thread: the caller that waits does the work.
     }
   }
 
   void finish() {
     if (!begun_.valid()) return;
-    if (Work work = desk_->take(); work.valid()) work();
+    Work work = desk_->remove();
+    if (work.valid()) work();
     std::exchange(begun_, {}).wait();
   }
 

@@ -2,8 +2,10 @@
 // others.
 #pragma once
 
+#include <array>
 #include <cinttypes>
 #include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -20,24 +22,29 @@ namespace das {
 // Files never change; nobody but their user can read them. `manifest-N` lists what
 // generation N changed: problems with all their segments, and the files that these lie
 // in. `whole-N` lists a generation completely, now and then; `manifest` is the newest
-// of these. A file that a generation no longer needs stays for kKept more; one that
-// none has had goes at once.
+// of these. A file that a generation no longer needs stays for OLDER_GENERATIONS more;
+// one that none has had goes at once.
+//
+//   directory            lists
+//   segments-01          texts of problems 7 and 8
+//   segments-02          newer texts of problem 7
+//   whole-01             generation 1: problems 7 and 8 in segments-01
+//   manifest-02          what generation 2 changed: problem 7 in segments-01 and -02
+//   manifest             the same as whole-01
 class Store {
  public:
-  using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;
-  using Histories =
-      std::unordered_map<uint64_t, std::vector<Segment>>;  // by problem, oldest first
-  using Table =
-      std::vector<std::pair<uint64_t, const Segment*>>;  // problems, each with its
-                                                         // segments, or with nullptr
+  using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;  // by number
+  // By problem, its segments, oldest first.
+  using Histories = std::unordered_map<uint64_t, std::vector<Segment>>;
+  // Problems, each with its segments, or with nullptr.
+  using Table = std::vector<std::pair<uint64_t, const Segment*>>;
   struct Generation {
     FileHeader header;  // its checksum is the generation's identity
-    bool whole = true;  // whether problems that are not in `histories` have no history,
-                        // else what they had
+    // Whether problems that are not in `histories` have no history, else what they had.
+    bool whole = true;
     Files files;
     Histories histories;
   };
-  static constexpr uint64_t kKept = 2;  // older generations that can still be mapped
 
   explicit Store(std::string directory) : directory_(std::move(directory)) {}
 
@@ -57,17 +64,18 @@ class Store {
     for (int attempts = 8;; --attempts) {
       try {
         return read_once(generation);
-      } catch (const std::filesystem::filesystem_error&
-                   e) {  // a newer generation may have been published meanwhile
-        if (generation || attempts == 1 || e.code().value() != ENOENT || !exists())
-          throw;
+      } catch (const std::filesystem::filesystem_error& e) {
+        // A newer generation may have been published meanwhile.
+        const bool gone = e.code().value() == ENOENT;
+        if (generation || attempts == 1 || !gone || !exists()) throw;
       }
     }
   }
 
   // Goes on from a generation whose histories are in use.
   void keep(Generation& generation) {
-    files_ = std::move(generation.files), header_ = generation.header;
+    files_ = std::move(generation.files);
+    header_ = generation.header;
     for (auto it = files_.begin(); it != files_.end();)
       it = it->second.use_count() == 1 ? files_.erase(it) : std::next(it);
   }
@@ -78,85 +86,112 @@ class Store {
     for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
       const std::string file = entry.path().filename();
       uint64_t number = 0;
-      if (entry.path().extension() == ".tmp")
+      if (entry.path().extension() == ".tmp") {
         std::filesystem::remove(entry.path());
-      else if (std::sscanf(file.c_str(), "segments-%" SCNx64, &number) == 1) {
-        next_ = std::max(next_, number + 1);
-        if (!files_.count(number)) dead_[number] = generation();
+      } else if (std::sscanf(file.c_str(), "segments-%" SCNx64, &number) == 1) {
+        next_number_ = std::max(next_number_, number + 1);
+        if (!files_.count(number)) unneeded_since_[number] = generation();
       } else if (std::sscanf(file.c_str(), "manifest-%" SCNx64, &number) == 1) {
         manifests_.insert(number);
       } else if (std::sscanf(file.c_str(), "whole-%" SCNx64, &number) == 1) {
         wholes_.insert(number);
       }
     }
-    unpublished_ = next_;
+    first_unpublished_ = next_number_;
   }
 
   // Writes segments to a new file, and replaces them by what is mapped of it. `header`
   // has the newest version.
   void write(const std::vector<std::pair<uint64_t, Segment*>>& segments,
              FileHeader header) {
-    header.number = next_++;
+    header.number = next_number_;
+    ++next_number_;
     const Table table(segments.begin(), segments.end());
     const std::string target = path(name("segments", header.number));
     write_segments(target, false, header, table);
-    dead_[header.number] = generation();  // if it can't be mapped
+    unneeded_since_[header.number] = generation();  // if it can't be mapped
     const auto file = std::make_shared<SegmentFile>(target, true, true);
-    dead_.erase(header.number);
+    unneeded_since_.erase(header.number);
     for (size_t i = 0; i < segments.size(); ++i) {
       Segment& segment = *segments[i].second;
-      if (segment.file) segment.file->alive -= segment.nbytes();
+      if (segment.file) segment.file->used_bytes -= segment.nbytes();
       segment = SegmentFile::segment(file, i);
-      file->alive += segment.nbytes();
+      file->used_bytes += segment.nbytes();
     }
     files_[header.number] = file;
-    for (auto it = files_.lower_bound(unpublished_); it != files_.end();) {
-      const bool stays = it->second->alive;
+    for (auto it = files_.lower_bound(first_unpublished_); it != files_.end();) {
+      const bool stays = it->second->used_bytes;
       if (!stays) std::filesystem::remove(path(name("segments", it->first)));
       it = stays ? std::next(it) : files_.erase(it);
     }
   }
 
-  // Publishes the next generation: `changed` has what is new in it, `all()` everything.
-  // A complete manifest is written when it costs no more than those of the changes
-  // since the last one did.
+  // Publishes the next generation: `changed` has what is new in it, `all()` all of its
+  // `num_segments` segments. A complete manifest is written when it costs no more than
+  // those of the changes since the last one did.
   template <class All>
-  void publish(const Table& changed, uint64_t count, All&& all, FileHeader header) {
+  void publish(const Table& changed, uint64_t num_segments, All&& all,
+               FileHeader header) {
     header.number = generation() + 1;
     header = write_manifest({name("manifest", header.number)}, kManifestMagic,
                             header_.checksum, changed, header);
-    header_ = header, unpublished_ = next_;
+    header_ = header;
+    first_unpublished_ = next_number_;
     manifests_.insert(header.number);
-    since_ += changed.size();
-    if (wholes_.empty() || count <= kSmall + since_) {
+    changed_since_whole_ += changed.size();
+    const uint64_t cheap = tuning::WHOLE_SEGMENTS + changed_since_whole_;
+    if (wholes_.empty() || num_segments <= cheap) {
       const std::vector<std::string> targets{name("whole", header.number), "manifest"};
       write_manifest(targets, kWholeMagic, header.checksum, all(), header);
-      wholes_.insert(header.number), since_ = 0;
+      wholes_.insert(header.number);
+      changed_since_whole_ = 0;
     }
     for (auto it = files_.begin(); it != files_.end();) {
-      const bool stays = it->second->alive;
-      if (!stays) dead_[it->first] = header.number;
+      const bool stays = it->second->used_bytes;
+      if (!stays) unneeded_since_[it->first] = header.number;
       it = stays ? std::next(it) : files_.erase(it);
     }
     remove_old();
   }
 
  private:
-  static constexpr uint64_t kSmall =
-      1024;  // segments that a complete manifest may always have
-  static constexpr uint64_t kGone = UINT64_MAX;
-  // Of a manifest's table: the identity of the generation before (in a complete one: of
-  // itself); then files: number, bytes, checksum of the header; then segments: problem,
-  // which of the files (kGone: it has none), entry in it.
-  struct Line {
-    uint64_t first, second, third;
+  // A manifest's table: a line of the generation, a line of each file, and then a line
+  // of each segment, those of one problem after each other:
+  //
+  //   identity of the generation before (in a complete one: of itself)   0      0
+  //   number of a file                          bytes    checksum of its header
+  //   problem                  which of the files (kGone: none)     entry in it
+  struct IdentityLine {
+    uint64_t identity;
+    uint64_t unused[2] = {0, 0};
   };
+  struct FileLine {
+    uint64_t number;
+    uint64_t bytes;
+    uint64_t checksum;
+  };
+  struct SegmentLine {
+    uint64_t problem;
+    uint64_t file;
+    uint64_t entry;
+  };
+  static constexpr uint64_t kGone = UINT64_MAX;
+  using Line = std::array<uint64_t, 3>;
+  static_assert(sizeof(Line) == sizeof(IdentityLine) &&
+                    sizeof(Line) == sizeof(FileLine) &&
+                    sizeof(Line) == sizeof(SegmentLine),
+                "the layout of files");
   struct Manifest {
     FileHeader header;
-    std::vector<Line> lines;
+    uint64_t identity;
+    std::vector<FileLine> files;
+    std::vector<SegmentLine> segments;
   };
+  // Where a segment lies. `checksum`: of its file's header.
   struct Place {
-    uint64_t file, checksum, entry;
+    uint64_t file;
+    uint64_t checksum;
+    uint64_t entry;
   };
   using Places = std::unordered_map<uint64_t, std::vector<Place>>;  // by problem
 
@@ -169,28 +204,36 @@ class Store {
 
   static Manifest open(const std::string& path, uint64_t magic) {
     const Bytes bytes(path, false, true);
-    Manifest found{read_header<Line>(bytes, path, magic), {}};
-    if (found.header.count < 1 + found.header.extra)
+    Manifest found{read_header<Line>(bytes, path, magic), 0, {}, {}};
+    const uint64_t num_lines = found.header.count;
+    const uint64_t num_files = found.header.extra;
+    if (num_lines < 1 + num_files)
       throw FileError(path, "its table contradicts itself");
-    const auto* lines =
+    const auto* const table =
         reinterpret_cast<const Line*>(bytes.data() + sizeof found.header);
-    found.lines.assign(lines, lines + found.header.count);
+    const auto* const files = reinterpret_cast<const FileLine*>(table + 1);
+    const auto* const segments =
+        reinterpret_cast<const SegmentLine*>(table + 1 + num_files);
+    found.identity = reinterpret_cast<const IdentityLine*>(table)->identity;
+    found.files.assign(files, files + num_files);
+    found.segments.assign(segments, segments + (num_lines - 1 - num_files));
     return found;
   }
 
-  // Takes in where a manifest's problems have their segments.
+  // Adds where a manifest's problems have their segments, in place of what is known of
+  // these problems.
   static void collect(const Manifest& manifest, const std::string& path,
                       Places& places) {
-    const auto& lines = manifest.lines;
-    const uint64_t files = manifest.header.extra;
-    for (size_t i = 1 + files; i < lines.size(); ++i) {
-      auto& list = places[lines[i].first];
-      if (i == 1 + files || lines[i].first != lines[i - 1].first) list.clear();
-      if (lines[i].second == kGone) continue;
-      if (lines[i].second >= files)
+    const SegmentLine* previous = nullptr;
+    for (const SegmentLine& line : manifest.segments) {
+      auto& of_problem = places[line.problem];
+      if (!previous || line.problem != previous->problem) of_problem.clear();
+      previous = &line;
+      if (line.file == kGone) continue;
+      if (line.file >= manifest.files.size())
         throw FileError(path, "its table contradicts itself");
-      const Line& file = lines[1 + lines[i].second];
-      list.push_back({file.first, file.third, lines[i].third});
+      const FileLine& file = manifest.files[line.file];
+      of_problem.push_back({file.number, file.checksum, line.entry});
     }
   }
 
@@ -201,7 +244,7 @@ class Store {
       const std::string next = path(name("manifest", header.number + 1));
       if (!std::filesystem::exists(next)) return !last;
       const Manifest manifest = open(next, kManifestMagic);
-      if (manifest.lines[0].first != header.checksum) return false;
+      if (manifest.identity != header.checksum) return false;
       collect(manifest, next, places);
       header = manifest.header;
     }
@@ -218,25 +261,30 @@ class Store {
   // The newest complete manifest of a generation up to `last`; 0: of all.
   std::string whole(uint64_t last) const {
     if (!last) return path("manifest");
-    uint64_t found = 0, number = 0;
-    for (const auto& entry : std::filesystem::directory_iterator(directory_))
-      if (std::sscanf(entry.path().filename().c_str(), "whole-%" SCNx64, &number) ==
-              1 &&
-          number <= last)
-        found = std::max(found, number);
+    uint64_t found = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+      const std::string file = entry.path().filename();
+      uint64_t number = 0;
+      if (std::sscanf(file.c_str(), "whole-%" SCNx64, &number) != 1) continue;
+      if (number <= last) found = std::max(found, number);
+    }
     return path(name("whole", found));
   }
 
   Generation read_once(uint64_t generation) const {
     Generation out{header_, false, files_, {}};
     Places places;
-    const bool ahead =
+    const bool not_older =
         this->generation() && (!generation || generation >= this->generation());
-    if (!ahead || !current() || !follow(out.header, generation, places)) {
+    const bool followed =
+        not_older && current() && follow(out.header, generation, places);
+    if (!followed) {
       const std::string file = whole(generation);
       const Manifest all = open(file, kWholeMagic);
-      places.clear(), collect(all, file, places);
-      out.header = all.header, out.header.checksum = all.lines[0].first,
+      places.clear();
+      collect(all, file, places);
+      out.header = all.header;
+      out.header.checksum = all.identity;
       out.whole = true;
       if (!follow(out.header, generation, places)) {
         errno = ENOENT;
@@ -264,16 +312,26 @@ class Store {
   FileHeader write_manifest(const std::vector<std::string>& targets, uint64_t magic,
                             uint64_t identity, const Table& table,
                             FileHeader header) const {
+    std::vector<Line> lines;
+    const auto add = [&lines](const auto& line) {
+      Line bytes;
+      std::memcpy(&bytes, &line, sizeof bytes);
+      lines.push_back(bytes);
+    };
+    add(IdentityLine{identity});
     std::unordered_map<const SegmentFile*, uint64_t> order;
-    std::vector<Line> lines{{identity, 0, 0}};
-    for (const auto& [problem, s] : table)
-      if (s && order.emplace(s->file, order.size()).second)
-        lines.push_back({s->file->header().number, s->file->header().bytes,
-                         s->file->header().checksum});
+    for (const auto& [problem, segment] : table) {
+      if (!segment || !order.emplace(segment->file, order.size()).second) continue;
+      const FileHeader& file = segment->file->header();
+      add(FileLine{file.number, file.bytes, file.checksum});
+    }
     header.extra = order.size();
-    for (const auto& [problem, s] : table)
-      lines.push_back(s ? Line{problem, order[s->file], s->entry}
-                        : Line{problem, kGone, 0});
+    for (const auto& [problem, segment] : table) {
+      if (segment)
+        add(SegmentLine{problem, order[segment->file], segment->entry});
+      else
+        add(SegmentLine{problem, kGone, 0});
+    }
     header.magic = magic;
     seal_header(header, lines, 0);
     for (const std::string& target : targets)
@@ -285,33 +343,36 @@ class Store {
   }
 
   void remove_old() {
-    for (auto it = dead_.begin(); it != dead_.end();) {
-      const bool stays = it->second + kKept > generation();
+    for (auto it = unneeded_since_.begin(); it != unneeded_since_.end();) {
+      const bool stays = it->second + tuning::OLDER_GENERATIONS > generation();
       if (!stays) std::filesystem::remove(path(name("segments", it->first)));
-      it = stays ? std::next(it) : dead_.erase(it);
+      it = stays ? std::next(it) : unneeded_since_.erase(it);
     }
-    uint64_t oldest = 0;  // the complete manifest from which the oldest generation that
-                          // is kept can be read
+    // The complete manifest from which the oldest generation that stays can be read.
+    uint64_t oldest = 0;
     for (uint64_t number : wholes_)
-      if (number + kKept <= generation()) oldest = number;
-    const auto remove = [&](const char* kind, std::set<uint64_t>& numbers) {
-      for (; !numbers.empty() && *numbers.begin() < oldest;
-           numbers.erase(numbers.begin()))
+      if (number + tuning::OLDER_GENERATIONS <= generation()) oldest = number;
+    const auto remove_before_oldest = [&](const char* kind,
+                                          std::set<uint64_t>& numbers) {
+      while (!numbers.empty() && *numbers.begin() < oldest) {
         std::filesystem::remove(path(name(kind, *numbers.begin())));
+        numbers.erase(numbers.begin());
+      }
     };
-    remove("manifest", manifests_), remove("whole", wholes_);
+    remove_before_oldest("manifest", manifests_);
+    remove_before_oldest("whole", wholes_);
   }
 
   std::string directory_;
   FileHeader header_;
   Files files_;
-  std::map<uint64_t, uint64_t>
-      dead_;  // file number: the first generation that does not need it
-  std::set<uint64_t> manifests_, wholes_;
-  uint64_t since_ = 0;  // segments in the manifests since the last complete one
-  uint64_t next_ = 1,
-           unpublished_ =
-               1;  // numbers of the next file, and of the first that no generation has
+  // By number of a file, the first generation that does not need it.
+  std::map<uint64_t, uint64_t> unneeded_since_;
+  std::set<uint64_t> manifests_;
+  std::set<uint64_t> wholes_;
+  uint64_t changed_since_whole_ = 0;  // segments in manifests since the last whole one
+  uint64_t next_number_ = 1;  // of the next file
+  uint64_t first_unpublished_ = 1;  // of the first file that no generation has
 };
 
 }  // namespace das

@@ -7,18 +7,19 @@
 #include <cstring>
 #include <vector>
 
+#include "tuning.hpp"
+
 namespace das {
 
 using Token = int32_t;
 constexpr Token kMaxToken = (1 << 23) - 1;  // real tokens are 0 to this
 constexpr Token kStart = -1;  // precedes the first token of every response
-constexpr Token kGap = -2;  // precedes a stretch of a response of which what came
-                            // before is not there; matches nothing
-constexpr uint32_t kMost =
-    16;  // places that one search of a text visits (live text: per chain)
-constexpr uint32_t kDepth = 64;  // tokens of left context that are compared
+// Precedes a stretch of a response of which what came before is not there; matches
+// nothing.
+constexpr Token kGap = -2;
 
-// A token as texts hold it, in three bytes.
+// A token as texts hold it, in three bytes: the low two in `low_`, the high one, which
+// has the sign, in `high_`.
 class Stored {
  public:
   Stored(Token token) : high_(static_cast<int8_t>(token >> 16)) {
@@ -59,17 +60,21 @@ struct Context {
 // Match of a context with a place in a text whose last context token is *last; the text
 // begins with kStart or kGap.
 struct Match {
-  uint32_t length;  // equal tokens, the text's beginning included, at most `most`
-  bool ended;  // nothing lies beyond it: a beginning matched, `most` was reached, or
-               // the context ran out
+  // Equal tokens, the text's beginning included, at most `most`.
+  uint32_t length;
+  // Nothing lies beyond it: a beginning matched, `most` was reached, or the context ran
+  // out.
+  bool ended;
 };
 
+// `from`: tokens that are known to be equal.
 inline Match match(Context context, const Stored* last, uint32_t from = 0,
-                   uint32_t most = kDepth) {
+                   uint32_t most = tuning::DEPTH_TOKENS) {
   const uint32_t limit = context.size < most ? context.size : most;
   for (uint32_t i = from; i < limit; ++i) {
-    const Stored &token = context.end[-1 - static_cast<ptrdiff_t>(i)],
-                 &other = last[-static_cast<ptrdiff_t>(i)];
+    const auto back = static_cast<ptrdiff_t>(i);
+    const Stored& token = context.end[-1 - back];
+    const Stored& other = last[-back];
     if (!token.same(other)) return {i, false};
     if (token.begins()) return {i + 1, true};
   }
@@ -80,11 +85,10 @@ inline Match match(Context context, const Stored* last, uint32_t from = 0,
 // `limit`.
 inline uint32_t match_beyond(Context context, const Stored* last, uint32_t length,
                              uint32_t limit) {
-  const Stored* place = last - length;
-  if (length >= context.size || *place < 0) return 0;
-  return match({context.end - length - 1, context.size - length - 1}, place - 1, 0,
-               limit)
-      .length;
+  const Stored* differing = last - length;
+  if (length >= context.size || *differing < 0) return 0;
+  const Context beyond{context.end - length - 1, context.size - length - 1};
+  return match(beyond, differing - 1, 0, limit).length;
 }
 
 }  // namespace das

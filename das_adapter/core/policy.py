@@ -67,7 +67,7 @@ refills.
 """
 LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
-FIXED_CHANCE = 0.15
+FIXED_CHANCE = tuning.FIXED_CHANCE
 """The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a
 token that is rejected six times out of seven is not worth its place in the step.
 """

@@ -31,7 +31,7 @@ def follow(
     and nothing has changed, where a request got nothing or its length is not what it
     was and what it got.
     """
-    return native().follow(slots, sampled, now, last, ends)
+    return native().advance_lengths(slots, sampled, now, last, ends)
 
 
 Column = TypeVar("Column", bound=npt.NDArray[Any])
@@ -138,6 +138,6 @@ class RequestTable:
         self._free += range(slots + more - 1, slots - 1, -1)
         for column in self.__annotations__:
             setattr(self, column, with_room(getattr(self, column), slots + more))
-        self._native = native().Columns(
+        self._native = native().RequestColumns(
             **{name: getattr(self, name) for name in _NATIVE}
         )

@@ -1,9 +1,12 @@
 // Fuzz target for the loaders of index files: any bytes are refused with FileError, or
 // drafted from without a fault.
 //
-// With clang: clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined
-// -DDAS_LIBFUZZER -Icsrc
-//             tests/native/fuzz_index_file.cpp csrc/suffix_index.cpp
+// With clang:
+//
+//   python csrc/tuning_header.py das_adapter/core/tuning.py build/native/tuning.hpp
+//   clang++ -std=c++17 -g -O1 -fsanitize=fuzzer,address,undefined -DDAS_LIBFUZZER
+//     -Icsrc -Ibuild/native tests/native/fuzz_index_file.cpp csrc/suffix_index.cpp
+//
 // Without: the main below damages sound files in a deterministic way, as often as its
 // argument says.
 #include <unistd.h>
@@ -82,8 +85,8 @@ bool survives(Function&& function) {
   }
 }
 
-// Returns whether the bytes were taken for an index.
-bool one(const std::string& data) {
+// Uses bytes as a saved index; returns whether they are one.
+bool is_index(const std::string& data) {
   const std::string path = folder() / "saved";
   write(path, data);
   return survives([&] {
@@ -102,8 +105,8 @@ bool one(const std::string& data) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string bytes(reinterpret_cast<const char*>(data), size);
-  one(bytes);
-  one(signed_<SegmentFile::Entry>(bytes, true));
+  is_index(bytes);
+  is_index(signed_<SegmentFile::Entry>(bytes, true));
   return 0;
 }
 
@@ -127,12 +130,13 @@ int main(int argc, char** argv) {
     }
     index.saving().write(folder() / "sound");
   }
-  const std::string sound = read(folder() / "sound"),
-                    manifest = read(store / "manifest");
-  int taken = 0;
+  const std::string sound = read(folder() / "sound");
+  const std::string manifest = read(store / "manifest");
+  int num_indexes = 0;
   const auto damage = [&](std::string data) {
     for (auto times = rng() % 3 + 1; times; --times) {
-      const size_t at = rng() % data.size(), word = at / 4 * 4;
+      const size_t at = rng() % data.size();
+      const size_t word = at / 4 * 4;
       const uint32_t odd[] = {0,
                               1,
                               0xffffffff,
@@ -152,9 +156,11 @@ int main(int argc, char** argv) {
   };
   for (int i = 0; i < rounds; ++i) {
     const std::string damaged = damage(sound);
-    if (damaged != sound && one(damaged))
-      return std::printf("a damaged file was taken for an index\n"), 1;
-    taken += one(signed_<SegmentFile::Entry>(damaged, true));
+    if (damaged != sound && is_index(damaged)) {
+      std::printf("a damaged file was taken for an index\n");
+      return 1;
+    }
+    num_indexes += is_index(signed_<SegmentFile::Entry>(damaged, true));
     write(store / "manifest",
           i % 2 ? signed_<std::array<uint64_t, 3>>(damage(manifest), false)
                 : damage(manifest));
@@ -169,7 +175,7 @@ int main(int argc, char** argv) {
   }
   fs::remove_all(folder());
   std::printf("%d rounds, %d of the damaged files with right checksums were indexes\n",
-              rounds, taken);
-  return taken ? 0 : 1;
+              rounds, num_indexes);
+  return num_indexes ? 0 : 1;
 }
 #endif

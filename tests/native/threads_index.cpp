@@ -17,8 +17,10 @@
 namespace {
 
 using namespace das;
-constexpr uint64_t kProblems = 6, kGuests = 3;  // guests follow the problems
-constexpr size_t kTokens = 60, kRequests = 18;
+constexpr uint64_t kProblems = 6;
+constexpr uint64_t kGuests = 3;  // they follow the problems
+constexpr size_t kTokens = 60;
+constexpr size_t kRequests = 18;
 
 void write(SuffixIndex& index, uint64_t first, uint64_t count, int64_t version) {
   for (uint64_t problem = first; problem < first + count; ++problem) {
@@ -100,7 +102,7 @@ int main(int argc, char** argv) {
     }
   }));
   threads.push_back(working([&](int) {
-    shared.use([&](SuffixIndex& index) { index.visit(guests); });
+    shared.use([&](SuffixIndex& index) { index.map_guest_history(guests); });
     shared.use([](SuffixIndex& index) { index.clear_live(); });
   }));
   for (int version = 1; going; ++version) {  // a weight sync, and what an operator sees

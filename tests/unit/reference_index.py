@@ -12,27 +12,36 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-START = -1  # stands before the first token of every response
-DEPTH = 64  # tokens of left context that are compared
-HALF_LIFE = (
-    8  # newer visits of its problem after which a text's vote has lost half its weight
+from das_adapter.core.tuning import (
+    CPP_AHEAD_CHANCE,
+    CPP_BEYOND_TOKENS,
+    CPP_COUNT_STEPS,
+    CPP_DEPTH_TOKENS,
+    CPP_ENOUGH_LIVE_PLACES,
+    CPP_HALF_LIFE_VISITS,
+    CPP_LIVE_FOUND_TOKENS,
+    CPP_LIVE_GRAM_TOKENS,
+    CPP_LIVE_TRIM_TOKENS,
+    CPP_MEMORY_TOKENS,
+    CPP_MOST_STRENGTH,
+    CPP_OWN_WEIGHT,
+    CPP_PLACES_PER_SEARCH,
+    CPP_PRIOR_COUNT,
+    CPP_PRIOR_OFFSET,
+    CPP_PRIOR_SHARE,
+    CPP_PRIOR_STRENGTH,
+    CPP_PRIOR_TOKENS,
+    CPP_PROMPT_WEIGHT,
+    CPP_SHARE_STEPS,
+    CPP_SIBLING_WEIGHT,
+    CPP_SOURCE_PRIOR_TOKENS,
+    CPP_STRENGTH_STEPS,
+    CPP_SURE_STRENGTH,
+    CPP_VOTE_POWER,
 )
-MOST = 16  # places that one search of a text visits (live text: per gram size)
-SURE = 8  # places that differ in the last token are searched only below this strength of a match
-BEYOND = 3  # at most so many tokens beyond a differing one count
-GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
-FOUND = 2**14  # tokens at a live text's end that are found; at times twice as many are
-# weights of the sources; the newest history has a sibling's
-OWN = 512
-SIBLING = 256
-PROMPT = 64
-VOTES = [(i + 1) ** 6 for i in range(200)]
-# weights of a kind's prior, of a source's, and of the past at most, tokens
-PRIOR = 40.0
-DOUBT = 8.0
-MEMORY = 2**13
 
-REPEATED = 0.95  # prior of tokens that were written ahead
+START = -1  # stands before the first token of every response
+VOTES = [(i + 1) ** CPP_VOTE_POWER for i in range(CPP_MOST_STRENGTH + 1)]
 
 # whether only its own text, share of the votes, strength, number of places
 Kind = tuple[bool, int, int, int]
@@ -81,7 +90,8 @@ class ReferenceIndex:
 
     def __init__(self) -> None:
         self._fading = [
-            max(1, int(SIBLING * 2.0 ** (-age / HALF_LIFE) + 0.5)) for age in range(256)
+            max(1, int(CPP_SIBLING_WEIGHT * 2.0 ** (-age / CPP_HALF_LIFE_VISITS) + 0.5))
+            for age in range(256)
         ]
         self._staged: dict[int, list[Trajectory]] = {}
         self._history: dict[int, list[Trajectory]] = {}
@@ -231,9 +241,13 @@ class ReferenceIndex:
                 request, response, whole
             )
         ]
-        if len(response) >= 2 and all(c.strength < SURE for c in candidates):
+        if len(response) >= 2 and all(
+            c.strength < CPP_SURE_STRENGTH for c in candidates
+        ):
             candidates += [
-                Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight, own)
+                Candidate(
+                    text[i + 2 :], min(length, CPP_BEYOND_TOKENS) - 1, weight, own
+                )
                 for _, text, i, length, weight, own in self._search(
                     request, response[:-1], whole[:-1]
                 )
@@ -256,7 +270,7 @@ class ReferenceIndex:
         yield from self._latest(request, response)
         prompt = Trajectory([START, *request.prompt], 0)
         of_prompt = self._nearest(
-            [(prompt.text, i, PROMPT) for i in prompt.places], whole
+            [(prompt.text, i, CPP_PROMPT_WEIGHT) for i in prompt.places], whole
         )
         yield from ((*found, True) for found in of_prompt)
 
@@ -266,17 +280,19 @@ class ReferenceIndex:
         """The longest matches among places (text, position of the last context token,
         weight), oldest place first.
         """
-        keys = [tuple(text[i::-1][:DEPTH]) for text, i, _ in places]
+        keys = [tuple(text[i::-1][:CPP_DEPTH_TOKENS]) for text, i, _ in places]
         order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
         here = bisect.bisect_left(
-            [keys[p] for p in order], tuple(context[::-1][:DEPTH])
+            [keys[p] for p in order], tuple(context[::-1][:CPP_DEPTH_TOKENS])
         )
         found = []
         for rank, p in enumerate(order):
-            length = _agreement(context, places[p][0][: places[p][1] + 1], DEPTH)
+            length = _agreement(
+                context, places[p][0][: places[p][1] + 1], CPP_DEPTH_TOKENS
+            )
             distance = rank - here if rank >= here else here - 1 - rank
             found.append((-length, rank < here, distance, p))
-        for minus, _, _, p in sorted(found)[:MOST]:
+        for minus, _, _, p in sorted(found)[:CPP_PLACES_PER_SEARCH]:
             if minus:
                 text, i, weight = places[p]
                 yield context, text, i, -minus, weight
@@ -285,8 +301,8 @@ class ReferenceIndex:
         """The latest live places with equal last tokens, more of them first."""
         found = 0
         above = None
-        for size in GRAMS:
-            if 2 * found >= MOST:
+        for size in CPP_LIVE_GRAM_TOKENS:
+            if found >= CPP_ENOUGH_LIVE_PLACES:
                 break
             gram = _gram(context, size)
             places = reversed(self._live.get(request.problem, []))
@@ -296,18 +312,18 @@ class ReferenceIndex:
                 if i >= r.found_from
                 and _gram(r.text[max(0, i + 1 - size) : i + 1], size) == gram
             )
-            for r, i in itertools.islice(alike, MOST):
+            for r, i in itertools.islice(alike, CPP_PLACES_PER_SEARCH):
                 if above is None or _gram(r.text[: i + 1], above) != _gram(
                     context, above
                 ):
                     found += 1
-                    length = _agreement(context, r.text[: i + 1], DEPTH)
+                    length = _agreement(context, r.text[: i + 1], CPP_DEPTH_TOKENS)
                     yield (
                         context,
                         r.text,
                         i,
                         length,
-                        OWN if r is request else SIBLING,
+                        CPP_OWN_WEIGHT if r is request else CPP_SIBLING_WEIGHT,
                         r is request,
                     )
             above = size
@@ -317,10 +333,10 @@ class ReferenceIndex:
 
     def _strength(self, context: list[int], place: list[int], length: int) -> int:
         beyond = 0
-        if length < min(DEPTH, len(context), len(place)):
+        if length < min(CPP_DEPTH_TOKENS, len(context), len(place)):
             if place[-1 - length] >= 0:
                 beyond = _agreement(
-                    context[: -1 - length], place[: -1 - length], BEYOND
+                    context[: -1 - length], place[: -1 - length], CPP_BEYOND_TOKENS
                 )
         return 2 * length + beyond
 
@@ -329,28 +345,35 @@ class ReferenceIndex:
     def _chance(self, kind: Kind) -> float:
         if kind == AHEAD:
             accepted, tried = self._kinds.get(kind, (0, 0))
-            return (accepted + PRIOR * REPEATED) / (tried + PRIOR)
+            return (accepted + CPP_PRIOR_TOKENS * CPP_AHEAD_CHANCE) / (
+                tried + CPP_PRIOR_TOKENS
+            )
         accepted, tried, expected = self._sources[kind[0]]
         better = (
-            (accepted + DOUBT)
-            / (tried - accepted + DOUBT)
-            * ((tried - expected + DOUBT) / (expected + DOUBT))
+            (accepted + CPP_SOURCE_PRIOR_TOKENS)
+            / (tried - accepted + CPP_SOURCE_PRIOR_TOKENS)
+            * (
+                (tried - expected + CPP_SOURCE_PRIOR_TOKENS)
+                / (expected + CPP_SOURCE_PRIOR_TOKENS)
+            )
         )
         odds = _start(kind) * better
         accepted, tried = self._kinds.get(kind, (0, 0))
-        return (accepted + PRIOR * (odds / (1 - _start(kind) + odds))) / (tried + PRIOR)
+        return (accepted + CPP_PRIOR_TOKENS * (odds / (1 - _start(kind) + odds))) / (
+            tried + CPP_PRIOR_TOKENS
+        )
 
     def _learn(self, kind: Kind, accepted: bool) -> None:
         cell = self._kinds.setdefault(kind, [0, 0])
         source = self._sources[kind[0]]
         cell[:] = [cell[0] + accepted, cell[1] + 1]
         if kind == AHEAD:
-            cell[:] = [x // 2 for x in cell] if cell[1] >= MEMORY else cell
+            cell[:] = [x // 2 for x in cell] if cell[1] >= CPP_MEMORY_TOKENS else cell
             return
         source[:] = [source[0] + accepted, source[1] + 1, source[2] + _start(kind)]
-        if cell[1] >= MEMORY:
+        if cell[1] >= CPP_MEMORY_TOKENS:
             cell[:] = [cell[0] // 2, cell[1] // 2]
-        if source[1] >= MEMORY:
+        if source[1] >= CPP_MEMORY_TOKENS:
             source[:] = [x / 2 for x in source]
 
     # Housekeeping
@@ -361,8 +384,8 @@ class ReferenceIndex:
                 (request, len(request.text) - 1)
             )
             request.text.append(token)
-        if len(request.text) > request.found_from + 2 * FOUND:
-            request.found_from = len(request.text) - FOUND
+        if len(request.text) > request.found_from + CPP_LIVE_TRIM_TOKENS:
+            request.found_from = len(request.text) - CPP_LIVE_FOUND_TOKENS
 
     def _forget(self, kept: Callable[[Request], bool]) -> None:
         for problem, places in list(self._live.items()):
@@ -390,21 +413,22 @@ def _gram(text: list[int], size: int) -> list[int]:
 
 def _kind(share: float, strength: int, count: int) -> tuple[int, int, int]:
     return (
-        sum(share >= s for s in (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)),
-        sum(strength >= s for s in (3, 5, 8, 12, 18, 32, 64)),
-        (count > 1) + (count > 3),
+        sum(share >= s for s in CPP_SHARE_STEPS),
+        sum(strength >= s for s in CPP_STRENGTH_STEPS),
+        sum(count >= s for s in CPP_COUNT_STEPS),
     )
 
 
 def _start(kind: Kind) -> float:
     _, share, strength, count = kind
-    return (
-        int(
-            PRIOR / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count))
-            + 0.5
-        )
-        / PRIOR
+    logit = (
+        CPP_PRIOR_OFFSET
+        - CPP_PRIOR_SHARE * share
+        - CPP_PRIOR_STRENGTH * strength
+        - CPP_PRIOR_COUNT * count
     )
+    accepted = int(CPP_PRIOR_TOKENS / (1 + math.exp(logit)) + 0.5)
+    return accepted / CPP_PRIOR_TOKENS
 
 
 def _poll(

@@ -245,7 +245,7 @@ def test_a_history_that_is_thinned_out_in_slices_is_the_same(
     with HistoryStore(tmp_path / "at once") as other:
         other.absorb(tmp_path / "saved")
         at_once = other.shrink(budget)
-    monkeypatch.setattr("das_adapter.core.index.store.SLICE", 1000)
+    monkeypatch.setattr("das_adapter.core.tuning.SEAL_SLICE_TOKENS", 1000)
     slices = []
     while store.nbytes > budget:
         assert store.generation == generation
@@ -288,7 +288,7 @@ def test_of_a_problem_too_large_to_be_thinned_out_the_oldest_visits_go(
 def test_a_visit_too_large_for_the_budget_is_thinned_out(
     store: HistoryStore, monkeypatch: pytest.MonkeyPatch, tokens: int
 ) -> None:
-    monkeypatch.setattr("das_adapter.core.index.store.SLICE", tokens)
+    monkeypatch.setattr("das_adapter.core.tuning.SEAL_SLICE_TOKENS", tokens)
     for version in range(2):
         store.add(1, np.random.default_rng(version).integers(0, 9, 600_000), version)
     store.seal()
@@ -682,7 +682,7 @@ def test_what_is_sealed_ahead_is_published_by_the_seal(
 ) -> None:
     store.add(1, POEM, 0)
     assert (settle(store), store.staged) == (0, len(POEM))  # more may come of it
-    monkeypatch.setattr("das_adapter.core.index.store.QUIET_S", -1.0)
+    monkeypatch.setattr("das_adapter.core.tuning.SEAL_QUIET_S", -1.0)
     assert settle(store) == 0
     assert (store.staged, store.tokens, len(names(store))) == (0, len(POEM), 1)
     index = SuffixIndex.attach(store.directory)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.steps import Chances, Ints
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.live import LiveTexts
@@ -84,7 +85,7 @@ class Outlook:
         self.batches = self.batches + 1
         self.usual = self.usual + (
             np.mean([padded(row) for row in offers], axis=0) - self.usual
-        ) / min(self.batches, 256)
+        ) / min(self.batches, tuning.CPP_FORECAST_BATCHES)
         pairs = [
             (a.sum() - expected, b.sum() - expected)
             for a, b in zip(before, offers, strict=True)
@@ -93,10 +94,10 @@ class Outlook:
         if pairs:
             self.product += (
                 float(np.mean([a * b for a, b in pairs])) - self.product
-            ) / 256
+            ) / tuning.CPP_FORECAST_BATCHES
             self.square += (
                 float(np.mean([a * a for a, _ in pairs])) - self.square
-            ) / 256
+            ) / tuning.CPP_FORECAST_BATCHES
 
     def offer(self, heard: Chances | None, empty: int) -> np.ndarray:
         """Return the chances of what a request is going to be offered, given what was
@@ -106,7 +107,10 @@ class Outlook:
             min(1.0, max(0.0, self.product / self.square)) ** 2 if self.square else 1.0
         )
         own = 0.0 if heard is None else lasts
-        return own * padded(heard) + (1.0 - own) * 0.5 ** (empty / 100) * self.usual
+        return (
+            own * padded(heard)
+            + (1.0 - own) * 0.5 ** (empty / tuning.CPP_UNOFFERED_BATCHES) * self.usual
+        )
 
 
 def padded(row: Chances | None) -> np.ndarray:

@@ -8,6 +8,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,18 +44,20 @@ def run(
         ROOT / "tests" / "native" / f"{name}.cpp",
         ROOT / "csrc" / "suffix_index.cpp",
     ]
-    read = b"".join(
-        path.read_bytes() for path in [*sources, *sorted((ROOT / "csrc").glob("*.hpp"))]
-    )
+    tuning = folder / "generated" / "tuning.hpp"
+    table = ROOT / "das_adapter" / "core" / "tuning.py"
+    script = ROOT / "csrc" / "tuning_header.py"
+    subprocess.run([sys.executable, script, table, tuning], check=True)
+    headers = [*sorted((ROOT / "csrc").glob("*.hpp")), tuning]
+    read = b"".join(path.read_bytes() for path in [*sources, *headers])
     version = subprocess.check_output([compiler, "--version"], env=CLEAN)
     digest = hashlib.sha256(read + version + repr(flags).encode()).hexdigest()
     program = ROOT / "build" / "native" / f"{name}-{digest[:16]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", folder / name],
-            check=True,
-        )
+        include = [f"-I{ROOT / 'csrc'}", f"-I{tuning.parent}"]
+        command = [compiler, *flags, *include, *sources, "-o", folder / name]
+        subprocess.run(command, check=True)
         shutil.move(folder / name, program)
     return subprocess.run(
         [program, str(rounds)], capture_output=True, text=True, check=False, env=CLEAN

@@ -324,7 +324,7 @@ def test_others_have_their_turn_between_slices_of_thinning_out(
             return shrunk
 
         monkeypatch.setattr(HistoryStore, "shrink", waited_for)
-        monkeypatch.setattr("das_adapter.core.index.store.SLICE", 1)
+        monkeypatch.setattr("das_adapter.core.tuning.SEAL_SLICE_TOKENS", 1)
         while writer.work(60.0):
             pass
     assert len(slices) > 3 and all(slices)

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
+    FilePath,
     Float32,
     Int32,
     Int64,
@@ -59,7 +61,7 @@ class SuffixIndex:
     # History
 
     @staticmethod
-    def check(path: str | os.PathLike[str]) -> None:
+    def check(path: FilePath) -> None:
         """Read a file that `HistoryStore.save` wrote, and keep nothing of it.
 
         Raises:
@@ -70,16 +72,18 @@ class SuffixIndex:
         native().read_index_file(os.fspath(path), True)
 
     @classmethod
-    def attach(cls, directory: str | os.PathLike[str]) -> SuffixIndex:
+    def attach(cls, directory: FilePath) -> SuffixIndex:
         """Return an index whose history is mapped; see `map`."""
         index = cls()
         index.map(directory)
         return index
 
-    def map(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the history by what a `HistoryStore` publishes in `directory`,
-        nothing at first; live requests and learned chances stay. Raises as `refresh`,
-        and an IndexFileError if the directory is a link or another user's.
+    def map(self, directory: FilePath) -> None:
+        """Replace the history by what a `HistoryStore` publishes in `directory`.
+
+        The history is empty as long as nothing is published; live requests and learned
+        chances stay. Raises as `refresh`, and an IndexFileError if the directory is a
+        link or another user's.
         """
         check_owner(Path(directory))
         self._core.attach(os.fspath(directory), False)
@@ -105,13 +109,13 @@ class SuffixIndex:
         self._core.refresh(generation)
         return self.generation
 
-    def map_guest_history(self, path: str | os.PathLike[str]) -> None:
+    def map_guest_history(self, path: FilePath) -> None:
         """Map the history of problems that have none here, as `HistoryStore.give` wrote
         it; each keeps it until the `clear_live` that finds no live text of it, or until
         `refresh` brings history of its own. The file may be removed afterwards. Raises
         as `refresh`; nothing is mapped then.
         """
-        self._core.visit(os.fspath(path))
+        self._core.map_guest_history(os.fspath(path))
 
     # Live requests
 
@@ -132,33 +136,38 @@ class SuffixIndex:
             IndexFileError: the problem's mapped history is damaged; the request is not
                 opened.
         """
-        return int(
-            self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead)))
+        handle = self._core.open(
+            problem, tokens_of(prompt_ids), tokens_of(prefix), tokens_of(ahead)
         )
+        return int(handle)
 
     def extend(self, handle: int, ids: Tokens) -> None:
         """Append token ids to a request."""
         self._core.extend(handle, tokens_of(ids))
 
     def draft(
-        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+        self,
+        handles: npt.ArrayLike,
+        budgets: npt.ArrayLike,
+        min_chance: float = tuning.FIXED_CHANCE,
     ) -> tuple[list[Int32], list[Float32]]:
         """Draft as `draft_rows` does, for texts as they are; return one array of tokens
         and one of chances per request.
         """
-        given = integers(handles)
-        none = np.zeros(np.size(handles), dtype=np.int64)
-        looking = self.draft_rows(
-            given,
-            np.zeros((1, 0), np.int32),
-            none,
-            none,
-            none,
+        no_tokens = np.zeros((1, 0), np.int32)
+        zeros = np.zeros(np.size(handles), dtype=np.int64)
+        drafting = self.draft_rows(
+            integers(handles),
+            no_tokens,
+            zeros,
+            zeros,
+            zeros,
             integers(budgets),
             min_chance=min_chance,
         )
-        tokens, chances, offsets = looking.result()
-        return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
+        tokens, chances, offsets = drafting.result()
+        ends = offsets[1:]
+        return np.split(tokens, ends)[:-1], np.split(chances, ends)[:-1]
 
     def draft_rows(
         self,
@@ -168,16 +177,17 @@ class SuffixIndex:
         begins: Int64,
         ends: Int64,
         budgets: Int64,
-        min_chance: float = 0.15,
+        min_chance: float = tuning.FIXED_CHANCE,
     ) -> Any:
-        """Append accepted token ids to a batch of requests, from where an engine keeps
-        their texts, and draft for them, both in a thread without the GIL, or, if that
-        has not begun by then, or they are few, where the result is taken or the index
+        """Append accepted token ids to a batch of requests, and draft for them.
+
+        Both happen in a thread without the GIL. If that has not begun by then, or the
+        requests are few, both happen where the result is asked for, or where the index
         is used again. Where anything is wrong, nothing is appended.
 
         Args:
             handles: shape (b,), int64; each request once.
-            tokens: shape (m, n), int32, contiguous.
+            tokens: shape (m, n), int32, contiguous: where an engine keeps its texts.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i],
                 begins[i]:ends[i]]`.
             budgets: most tokens to draft per request, shape (b,), int64; 0 (or less):
@@ -186,8 +196,8 @@ class SuffixIndex:
                 never.
 
         Returns:
-            What waits for the drafts. Its method `result` returns (tokens, chances,
-            offsets):
+            An object that waits for the drafts. Its method `result` returns (tokens,
+            chances, offsets):
                 tokens: shape (n,), int32, the drafts one after the other.
                 chances: shape (n,), float32, in (0, 1], not increasing within a draft:
                     the estimated chance that this token and all before it in the draft
@@ -206,8 +216,11 @@ class SuffixIndex:
         )
 
     def close(self, handle: int, keep: bool = True) -> None:
-        """End a request. `keep`: its siblings draft from its response until
-        `clear_live`; else it is forgotten.
+        """End a request.
+
+        Args:
+            keep: whether its siblings draft from its response until `clear_live`; else
+                it is forgotten.
         """
         self._core.close(handle, keep)
 
@@ -215,18 +228,21 @@ class SuffixIndex:
         """Return the weight versions from the newest history of a request's problem to
         the newest of all problems; None: the problem has no history.
         """
-        return None if (age := int(self._core.age(handle))) < 0 else age
+        age = int(self._core.age(handle))
+        return None if age < 0 else age
 
-    def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
+    def flat(
+        self, problem: int, max_words: int
+    ) -> tuple[Int32, npt.NDArray[np.uint32]]:
         """Return a problem's history as one segment, as a device searches it: the
         newest visits that have 16 million tokens together, or a part of a visit that
         has more. Empty arrays where there is no history. Other calls do not wait for
         it.
 
         Args:
-            problem: whose.
-            most: words of 32 bits that both arrays may take together; above that the
-                history is thinned out.
+            problem: whose history.
+            max_words: words of 32 bits that both arrays may take together; above that
+                the history is thinned out.
 
         Returns:
             tokens: int32 [t]; -1 before each text and at the end, -2 before a stretch
@@ -238,7 +254,7 @@ class SuffixIndex:
         Raises:
             IndexFileError: the problem's mapped history is damaged.
         """
-        return self._core.flat(problem, most)
+        return self._core.flat(problem, max_words)
 
     def clear_live(self) -> None:
         """Forget the closed requests' responses (at a weight sync, once they are added
@@ -255,5 +271,6 @@ class SuffixIndex:
     live_bytes = Number("live_bytes")
     """Bytes of the live text and what finds places in it."""
     tokens = Number("tokens")
+    """Tokens of the sealed history."""
     problems = Number("problems")
-    """Tokens in the sealed history; problems that have some."""
+    """Problems that have some sealed history."""

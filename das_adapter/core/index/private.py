@@ -1,5 +1,5 @@
-"""The directory of a node's history belongs to one user: nobody else reads it, and
-nobody else's is taken for it.
+"""Checks that the directory of a node's history belongs to one user: nobody else reads
+it, and nobody else's directory is used in its place.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ def is_private(directory: Path) -> bool:
         found = directory.lstat()
     except FileNotFoundError:
         return False
-    return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and not found.st_mode & 0o077
-    )
+    is_open_to_others = bool(found.st_mode & 0o077)
+    return _is_own_directory(found) and not is_open_to_others
 
 
 def check_owner(directory: Path) -> None:
@@ -40,9 +37,14 @@ def check_owner(directory: Path) -> None:
     place of a directory.
     """
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not _is_own_directory(found):
         raise IndexFileError(
             f"history directory {str(directory)!r}: found"
             f" {stat.filemode(found.st_mode)} of user {found.st_uid}, allowed: a"
             f" directory of user {os.geteuid()}, and no link"
         )
+
+
+def _is_own_directory(found: os.stat_result) -> bool:
+    """Return whether a path, itself and no link, is a directory of this user."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

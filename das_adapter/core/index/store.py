@@ -17,21 +17,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.index.private import make_private
-from das_adapter.core.index.values import ALL, Number, Shrunk, Tokens, tokens_of
+from das_adapter.core.index.values import (
+    ALL,
+    FilePath,
+    Number,
+    Shrunk,
+    Tokens,
+    tokens_of,
+)
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
 UInt64 = npt.NDArray[np.uint64]
 
 logger = logging.getLogger("das_adapter")
-
-SLICE = 200_000
-"""Tokens that `work` seals or merges, and `shrink` thins out, before the history's lock
-is released.
-"""
-QUIET_S = 0.5
-"""Once nothing was added for so long, problems are sealed of which more may come."""
 
 
 class HistoryStore:
@@ -44,7 +45,7 @@ class HistoryStore:
     time. Any thread may call.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: FilePath) -> None:
         """Create the directory for this user alone, or take over what an earlier store
         left there.
 
@@ -55,25 +56,14 @@ class HistoryStore:
         """
         self.directory = Path(directory)
         self._lock = threading.RLock()
-        self._added = 0.0
-        self._unwritten, self._merged = 0, False
-        """Of what `work` and `shrink` have done: tokens that are in no file yet;
-        whether what was merged is not published.
-        """
+        self._last_added_s = 0.0
+        """The time when a text was added last, by `time.monotonic`."""
+        self._unwritten_tokens = 0
+        """Tokens that `work` and `shrink` have changed and that are in no file yet."""
+        self._has_unpublished_merge = False
         self._closed = False
         make_private(self.directory)
-        self._writer = os.open(
-            self.directory / "writer",
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
-        try:
-            fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._writer)
-            raise DasError(
-                f"history directory {str(self.directory)!r}: another store writes there"
-            ) from None
+        self._writer = _lock_file(self.directory)
         self._core: Any = native().SuffixIndex()
         try:
             self._core.attach(str(self.directory), True)
@@ -82,23 +72,27 @@ class HistoryStore:
             raise
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
-        """Stage one finished trajectory, without its prompt. `version`: of the weights
-        that wrote it; later ones count more, whatever the difference.
+        """Stage one finished trajectory, without its prompt.
+
+        Args:
+            version: of the weights that wrote it; later ones count more, whatever the
+                difference.
         """
         ids = tokens_of(tokens)
         with self._changing():
             self._core.add(problem, ids, version)
-            self._added = time.monotonic()
+            self._last_added_s = time.monotonic()
 
     def seal(self, window: int = ALL, tokens: int = 2**62) -> int:
         """Publish what was added, at the end of a step; return the generation.
-        `window`: visits that each problem added to keeps, the newest.
 
-        About `tokens` are sealed at most; the others follow in `work`, for the next
-        generation.
+        Args:
+            window: visits that each problem added to keeps, the newest.
+            tokens: tokens that are sealed at most, about; the others follow in `work`,
+                for the next generation.
         """
         with self._changing():
-            self._core.seal(window, tokens=tokens)
+            self._core.seal(window, max_tokens=tokens)
             self._core.publish(True)
             return self.generation
 
@@ -122,18 +116,22 @@ class HistoryStore:
         with self._lock:
             if self._closed:
                 return False
-            least = (
-                1
-                if every or time.monotonic() > self._added + QUIET_S
-                else self._core.group
-            )
-            sealed = self._core.seal(window, least, SLICE) if least else 0
-            merged = 0 if sealed else self._core.merge(SLICE)
-            self._merged = self._merged or merged > 0
-            more = self._write(sealed + merged, more=bool(sealed or merged))
-            if self._merged and not more:
+            quiet_s = time.monotonic() - self._last_added_s
+            seal_all = every or quiet_s > tuning.SEAL_QUIET_S
+            min_texts = 1 if seal_all else self._core.group
+            sealed = 0
+            if min_texts:
+                sealed = self._core.seal(window, min_texts, tuning.SEAL_SLICE_TOKENS)
+            merged = 0
+            if not sealed:
+                merged = self._core.merge(tuning.SEAL_SLICE_TOKENS)
+            if merged:
+                self._has_unpublished_merge = True
+            has_worked = sealed + merged > 0
+            more = self._write(sealed + merged, more=has_worked)
+            if self._has_unpublished_merge and not more:
                 self._core.publish()
-                self._merged = False
+                self._has_unpublished_merge = False
             return more
 
     def shrink(self, max_bytes: int) -> Shrunk:
@@ -149,20 +147,30 @@ class HistoryStore:
         whole.
         """
         with self._changing():
-            shrunk = Shrunk(*self._core.shrink(max_bytes, SLICE))
+            shrunk = Shrunk(*self._core.shrink(max_bytes, tuning.SEAL_SLICE_TOKENS))
             self._write(shrunk.kept, more=True)
             if shrunk.tokens and self.nbytes <= max_bytes:
                 self._core.publish()
             return shrunk
 
     def _write(self, tokens: int, more: bool) -> bool:
-        """Write files of what was changed, so many tokens more, once there are enough
-        for one, or there is no `more`; return whether there is more to do then.
+        """Write files of what was changed, once there is enough for one, or nothing
+        more is going to be changed now.
+
+        Args:
+            tokens: tokens that were changed since the last call.
+            more: whether there is more to change.
+
+        Returns:
+            Whether there is more to change or to write.
         """
-        self._unwritten += tokens
-        if self._unwritten and (self._unwritten > 8 * SLICE or not more):
-            more = bool(self._core.write()) or more
-            self._unwritten = 0
+        self._unwritten_tokens += tokens
+        file_tokens = tuning.WRITE_SLICES * tuning.SEAL_SLICE_TOKENS
+        is_due = self._unwritten_tokens > file_tokens or not more
+        if self._unwritten_tokens and is_due:
+            has_written = bool(self._core.write())
+            more = has_written or more
+            self._unwritten_tokens = 0
         return more
 
     def has(self, problem: int, tokens: Tokens, version: int) -> bool:
@@ -170,7 +178,7 @@ class HistoryStore:
         with self._lock:
             return bool(self._core.has(problem, tokens_of(tokens), version))
 
-    def save(self, path: str | os.PathLike[str], window: int = ALL) -> None:
+    def save(self, path: FilePath, window: int = ALL) -> None:
         """Write the history to one file, for `absorb` of another store; what was added
         is sealed before. Other threads may change the history while it is written.
         """
@@ -179,7 +187,7 @@ class HistoryStore:
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
-    def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
+    def give(self, path: FilePath, problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this
         user alone: for `absorb` of another store, and for
         `SuffixIndex.map_guest_history`.
@@ -187,18 +195,15 @@ class HistoryStore:
         with self._lock:
             self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
 
-    def absorb(
-        self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None
-    ) -> None:
-        """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all,
-        as older than what is there; the next `seal` publishes it. Raises as
-        `SuffixIndex.check`; nothing is taken in then.
+    def absorb(self, path: FilePath, problems: npt.ArrayLike | None = None) -> None:
+        """Add what `give` or `save` wrote of some problems, uint64 [n], or of all, as
+        older than what is there; the next `seal` publishes it. Raises as
+        `SuffixIndex.check`; nothing is added then.
         """
-        chosen = (
-            problems_in(path)
-            if problems is None
-            else np.asarray(problems, dtype=np.uint64)
-        )
+        if problems is None:
+            chosen = problems_in(path)
+        else:
+            chosen = np.asarray(problems, dtype=np.uint64)
         with self._changing():
             self._core.absorb(os.fspath(path), chosen)
 
@@ -221,23 +226,22 @@ class HistoryStore:
         mapped stays readable: `save` still works.
         """
         with self._lock:
-            there = sum(
-                file.stat().st_size for file in self.directory.glob("segments-*")
-            )
-            return (
-                not self._closed
-                and there >= self._core.file_bytes
-                and (self.directory / "writer").exists()
-            )
+            files = self.directory.glob("segments-*")
+            num_bytes = sum(file.stat().st_size for file in files)
+            has_files = num_bytes >= self._core.file_bytes
+            has_writer = (self.directory / "writer").exists()
+            return not self._closed and has_files and has_writer
 
     staged = Number("staged_tokens")
     """Tokens that were added and are not sealed."""
     generation = Number("generation")
     """The generation published last; 0: none."""
     nbytes = Number("nbytes")
+    """Bytes of the sealed history."""
     tokens = Number("tokens")
+    """Tokens of the sealed history."""
     problems = Number("problems")
-    """Of the sealed history, as in `SuffixIndex`."""
+    """Problems that have some sealed history."""
     file_bytes = Number("file_bytes")
     """Bytes of the generation's files: `nbytes`, and at most a third more that no
     longer counts.
@@ -248,15 +252,36 @@ class HistoryStore:
     """
 
 
-def problems_in(path: str | os.PathLike[str]) -> UInt64:
+def _lock_file(directory: Path) -> int:
+    """Open and lock the file that says that a store writes to a directory; return its
+    descriptor.
+
+    Raises:
+        DasError: another store writes there.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(directory / "writer", flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise DasError(
+            f"history directory {str(directory)!r}: another store writes there"
+        ) from None
+    return descriptor
+
+
+def problems_in(path: FilePath) -> UInt64:
     """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may
     occur several times. Raises as `SuffixIndex.check`.
     """
-    return native().read_index_file(os.fspath(path), False)[0]
+    problems, _ = native().read_index_file(os.fspath(path), False)
+    return problems
 
 
-def newest_in(path: str | os.PathLike[str]) -> int:
-    """Return the newest weight version that was sealed before such a file was written;
-    meaningless while none was.
+def newest_in(path: FilePath) -> int:
+    """Return the newest weight version that was sealed before `give` or `save` wrote a
+    file; meaningless while none was.
     """
-    return int(native().read_index_file(os.fspath(path), False)[1])
+    _, newest = native().read_index_file(os.fspath(path), False)
+    return int(newest)

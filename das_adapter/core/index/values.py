@@ -1,8 +1,9 @@
-"""What goes into the native index and comes out of it."""
+"""Types of the arguments and results of the native index."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
+FilePath = str | os.PathLike[str]
 ALL = 2**63 - 1
 """More visits than a problem has."""
 
@@ -26,12 +28,13 @@ class Number:
         self._name = name
 
     def __get__(self, owner: Any, kind: type) -> int:
-        with getattr(owner, "_lock", contextlib.nullcontext()):
+        lock = getattr(owner, "_lock", contextlib.nullcontext())
+        with lock:
             return int(getattr(owner._core, self._name))
 
 
 class Shrunk(NamedTuple):
-    """What a slice of thinning out did to keep a byte budget."""
+    """The effect of one slice of thinning a history out to a byte budget."""
 
     tokens: int
     """Tokens that went."""

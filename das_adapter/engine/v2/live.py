@@ -15,19 +15,19 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Chances, Floats, Ints, Outcome
 from das_adapter.engine.requests import LiveRequest
 
-_COLUMNS = (
-    "length",
-    "end",
-    "offered",
-    "by_model",
-    "empty",
-    "ended",
-    "heard",
-    "record",
-    "promised",
-    "chances",
-)
-"""By slot, what the native core reads and brings forward under the same names."""
+_COLUMNS = {
+    "length": "length",
+    "end": "end",
+    "offered": "num_offered",
+    "by_model": "num_model_offered",
+    "empty": "batches_unoffered",
+    "ended": "ended",
+    "heard": "offer_known",
+    "record": "record",
+    "promised": "expected_accepted",
+    "chances": "survival",
+}
+"""Columns by slot that the native core reads and changes, with its names for them."""
 
 
 class Sums(NamedTuple):
@@ -131,8 +131,10 @@ class LiveTexts:
         self.kinds = with_room(self.kinds, slots)
         columns = {name: with_room(getattr(self, name), slots) for name in _COLUMNS}
         vars(self).update(columns)
-        self._native = native().LiveTexts(
-            **columns, usual=self.usual, lasting=self.lasting
+        self._native = native().LiveColumns(
+            **{_COLUMNS[name]: column for name, column in columns.items()},
+            mean_survival=self.usual,
+            persistence=self.lasting,
         )
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
@@ -178,7 +180,7 @@ class LiveTexts:
             self._stops,
             self._texts,
         )
-        sums = Sums(*self._native.take(*told, rows))
+        sums = Sums(*self._native.process_output(*told, rows))
         rows = rows if sums.requests == len(req_ids) else rows[:, : sums.requests]
         places, slots, got, carried, by_model, room, context = rows
         of_model = None if model < 0 else by_model
@@ -200,11 +202,10 @@ class LiveTexts:
         were no such steps, and are still to be taken.
         """
         slots = self.slots(req_ids)
-        return (
-            slots
-            if self._native.take_singles(slots, outputs, self._all_stops, self._texts)
-            else None
+        were_single = self._native.process_single_tokens(
+            slots, outputs, self._all_stops, self._texts
         )
+        return slots if were_single else None
 
     def hear(
         self,
@@ -217,7 +218,7 @@ class LiveTexts:
         chance of each, given those before it, float32 [batch, n], and tokens of the
         model's drafts in their place, int64 [batch].
         """
-        self._native.hear(self.slots(req_ids), lengths, chances, by_model)
+        self._native.record_offers(self.slots(req_ids), lengths, chances, by_model)
 
     def hear_kinds(self, req_ids: Sequence[str], kinds: npt.NDArray[np.uint8]) -> None:
         """Take the kinds of the tokens that a model drafted for the requests of a
@@ -239,6 +240,10 @@ class LiveTexts:
         chances = np.empty(len(slots) * self.chances.shape[1], np.float32)
         offsets = np.empty(len(slots) + 1, np.int64)
         return (
-            chances[: self._native.found(slots, limits, floor, last, chances, offsets)],
+            chances[
+                : self._native.forecast_drafts(
+                    slots, limits, floor, last, chances, offsets
+                )
+            ],
             offsets,
         )
