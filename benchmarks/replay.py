@@ -13,7 +13,7 @@ from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW, HistoryPolicy
-from das_adapter.sim.rollouts import Rollout, steps_of
+from das_adapter.sim.rollouts import RecordedResponse, steps_of
 from das_adapter.sim.texts import Texts
 
 LIVE = 256
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def replay(
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[RecordedResponse],
     budget: int = 8,
     history: HistoryConfig | None = None,
     index: OwnHistory | None = None,
@@ -80,7 +80,7 @@ def replay(
         while len(live) or len(waiting):
             begun, waiting = np.split(waiting, [LIVE - len(live)])
             for row in begun.tolist():
-                r = texts.rollouts[row]
+                r = texts.responses[row]
                 handles[row] = index.open(
                     policy.key(r.problem), r.prompt, ahead=r.ahead
                 )

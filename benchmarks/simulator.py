@@ -38,7 +38,7 @@ from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Drafting, no_drafts
 from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.sim.rollouts import RecordedResponse, read
 from das_adapter.sim.simulate import Simulation, summary
 from das_adapter.sim.sources import Indexed
 from das_adapter.sim.steps import Line
@@ -68,7 +68,9 @@ def arm_seconds(
     requests = Requests()
     n = len(wanted)
     rollouts = [
-        Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
+        RecordedResponse(
+            q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text
+        )
         for q, text in zip(wanted, texts, strict=True)
     ]
     columns = {
@@ -77,7 +79,7 @@ def arm_seconds(
         "text": range(n),
         "prompt": [len(q["prompt"]) for q in wanted],
         "length": [len(t) for t in texts],
-        "most": [q["most"] for q in wanted],
+        "max_tokens": [q["most"] for q in wanted],
     }
     rows = requests.add(
         **{name: np.array(column, dtype=np.int64) for name, column in columns.items()}
@@ -204,7 +206,7 @@ def overall(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def dealt(
     path: Path, problems: int, group: int, steps: int | None, seed: int
-) -> list[Rollout]:
+) -> list[RecordedResponse]:
     """Choose problems, and deal their samples out in groups, one a step, where the
     recording has no steps.
     """
@@ -322,7 +324,9 @@ SPREADS = {8: (0.0, 0.4, 0.8, 1.2), 64: (0.0, 0.8)}
 """Standard deviations of the logarithm of drawn lengths, by GPUs."""
 
 
-def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout]:
+def in_visits(
+    path: Path, problems: int, group: int, steps: int
+) -> list[RecordedResponse]:
     """Choose problems and deal their responses out: a visit of all in some steps, and
     then another, by the recording's own steps where it has several.
     """
@@ -332,7 +336,7 @@ def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout
     }
     own = sorted({r.step for r in found})
     seen = Counter[tuple[int, int]]()
-    rollouts = list[Rollout]()
+    rollouts = list[RecordedResponse]()
     for r in found:
         visit = min(own.index(r.step), 1)
         count = seen[r.problem, visit]
@@ -348,7 +352,7 @@ def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout
 
 def ahead_of(
     config: dict[str, Any],
-    dump: list[Rollout] | None,
+    dump: list[RecordedResponse] | None,
     first: int,
     agreements: tuple[float, ...],
 ) -> list[dict[str, Any]]:

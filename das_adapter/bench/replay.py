@@ -213,9 +213,9 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
         Responses of the last step, as many groups as fit; and what earlier steps wrote
         for the same problems, or, where there is one step only, other samples.
     """
-    from das_adapter.sim.rollouts import Rollout, read
+    from das_adapter.sim.rollouts import RecordedResponse, read
 
-    problems: dict[int, list[Rollout]] = {}
+    problems: dict[int, list[RecordedResponse]] = {}
     for rollout in read(path):
         problems.setdefault(rollout.problem, []).append(rollout)
     batch: Rollouts = []

@@ -14,9 +14,9 @@ from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.roofline import Prior
 from das_adapter.core.steps import Decoded, TimedStep
-from das_adapter.sim.drafting import Drafting, Ticked, Walk
+from das_adapter.sim.drafting import Drafting, EngineStep, FreeSteps
 from das_adapter.sim.requests import Ints, Requests
-from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.sources import Given, SimOffer, Source
 from das_adapter.sim.steps import Seconds
 
 SHARED = 16
@@ -85,28 +85,28 @@ class Controlled(Drafting):
             model.expect(prior.passes)
         return Controller(das, limit, prior and prior.steps, model)
 
-    def walk(self, rows: Ints) -> Walk | None:
+    def free_steps(self, rows: Ints) -> FreeSteps | None:
         if not self._left.any():
             return None
         r = self._requests
         assert isinstance(self.history, Given)
-        least = np.where(self._on[r.engine[rows]], r.least[rows], np.inf)
-        return Walk(
+        least = np.where(self._on[r.engine[rows]], r.log_min_chance[rows], np.inf)
+        return FreeSteps(
             self.history,
             self._left,
             least,
-            r.limit[rows],
+            r.max_draft_tokens[rows],
             lambda b, _: LOOK_S + LOOK_REQUEST_S * b,
         )
 
-    def walked(self, steps: Ints) -> None:
+    def record_free_steps(self, steps: Ints) -> None:
         self._left -= steps
         self._walked += steps
 
     def begin(self, rows: Ints) -> None:
         self.history.begin(rows)
 
-    def step(self, ticks: list[Ticked]) -> list[float]:
+    def step(self, ticks: list[EngineStep]) -> list[float]:
         return [self._plan(tick) for tick in ticks]
 
     def end(self, rows: Ints) -> None:
@@ -120,7 +120,7 @@ class Controlled(Drafting):
         for engine, controller in enumerate(self.controllers):
             controller.sync(responses[:0] if self._shared and engine else responses)
 
-    def _plan(self, tick: Ticked) -> float:
+    def _plan(self, tick: EngineStep) -> float:
         """Ask an engine's controller; return the seconds of its work and of the
         drafting model's passes.
         """
@@ -131,13 +131,13 @@ class Controlled(Drafting):
         copy = self.copy
         for row in rows[r.slot[rows] < 0].tolist():
             r.slot[row] = controller.open(
-                int(r.problem[row]), int(r.written[row]), int(r.most[row])
+                int(r.problem[row]), int(r.written[row]), int(r.max_tokens[row])
             )
         slots = r.slot[rows]
         controller.requests.written[slots] = r.written[rows] - tick.got
         room = r.room(rows)
         context = r.prompt[rows] + r.written[rows]
-        asked: list[tuple[Ints, float, Offer]] = []
+        asked: list[tuple[Ints, float, SimOffer]] = []
 
         def search(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
             offer = history.offer(rows, np.minimum(limits, room), floor)
@@ -148,7 +148,7 @@ class Controlled(Drafting):
             tick.carried if tick.carried.any() else None,
             (tick.copied if copy else None),
         )
-        left = np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows]
+        left = np.minimum(r.length[rows], r.max_tokens[rows]) - 1 - r.written[rows]
         steps = 1 + int(self._walked[tick.engine])
         decoded = Decoded(slots, tick.got, *drafts, left, steps, context)
         plan = controller.plan(decoded, search if self._das.looked_up else None)
@@ -181,7 +181,7 @@ class Controlled(Drafting):
         self._walked[engine] = 0
 
     def _copied(
-        self, controller: Controller, tick: Ticked, drafted: Ints, context: Ints
+        self, controller: Controller, tick: EngineStep, drafted: Ints, context: Ints
     ) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
         r = self._requests
@@ -210,7 +210,7 @@ class Controlled(Drafting):
         engine: int,
         rows: Ints,
         kept: Ints,
-        asked: list[tuple[Ints, float, Offer]],
+        asked: list[tuple[Ints, float, SimOffer]],
     ) -> None:
         """Note what requests draft until the controller is asked again. One answer
         alone against those before it is a probe.
@@ -229,5 +229,7 @@ class Controlled(Drafting):
         with np.errstate(divide="ignore"):
             least = np.log(np.where(kept < np.diff(offsets), ended, floor))
         least[(limits <= 0) & (room > 0)] = np.inf
-        r.least[rows] = least
-        r.limit[rows] = np.where(limits < room, limits, self._das.num_draft_tokens)
+        r.log_min_chance[rows] = least
+        r.max_draft_tokens[rows] = np.where(
+            limits < room, limits, self._das.num_draft_tokens
+        )

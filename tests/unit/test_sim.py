@@ -87,7 +87,7 @@ def engine_of(lengths: list[int], slots: int) -> Fleet:
         text=np.full(n, -1),
         prompt=np.zeros(n, np.int64),
         length=np.array(lengths),
-        most=np.full(n, 1000),
+        max_tokens=np.full(n, 1000),
     )
     found = Fleet(1, requests, Line(StepModel(**LINE)), no_drafts(requests), slots)
     found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
@@ -365,15 +365,15 @@ def test_engines_that_go_on_by_themselves_do_what_they_do_step_by_step(
         one.run()
         return one
 
-    walked = end()
-    monkeypatch.setattr(Fixed, "walk", lambda *_: None)
+    by_themselves = end()
+    monkeypatch.setattr(Fixed, "free_steps", lambda *_: None)
     stepped = end()
     for column in ("written", "forwards", "drafted", "accepted", "preempted"):
         assert np.array_equal(
-            getattr(walked.requests, column), getattr(stepped.requests, column)
+            getattr(by_themselves.requests, column), getattr(stepped.requests, column)
         ), column
-    assert walked.requests.ended == pytest.approx(stepped.requests.ended)
-    assert walked.busy_s == pytest.approx(stepped.busy_s)
+    assert by_themselves.requests.ended == pytest.approx(stepped.requests.ended)
+    assert by_themselves.busy_s == pytest.approx(stepped.busy_s)
 
 
 def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
