@@ -77,8 +77,8 @@ def arm_seconds(
         "problem": [r.problem for r in rollouts],
         "visit": [1] * n,
         "text": range(n),
-        "prompt": [len(q["prompt"]) for q in wanted],
-        "length": [len(t) for t in texts],
+        "num_prompt_tokens": [len(q["prompt"]) for q in wanted],
+        "num_output_tokens": [len(t) for t in texts],
         "max_tokens": [q["most"] for q in wanted],
     }
     rows = requests.add(
@@ -120,8 +120,8 @@ def arm_seconds(
     return {
         "seconds": float(engine.clock[0]),
         "steps": int(engine.step_count[0]),
-        "draft_tokens": int(requests.drafted.sum()),
-        "accepted_tokens": int(requests.accepted.sum()),
+        "draft_tokens": int(requests.num_drafted.sum()),
+        "accepted_tokens": int(requests.num_accepted.sum()),
     }
 
 

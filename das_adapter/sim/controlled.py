@@ -131,12 +131,12 @@ class Controlled(Drafting):
         copy = self.copy
         for row in rows[r.slot[rows] < 0].tolist():
             r.slot[row] = controller.open(
-                int(r.problem[row]), int(r.written[row]), int(r.max_tokens[row])
+                int(r.problem[row]), int(r.num_written[row]), int(r.max_tokens[row])
             )
         slots = r.slot[rows]
-        controller.requests.written[slots] = r.written[rows] - tick.got
+        controller.requests.written[slots] = r.num_written[rows] - tick.got
         room = r.room(rows)
-        context = r.prompt[rows] + r.written[rows]
+        context = r.num_prompt_tokens[rows] + r.num_written[rows]
         asked: list[tuple[Ints, float, SimOffer]] = []
 
         def search(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
@@ -148,12 +148,16 @@ class Controlled(Drafting):
             tick.carried if tick.carried.any() else None,
             (tick.copied if copy else None),
         )
-        left = np.minimum(r.length[rows], r.max_tokens[rows]) - 1 - r.written[rows]
+        left = (
+            np.minimum(r.num_output_tokens[rows], r.max_tokens[rows])
+            - 1
+            - r.num_written[rows]
+        )
         steps = 1 + int(self._walked[tick.engine])
         decoded = Decoded(slots, tick.got, *drafts, left, steps, context)
         plan = controller.plan(decoded, search if self._das.looked_up else None)
-        r.draft[rows] = plan.history
-        r.hits[rows] = asked[-1][2].hits if asked else 0
+        r.num_draft_tokens[rows] = plan.history
+        r.num_draft_hits[rows] = asked[-1][2].hits if asked else 0
         self._keep_drafting(tick.engine, rows, plan.history, asked)
         passes = (
             self._copied(controller, tick, np.minimum(plan.model, room), context)
@@ -191,8 +195,8 @@ class Controlled(Drafting):
             and self.pass_seconds is not None
             and controller.drafts is not None
         )
-        r.copied[rows] = drafted
-        r.copy_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
+        r.num_model_tokens[rows] = drafted
+        r.num_model_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
         for place in range(controller.drafts.passes_for(int(drafted.max(initial=0)))):
             mine = drafted > (0 if self._das.neural else place)

@@ -116,17 +116,17 @@ class Fixed(Drafting):
         )
 
     def step(self, results: list[EngineStep]) -> list[float]:
-        r = self._requests
+        requests = self._requests
         rows = np.concatenate([result.rows for result in results])
-        limits = np.minimum(self._tokens, r.room(rows))
+        limits = np.minimum(self._tokens, requests.room(rows))
         offer = self._source.offer(rows, limits, 0.0)
-        r.draft[rows] = np.diff(offer.offsets)
-        r.hits[rows] = offer.hits
+        requests.num_draft_tokens[rows] = np.diff(offer.offsets)
+        requests.num_draft_hits[rows] = offer.hits
         counts = list[float]()
         contexts = list[float]()
         for result in results:
             # as the step read it
-            context = r.context(result.rows) - result.got
+            context = requests.context(result.rows) - result.got
             counts.append(float(len(result.rows)))
             contexts.append(float(context.sum()))
         seconds = self._draft_seconds(np.array(counts), np.array(contexts))

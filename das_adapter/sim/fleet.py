@@ -87,16 +87,19 @@ class Fleet:
         Raises:
             DasError: a request that no engine can hold.
         """
-        r = self.requests
-        tokens = r.prompt[rows] + r.length[rows]
-        needed = int((tokens // BLOCK + 1).max(initial=0))
+        requests = self.requests
+        prompts = requests.num_prompt_tokens[rows]
+        tokens = prompts + requests.num_output_tokens[rows]
+        blocks = tokens // BLOCK + 1
+        needed = int(blocks.max(initial=0))
         if needed > self.kv_blocks:
             raise DasError(
                 f"engine: a request needs {needed} blocks of KV cache, an engine has "
                 f"{self.kv_blocks}: more devices an engine, or shorter responses"
             )
-        r.engine[rows] = engines
-        idle = engines[~self.busy[engines]]
+        requests.engine[rows] = engines
+        busy = self.busy[engines]
+        idle = engines[~busy]
         self.clock[idle] = np.maximum(self.clock[idle], at)
         self._may_admit[engines] = True
         sent = zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True)
@@ -107,14 +110,16 @@ class Fleet:
         """Remove all requests from the engines, between two steps; those that have
         ended keep their results.
         """
-        r = self.requests
-        waiting = [row for queue in self._waiting for _, _, row in queue]
+        requests = self.requests
+        waiting = list[int]()
+        for queue in self._waiting:
+            waiting += [row for _, _, row in queue]
         rows = np.append(self.running, np.array(waiting, np.int64))
         self.drafting.end(rows)
-        r.clear_drafts(rows)
-        r.handle[rows] = 0
-        r.indexed[rows] = 0
-        r.slot[rows] = -1
+        requests.clear_drafts(rows)
+        requests.handle[rows] = 0
+        requests.num_indexed[rows] = 0
+        requests.slot[rows] = -1
         self.running = self.running[:0]
         self._waiting = [[] for _ in range(self.engines)]
         self._num_waiting[:] = 0
@@ -175,65 +180,63 @@ class Fleet:
         KV cache may be full; return which engines these are, and the requests that
         ended.
         """
-        r = self.requests
-        engine = r.engine[self.running]
-        prompts = engine[r.unread[self.running] > 0]
-        reading = np.bincount(prompts, minlength=self.engines) > 0
-        active = active & ~self._may_admit & ~reading
+        none = np.zeros(self.engines, dtype=bool)
+        nothing = int_zeros(0)
+        requests = self.requests
+        engine = requests.engine[self.running]
+        has_unread = requests.num_unread[self.running] > 0
+        num_reading = self._by_engine(engine[has_unread])
+        active = active & ~self._may_admit & (num_reading == 0)
         rows = self.running[active[engine]]
-        free = self.drafting.free_steps(rows) if len(rows) else None
+        if not len(rows):
+            return none, nothing
+        free = self.drafting.free_steps(rows)
         if free is None:
-            return np.zeros(self.engines, dtype=bool), rows[:0]
-        engine = r.engine[rows]
-        requests = self._by_engine(engine)
+            return none, nothing
+        engine = requests.engine[rows]
+        num_requests = self._by_engine(engine)
         steps = np.minimum(free.steps, np.full(self.engines, max_steps))
-        longest_draft = free.max_draft_tokens.max(initial=0)
-        until_full = self._kv_room_tokens(rows, requests) // (1 + longest_draft)
-        steps = np.minimum(steps, until_full)
-        active &= (steps > 0) & (requests > 0)
-        chosen = np.flatnonzero(active)
-        if not len(chosen):
-            return active, rows[:0]
+        step_tokens = 1 + free.max_draft_tokens.max(initial=0)
+        room_tokens = self._kv_room_tokens(rows, num_requests)
+        steps = np.minimum(steps, room_tokens // step_tokens)
+        active &= (steps > 0) & (num_requests > 0)
+        if not active.any():
+            return active, nothing
         kept = active[engine]
-        bounds = offsets_of(requests[chosen].astype(np.int64))
-        self._step_freely(free, rows, kept, chosen, bounds, steps[chosen])
+        self._step_freely(free, rows, kept, steps)
         return active, self._end(rows[kept])
 
     def _step_freely(
-        self,
-        free: FreeSteps,
-        rows: Ints,
-        kept: Bools,
-        engines: Ints,
-        bounds: Ints,
-        steps: Ints,
+        self, free: FreeSteps, rows: Ints, kept: Bools, steps: Ints
     ) -> None:
-        """Let some engines step so often, or until one of their requests ends.
+        """Let engines step so often, or until one of their requests ends.
 
         Args:
             rows: the requests of `free`.
-            kept: which of them are on these engines, bool [rows].
-            bounds: where the requests of each engine begin in `rows[kept]`, and the
-                end of the last.
+            kept: which of them are on the engines that step, bool [rows].
             steps: maximum number of steps of each engine, int64 [engines].
         """
-        shape = (len(engines), int(steps.max()))
+        rows = rows[kept]
+        engines, counts = np.unique(self.requests.engine[rows], return_counts=True)
+        shape = (len(engines), int(steps[engines].max()))
         tokens = np.zeros(shape)
         context = np.zeros(shape)
         num_steps = free.source.take_free_steps(
-            rows[kept],
-            bounds,
-            steps,
+            rows,
+            offsets_of(counts),
+            steps[engines],
             free.log_min_chance[kept],
             free.max_draft_tokens[kept],
             tokens,
             context,
         )
         taken = np.arange(tokens.shape[1]) < num_steps[:, None]
+        tokens_of_step = tokens[taken]
+        context_of_step = context[taken]
+        requests_of_step = np.repeat(counts.astype(np.float64), num_steps)
+        seconds = self.steps.decode(requests_of_step, tokens_of_step, context_of_step)
+        seconds += free.seconds(requests_of_step, context_of_step)
         engine_of_step = np.repeat(engines, num_steps)
-        requests = self._by_engine(self.requests.engine[rows])[engine_of_step]
-        seconds = self.steps.decode(requests, tokens[taken], context[taken])
-        seconds += free.seconds(requests, context[taken])
         by_engine = self._by_engine(engine_of_step, seconds)
         self._pass_time(engines, by_engine[engines], num_steps)
         steps_of_all = int_zeros(self.engines)
@@ -242,42 +245,48 @@ class Fleet:
 
     def _take_step(self, active: Bools) -> Ints:
         """Take one step of each of these engines; return the requests that ended."""
-        r = self.requests
         self._admit(active)
         self._preempt(active)
-        rows = self.running[active[r.engine[self.running]]]
-        reading = r.unread[rows] > 0
+        requests = self.requests
+        engine_of = requests.engine[self.running]
+        rows = self.running[active[engine_of]]
+        reading = requests.num_unread[rows] > 0
         decoding = rows[~reading]
-        engine = r.engine[decoding]
-        drafted = r.verified(decoding)
-        requests = self._by_engine(engine)
-        tokens = requests + self._by_engine(engine, drafted)
-        context = self._by_engine(engine, r.context(decoding))
+        engine = requests.engine[decoding]
+        drafted = requests.verified(decoding)
+        num_requests = self._by_engine(engine)
+        tokens = num_requests + self._by_engine(engine, drafted)
+        context = self._by_engine(engine, requests.context(decoding))
         begun, prompt_tokens = self._prefill(rows[reading], tokens)
-        seconds = self.steps.decode(requests, tokens, context)
-        seconds = seconds + self.steps.prefill(prompt_tokens)
+        decode_s = self.steps.decode(num_requests, tokens, context)
+        seconds = decode_s + self.steps.prefill(prompt_tokens)
+        got = self._received(decoding)
         # a request whose prompt was read receives one token
-        got = np.append(self._received(decoding), np.ones(len(begun), np.int64))
-        drafted = np.append(drafted, np.zeros(len(begun), np.int64))
         stepped = np.append(decoding, begun)
-        r.written[stepped] += got
-        r.forwards[stepped] += 1
-        r.drafted[stepped] += drafted
-        r.accepted[stepped] += got - 1
+        got = np.append(got, np.ones_like(begun))
+        drafted = np.append(drafted, np.zeros_like(begun))
+        requests.num_written[stepped] += got
+        requests.num_forwards[stepped] += 1
+        requests.num_drafted[stepped] += drafted
+        requests.num_accepted[stepped] += got - 1
         timed = prompt_tokens == 0
-        extra = self._draft(stepped, got, drafted, tokens, seconds, timed)
-        chosen = np.unique(r.engine[rows])
-        self._pass_time(chosen, (seconds + extra)[chosen], 1)
+        extra_s = self._draft(stepped, got, drafted, tokens, seconds, timed)
+        seconds = seconds + extra_s
+        engines = np.unique(requests.engine[rows])
+        self._pass_time(engines, seconds[engines], 1)
         return self._end(stepped)
 
     def _received(self, rows: Ints) -> Ints:
         """Return how many tokens each request receives from a step: one and the draft
         tokens that are accepted, up to its end, int64 [b].
         """
-        r = self.requests
-        accepted = np.minimum(r.draft[rows], r.hits[rows])
-        accepted = accepted + np.minimum(r.copied[rows], r.copy_hits[rows])
-        return np.minimum(1 + accepted, r.length[rows] - r.written[rows])
+        requests = self.requests
+        draft = requests.num_draft_tokens[rows]
+        accepted = np.minimum(draft, requests.num_draft_hits[rows])
+        draft = requests.num_model_tokens[rows]
+        of_model = np.minimum(draft, requests.num_model_hits[rows])
+        left = requests.num_output_tokens[rows] - requests.num_written[rows]
+        return np.minimum(1 + accepted + of_model, left)
 
     def _pass_time(self, engines: Ints, seconds: Floats, steps: Ints | int) -> None:
         self.clock[engines] += seconds
@@ -290,16 +299,16 @@ class Fleet:
 
     def _end(self, rows: Ints) -> Ints:
         """End those of these requests that have written all; return them."""
-        r = self.requests
-        done = rows[~r.unfinished(rows)]
+        requests = self.requests
+        done = rows[~requests.unfinished(rows)]
         if not len(done):
             return done
-        engines = r.engine[done]
-        r.ended[done] = self.clock[engines]
-        r.clear_drafts(done)
+        engines = requests.engine[done]
+        requests.ended_s[done] = self.clock[engines]
+        requests.clear_drafts(done)
         self.drafting.end(done)
         running = self.running
-        self.running = running[r.unfinished(running)]
+        self.running = running[requests.unfinished(running)]
         self._may_admit[engines] = self._num_waiting[engines] > 0
         return done
 
@@ -324,19 +333,21 @@ class Fleet:
         extra = np.zeros(self.engines)
         if not len(rows):
             return extra
-        r = self.requests
-        engine_of = r.engine[rows]
+        requests = self.requests
+        engine_of = requests.engine[rows]
         order = np.argsort(engine_of, kind="stable")
-        begins = np.flatnonzero(np.diff(engine_of[order])) + 1
+        changes = np.diff(engine_of[order])
+        begins = np.flatnonzero(changes) + 1
         results = []
         for places in np.split(order, begins):
             engine = int(engine_of[places[0]])
+            of_engine = rows[places]
             result = EngineStep(
                 engine=engine,
-                rows=rows[places],
+                rows=of_engine,
                 got=got[places],
                 carried=drafted[places],
-                copied=r.copied[rows[places]],
+                copied=requests.num_model_tokens[of_engine],
                 tokens=int(tokens[engine]),
                 seconds=float(seconds[engine]),
                 timed=bool(timed[engine]),
@@ -346,20 +357,23 @@ class Fleet:
         extra[engines] = self.drafting.step(results)
         return extra
 
-    def _kv_room_tokens(self, rows: Ints, requests: Floats) -> Ints:
+    def _kv_room_tokens(self, rows: Ints, num_requests: Floats) -> Ints:
         """Return how many tokens each request of an engine can write before the KV
         cache may be full, int64 [engines].
         """
-        used = self._by_engine(self.requests.engine[rows], self._blocks(rows))
+        engine = self.requests.engine[rows]
+        used = self._by_engine(engine, self._blocks(rows))
         free = self.kv_blocks - used
-        blocks_each = free / np.maximum(requests, 1) - 1
-        tokens: Ints = (np.floor(blocks_each) * BLOCK).astype(np.int64)
-        return tokens
+        blocks_each = free / np.maximum(num_requests, 1) - 1
+        tokens_each = np.floor(blocks_each) * BLOCK
+        room: Ints = tokens_each.astype(np.int64)
+        return room
 
     def _blocks(self, rows: Ints) -> Ints:
         """Return the KV blocks that requests need for their next step."""
-        r = self.requests
-        tokens = r.context(rows) + 1 + r.verified(rows)
+        requests = self.requests
+        next_tokens = 1 + requests.verified(rows)
+        tokens = requests.context(rows) + next_tokens
         return -(-tokens // BLOCK)
 
     def used_blocks(self) -> Ints:
@@ -372,56 +386,61 @@ class Fleet:
         """Stop the requests that were admitted last, where the KV cache is full, and
         queue them again.
         """
-        r = self.requests
+        requests = self.requests
         preempted = list[int]()
+        engine_of = requests.engine[self.running]
         full = active & (self.used_blocks() > self.kv_blocks)
         for engine in np.flatnonzero(full).tolist():
-            rows = self.running[r.engine[self.running] == engine]
-            blocks = self._blocks(rows)
+            last_first = self.running[engine_of == engine][::-1]
+            blocks = self._blocks(last_first)
             excess = blocks.sum() - self.kv_blocks
-            freed = np.cumsum(blocks[::-1])
+            freed = np.cumsum(blocks)
             count = int(np.searchsorted(freed, excess)) + 1
-            for row in rows[::-1][:count].tolist():
-                r.clear_drafts(row)
-                r.preempted[row] += 1
+            for row in last_first[:count].tolist():
+                requests.clear_drafts(row)
+                requests.num_preemptions[row] += 1
                 self._queue(row, engine, FIRST_PRIORITY)
                 preempted.append(row)
-        self.running = self.running[~np.isin(self.running, preempted)]
+        kept = ~np.isin(self.running, preempted)
+        self.running = self.running[kept]
 
     def _queue(self, row: int, engine: int, priority: int) -> None:
-        heapq.heappush(self._waiting[engine], (priority, self._arrived, row))
+        entry = (priority, self._arrived, row)
+        heapq.heappush(self._waiting[engine], entry)
         self._arrived += 1
         self._num_waiting[engine] += 1
 
     def _admit(self, active: Bools) -> None:
         """Start waiting requests where there are a slot and KV blocks."""
-        r = self.requests
+        requests = self.requests
         engines = np.flatnonzero(self._may_admit & active)
         if not len(engines):
             return
-        occupied = self._by_engine(r.engine[self.running])
+        num_running = self._by_engine(requests.engine[self.running])
         free_blocks = self.kv_blocks - self.used_blocks()
         admitted = list[int]()
         for engine in engines.tolist():
             free = int(free_blocks[engine])
-            admitted += self._admit_to(engine, free, int(occupied[engine]))
+            running = int(num_running[engine])
+            admitted += self._admit_to(engine, free, running)
             self._may_admit[engine] = False
         rows = np.array(admitted, dtype=np.int64)
-        running = np.concatenate([self.running, rows])
-        order = np.argsort(r.engine[running], kind="stable")
-        self.running = running[order]
+        all_rows = np.concatenate([self.running, rows])
+        order = np.argsort(requests.engine[all_rows], kind="stable")
+        self.running = all_rows[order]
         self.drafting.begin(rows)
 
     def _admit_to(self, engine: int, free_blocks: int, num_running: int) -> list[int]:
         """Start waiting requests of one engine; return their rows. An engine without a
         running request admits one in any case.
         """
-        r = self.requests
+        requests = self.requests
         waiting = self._waiting[engine]
         admitted = list[int]()
         while waiting and num_running < self.slots:
             row = waiting[0][2]
-            tokens = int(r.prompt[row] + r.written[row])
+            prompt_tokens = int(requests.num_prompt_tokens[row])
+            tokens = prompt_tokens + int(requests.num_written[row])
             blocks = -(-(tokens + 1) // BLOCK)
             if blocks > free_blocks and num_running:
                 break
@@ -429,7 +448,8 @@ class Fleet:
             self._num_waiting[engine] -= 1
             free_blocks -= blocks
             num_running += 1
-            r.unread[row] = max(1, tokens - self._cached_tokens(engine, row))
+            unread = tokens - self._cached_tokens(engine, row)
+            requests.num_unread[row] = max(1, unread)
             admitted.append(row)
         return admitted
 
@@ -440,7 +460,7 @@ class Fleet:
         problem = int(self.requests.problem[row])
         cached = self._cached[engine]
         if problem in cached:
-            return int(self.requests.prompt[row])
+            return int(self.requests.num_prompt_tokens[row])
         cached.add(problem)
         return 0
 
@@ -452,15 +472,18 @@ class Fleet:
             rows: requests that read their prompts, engine after engine.
             decoding: tokens of each engine's step that are no prompt, [engines].
         """
-        r = self.requests
-        engine = r.engine[rows]
-        unread = r.unread[rows]
+        requests = self.requests
+        engine = requests.engine[rows]
+        unread = requests.num_unread[rows]
         # unread tokens of the requests before each on its engine
         before = np.cumsum(unread) - unread
-        first_of_engine = np.r_[True, engine[1:] != engine[:-1]][: len(rows)]
-        before -= np.maximum.accumulate(np.where(first_of_engine, before, 0))
-        room = np.maximum(BATCHED_TOKENS - decoding, 1).astype(np.int64)
-        chunk = np.clip(room[engine] - before, 0, unread)
-        r.unread[rows] -= chunk
-        finished = rows[r.unread[rows] == 0]
+        first_of_engine = np.ones(len(rows), dtype=bool)
+        first_of_engine[1:] = engine[1:] != engine[:-1]
+        before_engine = np.where(first_of_engine, before, 0)
+        before -= np.maximum.accumulate(before_engine)
+        room = np.maximum(BATCHED_TOKENS - decoding, 1)
+        room_of_request = room.astype(np.int64)[engine]
+        chunk = np.clip(room_of_request - before, 0, unread)
+        requests.num_unread[rows] -= chunk
+        finished = rows[requests.num_unread[rows] == 0]
         return finished, self._by_engine(engine, chunk)

@@ -127,7 +127,7 @@ class Pipeline:
         idle_s = 0.0
         for number in range(len(self._steps)):
             rows = self._next_batch()
-            last_ended = float(self._requests.ended[rows].max())
+            last_ended = float(self._requests.ended_s[rows].max())
             ready = max(trainer_free, last_ended)
             rollout_s = max(ready - rollout_begin, 1e-12)
             idle = (idle_s + self._idle_s(trainer_free, ready)) / rollout_s
@@ -173,7 +173,7 @@ class Pipeline:
         requests.version[rows] = self._version
         if self._early:
             early = self._early.popleft()
-            requests.ahead[rows] = requests.written[early]
+            requests.num_ahead[rows] = requests.num_written[early]
         order = arrivals(step["problem"].tolist(), self._router.rng)
         rows = rows[order]
         engines, priorities = self._router.send(requests, rows)
@@ -232,7 +232,7 @@ class Pipeline:
         first = self._num_sent + len(self._early)
         for step in self._steps[first : self._num_sent + STEPS]:
             ahead = np.full(len(step["problem"]), -1)
-            self._early.append(requests.add(**step, ahead=ahead))
+            self._early.append(requests.add(**step, num_ahead=ahead))
         ordered = []
         for early in self._early:
             order = _first_samples(requests.problem[early])
@@ -316,7 +316,7 @@ class Pipeline:
         rows = np.sort(np.concatenate([int_zeros(0), *self._unlearned]))
         responses = np.zeros(len(rows), RESPONSE)
         responses["problem"] = requests.problem[rows]
-        responses["tokens"] = requests.length[rows]
+        responses["tokens"] = requests.num_output_tokens[rows]
         responses["version"] = requests.version[rows]
         self._fleet.drafting.sync(self._version, rows, responses)
         self._router.sync(self._version, responses)
@@ -332,13 +332,13 @@ class Pipeline:
             step_s=step_s,
             exposed_s=exposed_s,
             requests=len(rows),
-            tokens=int(requests.written[rows].sum()),
-            forwards=int(requests.forwards[rows].sum()),
-            drafted=int(requests.drafted[rows].sum()),
-            accepted=int(requests.accepted[rows].sum()),
-            preempted=int(requests.preempted[rows].sum()),
+            tokens=int(requests.num_written[rows].sum()),
+            forwards=int(requests.num_forwards[rows].sum()),
+            drafted=int(requests.num_drafted[rows].sum()),
+            accepted=int(requests.num_accepted[rows].sum()),
+            preempted=int(requests.num_preemptions[rows].sum()),
             idle=idle,
-            ahead=int(requests.ahead[rows].sum()),
+            ahead=int(requests.num_ahead[rows].sum()),
             visit=float(requests.visit[rows].mean()),
         )
 

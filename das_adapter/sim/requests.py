@@ -28,9 +28,9 @@ class Requests:
     """How often the problem was visited before."""
     text: Ints
     """Row of its recorded response; -1: it has none."""
-    prompt: Ints
+    num_prompt_tokens: Ints
     """Tokens of its prompt."""
-    length: Ints
+    num_output_tokens: Ints
     """Tokens that it is going to write."""
     max_tokens: Ints
     """Maximum number of tokens that it may write."""
@@ -38,27 +38,27 @@ class Requests:
     """Weight version at which it was sent."""
     engine: Ints
     """Number of the engine that it was sent to."""
-    written: Ints
+    num_written: Ints
     """Tokens that it has written."""
-    forwards: Ints
+    num_forwards: Ints
     """Steps that it took part in."""
-    drafted: Ints
+    num_drafted: Ints
     """Draft tokens that it had in all steps."""
-    accepted: Ints
+    num_accepted: Ints
     """Draft tokens of these that the policy confirmed."""
-    preempted: Ints
+    num_preemptions: Ints
     """How often it lost its place."""
-    unread: Ints
+    num_unread: Ints
     """Tokens that its engine has to read before it continues."""
-    draft: Ints
+    num_draft_tokens: Ints
     """Tokens of its present draft from the history."""
-    hits: Ints
-    """Tokens of `draft` that the policy will confirm."""
-    copied: Ints
-    """Draft tokens in place of `draft`, from the policy copy or a neural drafter."""
-    copy_hits: Ints
-    """Tokens of `copied` that the policy will confirm."""
-    ended: Floats
+    num_draft_hits: Ints
+    """Tokens of `num_draft_tokens` that the policy will confirm."""
+    num_model_tokens: Ints
+    """Draft tokens in place of these, from the policy copy or a neural drafter."""
+    num_model_hits: Ints
+    """Tokens of `num_model_tokens` that the policy will confirm."""
+    ended_s: Floats
     """When it ended, seconds."""
     slot: Ints
     """Its place in its engine's controller; -1: none."""
@@ -70,9 +70,9 @@ class Requests:
     """Maximum tokens of its drafts until the controller is asked again."""
     handle: Ints
     """Its handle in its engine's index; 0: none."""
-    indexed: Ints
+    num_indexed: Ints
     """Tokens of it that the index has."""
-    ahead: Ints
+    num_ahead: Ints
     """Tokens that were written ahead of it; -1: it is itself written ahead, for a
     request of a later step.
     """
@@ -90,9 +90,11 @@ class Requests:
         """Add requests; return their rows.
 
         Args:
-            columns: `problem`, `visit`, `text`, `prompt`, `length` and `max_tokens`,
-                and others whose values are not the usual ones.
+            columns: `problem`, `visit`, `text`, `num_prompt_tokens`,
+                `num_output_tokens` and `max_tokens`, and others whose values are not
+                the usual ones; int64 [n] each.
         """
+        assert columns.keys() <= Requests.__annotations__.keys()
         first = len(self)
         count = len(columns["problem"])
         for name in Requests.__annotations__:
@@ -106,25 +108,25 @@ class Requests:
         """Return how many draft tokens each request can use, int64 [n]: its last token
         needs no draft.
         """
-        end = np.minimum(self.length[rows], self.max_tokens[rows])
-        return np.maximum(end - 1 - self.written[rows], 0)
+        end = np.minimum(self.num_output_tokens[rows], self.max_tokens[rows])
+        return np.maximum(end - 1 - self.num_written[rows], 0)
 
     def context(self, rows: Ints) -> Ints:
         """Return the tokens of each request's prompt and response, int64 [n]."""
-        return self.prompt[rows] + self.written[rows]
+        return self.num_prompt_tokens[rows] + self.num_written[rows]
 
     def verified(self, rows: Ints) -> Ints:
         """Return how many draft tokens each request has in the next step, int64 [n]."""
-        return self.draft[rows] + self.copied[rows]
+        return self.num_draft_tokens[rows] + self.num_model_tokens[rows]
 
     def unfinished(self, rows: Ints) -> Bools:
         """Return whether each request has more to write, bool [n]."""
-        return self.written[rows] < self.length[rows]
+        return self.num_written[rows] < self.num_output_tokens[rows]
 
     def clear_drafts(self, rows: Ints | int) -> None:
         """Drop the drafts of requests."""
-        self.draft[rows] = 0
-        self.copied[rows] = 0
+        self.num_draft_tokens[rows] = 0
+        self.num_model_tokens[rows] = 0
 
     def __len__(self) -> int:
         return len(self.problem)

@@ -130,7 +130,7 @@ class Simulation:
         if responses is None:
             workload = drawn(rollout)
         else:
-            longest = max((len(r.tokens) for r in responses), default=0)
+            longest = max((len(one.tokens) for one in responses), default=0)
             workload = recorded(responses, max(rollout.cap, longest))
         disagreement = 1.0 - self.config.acceptance.agreement
         for number, step in enumerate(workload.steps):

@@ -136,19 +136,21 @@ class Given(Source):
             tokens, context: float64 [engines, largest of `steps`], which receive the
                 tokens of each forward pass, and the context that its requests have.
         """
-        r = self._requests
+        requests = self._requests
         limits = np.where(log_min_chance < np.inf, max_draft_tokens, 0)
-        drafting = limits.any() or r.draft[rows].any()
+        drafting = limits.any() or requests.num_draft_tokens[rows].any()
         if not drafting:
             return self._take_undrafted_steps(rows, bounds, steps, tokens, context)
         num_engines = len(steps)
-        longest = np.minimum(r.length[rows], r.max_tokens[rows])
+        longest = np.minimum(
+            requests.num_output_tokens[rows], requests.max_tokens[rows]
+        )
         running = _RequestsOfSteps(
             rows=rows,
             engine=np.repeat(np.arange(num_engines), np.diff(bounds)),
             max_draft_tokens=limits,
             min_chance=np.exp(log_min_chance),
-            length=r.length[rows],
+            length=requests.num_output_tokens[rows],
             last_draftable=longest - 1,
         )
         taken = int_zeros(num_engines)
@@ -156,12 +158,12 @@ class Given(Source):
         for step in range(tokens.shape[1]):
             rows = running.rows
             engine = running.engine
-            forward = 1 + r.draft[rows]
+            forward = 1 + requests.num_draft_tokens[rows]
             tokens[:, step] = np.bincount(engine, forward, num_engines)
-            context[:, step] = np.bincount(engine, r.context(rows), num_engines)
+            context[:, step] = np.bincount(engine, requests.context(rows), num_engines)
             self._write_and_draft(running)
             taken[engine] = step + 1
-            finished = r.written[rows] >= running.length
+            finished = requests.num_written[rows] >= running.length
             ended[engine[finished]] = True
             stopped = ended | (taken == steps)
             kept = ~stopped[engine]
@@ -175,38 +177,38 @@ class Given(Source):
         self, rows: Ints, bounds: Ints, steps: Ints, tokens: Floats, context: Floats
     ) -> Ints:
         """Step engines whose requests have no drafts, as `take_free_steps` does."""
-        r = self._requests
+        requests = self._requests
         begins = bounds[:-1]
         counts = np.diff(bounds)
-        left = r.length[rows] - r.written[rows]
+        left = requests.num_output_tokens[rows] - requests.num_written[rows]
         taken = np.minimum(steps, np.minimum.reduceat(left, begins))
-        context_tokens = np.add.reduceat(r.context(rows), begins)
+        context_tokens = np.add.reduceat(requests.context(rows), begins)
         tokens[:] = counts[:, None]
         context[:] = context_tokens[:, None]
         context += tokens * np.arange(tokens.shape[1])
         of_request = np.repeat(taken, counts)
-        r.written[rows] += of_request
-        r.forwards[rows] += of_request
+        requests.num_written[rows] += of_request
+        requests.num_forwards[rows] += of_request
         return taken
 
     def _write_and_draft(self, running: _RequestsOfSteps) -> None:
         """Take one step of some requests, and draft for their next."""
-        r = self._requests
+        requests = self._requests
         rows = running.rows
-        drafted = r.draft[rows]
-        written = r.written[rows]
-        accepted = np.minimum(drafted, r.hits[rows])
+        drafted = requests.num_draft_tokens[rows]
+        written = requests.num_written[rows]
+        accepted = np.minimum(drafted, requests.num_draft_hits[rows])
         got = np.minimum(1 + accepted, running.length - written)
         written = written + got
-        r.written[rows] = written
-        r.forwards[rows] += 1
-        r.drafted[rows] += drafted
-        r.accepted[rows] += got - 1
+        requests.num_written[rows] = written
+        requests.num_forwards[rows] += 1
+        requests.num_drafted[rows] += drafted
+        requests.num_accepted[rows] += got - 1
         room = running.last_draftable - written
         limits = np.minimum(running.max_draft_tokens, room)
         counts, hits, _ = self._drafts(rows, limits, running.min_chance)
-        r.draft[rows] = counts
-        r.hits[rows] = hits
+        requests.num_draft_tokens[rows] = counts
+        requests.num_draft_hits[rows] = hits
 
     def _drafts(
         self, rows: Ints, limits: Ints, min_chances: Floats
@@ -218,16 +220,16 @@ class Given(Source):
             How many tokens each has and how many of them the policy would write, int64
             [n]; and the chances of drafts of the greatest length, float64 [n, longest].
         """
-        r = self._requests
+        requests = self._requests
         num_visits = len(self._survival) - 1
-        written = r.written[rows]
-        same = r.num_same[rows]
-        ahead = r.ahead[rows]
+        written = requests.num_written[rows]
+        same = requests.num_same[rows]
+        ahead = requests.num_ahead[rows]
         # after the first token that differs, what was written ahead is the text of a
         # sibling, as from a visit before
         in_ahead = written < ahead
         repeats = in_ahead & (written <= same) & (self._survival[-1, 0] > 0.0)
-        visit = np.minimum(r.visit[rows] + in_ahead, num_visits - 1)
+        visit = np.minimum(requests.visit[rows] + in_ahead, num_visits - 1)
         chances = self._survival[np.where(repeats, num_visits, visit)]
         longest = np.where(repeats, ahead - written, chances.shape[1])
         longest = np.minimum(limits, longest)
@@ -280,55 +282,57 @@ class Indexed(Source):
         self.indices = [SuffixIndex.attach(directory) for _ in range(engines)]
 
     def begin(self, rows: Ints) -> None:
-        r = self._requests
-        unopened = rows[r.handle[rows] == 0]
+        requests = self._requests
+        unopened = rows[requests.handle[rows] == 0]
         for row in unopened.tolist():
-            response = self._texts.responses[r.text[row]]
-            num_ahead = max(0, r.ahead[row])
-            key = self._policy.key(int(r.problem[row]))
-            index = self.indices[r.engine[row]]
-            r.handle[row] = index.open(
+            response = self._texts.responses[requests.text[row]]
+            num_ahead = max(0, requests.num_ahead[row])
+            key = self._policy.key(int(requests.problem[row]))
+            index = self.indices[requests.engine[row]]
+            requests.handle[row] = index.open(
                 key, response.prompt, ahead=response.ahead[:num_ahead]
             )
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
-        r = self._requests
-        texts = r.text[rows]
-        written = r.written[rows]
+        requests = self._requests
+        texts = requests.text[rows]
+        written = requests.num_written[rows]
         begins = self._texts.ends[texts]
-        index = self.indices[r.engine[rows[0]]]
+        index = self.indices[requests.engine[rows[0]]]
         # all texts are one row; each request's new tokens are a span of it
         found = index.draft_rows(
-            r.handle[rows],
+            requests.handle[rows],
             self._texts.tokens[None],
             np.zeros_like(rows),
-            begins + r.indexed[rows],
+            begins + requests.num_indexed[rows],
             begins + written,
             limits,
             floor,
         )
         tokens, chances, offsets = found.result()
-        r.indexed[rows] = written
+        requests.num_indexed[rows] = written
         hits = self._texts.agreeing(texts, written, tokens, offsets)
         return SimOffer(chances, offsets, hits)
 
     def end(self, rows: Ints) -> None:
-        r = self._requests
-        opened = rows[r.handle[rows] > 0]
+        requests = self._requests
+        opened = rows[requests.handle[rows] > 0]
         for row in opened.tolist():
-            index = self.indices[r.engine[row]]
-            handle = int(r.handle[row])
-            tokens = self._texts.responses[r.text[row]].tokens
-            index.extend(handle, tokens[r.indexed[row] : r.written[row]])
-            is_ahead = r.ahead[row] < 0
+            index = self.indices[requests.engine[row]]
+            handle = int(requests.handle[row])
+            tokens = self._texts.responses[requests.text[row]].tokens
+            index.extend(
+                handle, tokens[requests.num_indexed[row] : requests.num_written[row]]
+            )
+            is_ahead = requests.num_ahead[row] < 0
             index.close(handle, keep=self._policy.kept and not is_ahead)
 
     def sync(self, version: int, rows: Ints) -> None:
-        r = self._requests
+        requests = self._requests
         written = []
         for row in rows.tolist():
-            tokens = self._texts.responses[r.text[row]].tokens
-            written.append((int(r.problem[row]), tokens.tobytes(), version))
+            tokens = self._texts.responses[requests.text[row]].tokens
+            written.append((int(requests.problem[row]), tokens.tobytes(), version))
         self.remember(written)
 
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:

@@ -49,8 +49,8 @@ def recorded(responses: Sequence[RecordedResponse], cap: int) -> Workload:
             visits,
             np.array(problems),
             text=np.arange(first, first + len(step)),
-            prompt=[len(response.prompt) for response in step],
-            length=[len(response.tokens) for response in step],
+            num_prompt_tokens=[len(response.prompt) for response in step],
+            num_output_tokens=[len(response.tokens) for response in step],
             max_tokens=cap,
         )
         columns.append(added)
@@ -74,8 +74,8 @@ def drawn(rollout: RolloutBlock) -> Workload:
             visits,
             np.repeat(problems, rollout.samples),
             text=-1,
-            prompt=rollout.prompt,
-            length=lengths.ravel(),
+            num_prompt_tokens=rollout.prompt,
+            num_output_tokens=lengths.ravel(),
             max_tokens=rollout.cap,
         )
         columns.append(added)
