@@ -1,4 +1,4 @@
-"""`das-adapter compare`: two runs of the same training side by side: tokens, rewards,
+"""`das-adapter compare`: compare two runs of the same training: tokens, rewards,
 rollout time, acceptance.
 """
 
@@ -23,15 +23,17 @@ SHARED = {
         "timing/train/exposed_generation",
     ),
 }
-"""What das-adapter, veRL and NeMo-RL call a figure; the first that both runs have
+"""Names of a figure in das-adapter, veRL and NeMo-RL; the first that both runs have
 logged is compared.
 """
+KEYS = {key for keys in SHARED.values() for key in keys}
+"""All names of these figures."""
 ACCEPTED = ("das/acceptance_length", "vllm/spec_acceptance_length")
-"""Tokens that a drafted request gets from a forward pass; the first that a run has
-logged.
+"""Names of the tokens that a drafted request gets from a forward pass; the first that a
+run has logged counts.
 """
 ROWS = 30
-"""Most rows of the table, where `every` is not given."""
+"""Maximum rows of the table, where `every` is not given."""
 MISSING = (
     "both runs must log das/token_hash: a run without drafts does so with `drafter:"
     " none` and `verify: {noise: keyed}`"
@@ -65,63 +67,79 @@ def compare(a: RunLog, b: RunLog, every: int | None = None) -> dict[str, Any]:
     Raises:
         DasError: they have no step in common.
     """
-    keys = {key for names in SHARED.values() for key in names}
-    of_training = [
-        {step for step, logged in run.steps.items() if not keys.isdisjoint(logged)}
-        for run in (a, b)
-    ]
-    shared = sorted(set.intersection(*of_training))
-    if not shared:
-        spans = (f"{min(run.steps)} to {max(run.steps)}" for run in (a, b))
-        if not all(of_training):
-            raise DasError(
-                f"compare: a run has logged none of {', '.join(sorted(keys))}"
-            )
-        raise DasError(
-            "compare: the runs have no training step in common: found steps"
-            f" {' and '.join(spans)}"
-        )
-    runs = [[run.steps[step] for step in shared] for run in (a, b)]
-    names: dict[str, Any] = {
-        figure: [_name(keys, *runs)] * 2 for figure, keys in SHARED.items()
-    }
-    names["accepted"] = [_name(ACCEPTED, run) for run in runs]
-    found = {
-        figure: np.array(
-            [
-                [s.get(key, np.nan) for s in run]
-                for run, key in zip(runs, pair, strict=True)
-            ]
-        )
-        for figure, pair in names.items()
-    }
+    runs = (a, b)
+    of_training = [_training_steps(run) for run in runs]
+    steps = sorted(of_training[0] & of_training[1])
+    if not steps:
+        raise _nothing_in_common(runs, of_training)
+    logged = [[run.steps[step] for step in steps] for run in runs]
+    names = _names(logged)
+    found = {figure: _values(logged, names[figure]) for figure in names}
     if not (a.exact and b.exact):
-        found = {
-            figure: values.astype(np.float32).astype(np.float64)
-            for figure, values in found.items()
-        }
-    every = every or -(-len(shared) // ROWS)
-    parts = [slice(at, at + every) for at in range(0, len(shared), every)]
+        for figure, values in found.items():
+            found[figure] = values.astype(np.float32).astype(np.float64)
+    every = every or -(-len(steps) // ROWS)
+    rows = []
+    for first in range(0, len(steps), every):
+        of_row = slice(first, first + every)
+        row = {"first": steps[of_row][0], "last": steps[of_row][-1]}
+        rows.append(row | _row(found, of_row))
     return {
-        "steps": len(shared),
-        "only_one": len(set.symmetric_difference(*of_training)),
+        "steps": len(steps),
+        "only_one": len(of_training[0] ^ of_training[1]),
         "names": names,
         **_row(found, slice(None)),
-        "rows": [
-            {"first": shared[part][0], "last": shared[part][-1], **_row(found, part)}
-            for part in parts
-        ],
+        "rows": rows,
     }
+
+
+def _training_steps(run: RunLog) -> set[int]:
+    """Return the steps in which a run has logged a figure of training."""
+    return {step for step, logged in run.steps.items() if not KEYS.isdisjoint(logged)}
+
+
+def _nothing_in_common(
+    runs: Sequence[RunLog], of_training: Sequence[set[int]]
+) -> DasError:
+    """Return the error about runs without a common training step."""
+    if not all(of_training):
+        return DasError(f"compare: a run has logged none of {', '.join(sorted(KEYS))}")
+    spans = [f"{min(run.steps)} to {max(run.steps)}" for run in runs]
+    return DasError(
+        "compare: the runs have no training step in common: found steps"
+        f" {' and '.join(spans)}"
+    )
+
+
+def _names(logged: Sequence[list[dict[str, float]]]) -> dict[str, list[str]]:
+    """Return under which name each run has logged each figure; empty: under none.
+
+    Args:
+        logged: figures of the common steps, of each run.
+    """
+    names = {}
+    for figure, keys in SHARED.items():
+        names[figure] = [_name(keys, *logged)] * 2
+    names["accepted"] = [_name(ACCEPTED, run) for run in logged]
+    return names
+
+
+def _values(logged: Sequence[list[dict[str, float]]], names: Sequence[str]) -> Values:
+    """Return a figure of each run and step, float64 [2, steps]; NaN: not logged."""
+    values = []
+    for run, name in zip(logged, names, strict=True):
+        values.append([step.get(name, np.nan) for step in run])
+    return np.array(values)
 
 
 def _name(keys: Sequence[str], *runs: list[dict[str, float]]) -> str:
     """Return the first name that all of these runs have logged in a step; empty: there
     is none.
     """
-    return next(
-        (key for key in keys if all(any(key in step for step in run) for run in runs)),
-        "",
-    )
+    for key in keys:
+        if all(any(key in step for step in run) for run in runs):
+            return key
+    return ""
 
 
 def _row(found: dict[str, Values], part: slice) -> dict[str, Any]:
@@ -130,54 +148,57 @@ def _row(found: dict[str, Values], part: slice) -> dict[str, Any]:
     the sums, and `speed_up`: how many times faster the second run rolled out. None: not
     logged.
     """
-    cut = {name: values[:, part] for name, values in found.items()}
-    seconds = (
-        cut["rollout_s"][:, np.isfinite(cut["rollout_s"]).all(axis=0)]
-        .sum(axis=1)
-        .tolist()
-    )
-    equal = {
-        name: cut[name][:, np.isfinite(cut[name]).all(axis=0)]
-        for name in ("tokens", "reward")
+    values = {name: of_runs[:, part] for name, of_runs in found.items()}
+    tokens = _in_both(values["tokens"])
+    rewards = _in_both(values["reward"])
+    seconds_a, seconds_b = _in_both(values["rollout_s"]).sum(axis=1).tolist()
+    row: dict[str, Any] = {
+        "tokens": _num_equal(tokens),
+        "rewards": _num_equal(rewards),
+        "reward": [_mean(run) for run in values["reward"]],
+        "accepted": [_mean(run) for run in values["accepted"]],
+        "rollout_s": [None, None],
+        "speed_up": None,
     }
-    kept = {
-        name: [values[np.isfinite(values)] for values in cut[name]]
-        for name in ("reward", "accepted")
-    }
-    return {
-        "tokens": (int(np.equal(*equal["tokens"]).sum()), equal["tokens"].shape[1]),
-        "rewards": (int(np.equal(*equal["reward"]).sum()), equal["reward"].shape[1]),
-        **{
-            name: [float(v.mean()) if len(v) else None for v in values]
-            for name, values in kept.items()
-        },
-        "rollout_s": seconds if seconds[1] > 0 else [None, None],
-        "speed_up": seconds[0] / seconds[1] if seconds[1] > 0 else None,
-    }
+    if seconds_b > 0:
+        row["rollout_s"] = [seconds_a, seconds_b]
+        row["speed_up"] = seconds_a / seconds_b
+    return row
+
+
+def _in_both(values: Values) -> Values:
+    """Return the values of the steps in which both runs have logged one."""
+    logged = np.isfinite(values).all(axis=0)
+    return values[:, logged]
+
+
+def _num_equal(values: Values) -> tuple[int, int]:
+    """Return in how many steps two runs have equal values, and of how many."""
+    a, b = values
+    return int(np.equal(a, b).sum()), len(a)
+
+
+def _mean(values: Values) -> float | None:
+    """Return the mean of the values of the steps that have one; None: none has."""
+    logged = values[np.isfinite(values)]
+    return float(logged.mean()) if len(logged) else None
 
 
 def sentences(found: dict[str, Any]) -> list[str]:
-    """Say what came out, a figure each."""
-    (same, logged) = found["tokens"]
-    (rewards, rewarded) = found["rewards"]
-    said = [
-        (
-            f"Tokens: the same in {same} of {logged} steps."
-            if logged
-            else f"Tokens: not compared; {MISSING}"
-        )
-    ]
-    if rewarded:
-        said.append(f"Rewards: the same in {rewards} of {rewarded} steps.")
-    if faster := found["speed_up"]:
-        less = (
-            f"{1 - 1 / faster:.0%} less"
-            if faster >= 1
-            else f"{1 / faster - 1:.0%} more"
-        )
+    """Say what came out, one sentence for each figure."""
+    same_tokens, num_tokens = found["tokens"]
+    same_rewards, num_rewards = found["rewards"]
+    speed_up = found["speed_up"]
+    said = [f"Tokens: not compared; {MISSING}"]
+    if num_tokens:
+        said = [f"Tokens: the same in {same_tokens} of {num_tokens} steps."]
+    if num_rewards:
+        said.append(f"Rewards: the same in {same_rewards} of {num_rewards} steps.")
+    if speed_up:
+        name = found["names"]["rollout_s"][0]
         said.append(
-            f"Rollout time ({found['names']['rollout_s'][0]}): B is {faster:.2f}x as"
-            f" fast as A, {less} time."
+            f"Rollout time ({name}): B is {speed_up:.2f}x as fast as A,"
+            f" {_time_change(speed_up)} time."
         )
     if found["only_one"]:
         said.append(
@@ -186,28 +207,30 @@ def sentences(found: dict[str, Any]) -> list[str]:
     return said
 
 
+def _time_change(speed_up: float) -> str:
+    """Say how much less or more time that is."""
+    if speed_up >= 1:
+        return f"{1 - 1 / speed_up:.0%} less"
+    return f"{1 / speed_up - 1:.0%} more"
+
+
 def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows of the table, text in the order of `COLUMNS`."""
     rows = []
     for row in found["rows"]:
-        same, logged = row["tokens"]
-        tokens = (
-            ""
-            if not logged
-            else (
-                "same"
-                if same == logged
-                else f"{same} of {logged}"
-                if same
-                else "differ"
-            )
-        )
+        span = f"{row['first']}-{row['last']}"
+        if row["first"] == row["last"]:
+            span = str(row["first"])
         values = (*row["reward"], *row["rollout_s"], row["speed_up"], *row["accepted"])
         figures = ["" if value is None else f"{value:.3f}" for value in values]
-        span = (
-            str(row["first"])
-            if row["first"] == row["last"]
-            else f"{row['first']}-{row['last']}"
-        )
-        rows.append((span, tokens, *figures))
+        rows.append((span, _verdict(*row["tokens"]), *figures))
     return rows
+
+
+def _verdict(same: int, logged: int) -> str:
+    """Say whether the tokens of some steps are the same; empty: not logged."""
+    if not logged:
+        return ""
+    if same == logged:
+        return "same"
+    return f"{same} of {logged}" if same else "differ"

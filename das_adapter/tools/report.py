@@ -21,11 +21,11 @@ from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
-MOST = 0.5
-"""A share that is most of something."""
-LOW = 0.3
-"""Share of a neural drafter's tokens, under which its weights are probably not the
-policy's.
+MAJORITY = 0.5
+"""Share of the requests or of the time above which a report advises about it."""
+LOW_ACCEPTANCE = 0.3
+"""Share of a neural drafter's tokens that are accepted, under which its weights are
+probably not the policy's.
 """
 
 
@@ -40,23 +40,13 @@ def write(rollouts: list[Rollout], out: Path) -> Path:
 
     if not rollouts:
         raise DasError("report: found no decode step in the logs")
-    counted = {
-        "Rollouts": len(rollouts),
-        "engines": len({r.source for r in rollouts}),
-        "requests": sum(len(r.requests) for r in rollouts),
-    }
     drawn = {name: data for name, data in _figures(rollouts).items() if data}
+    data = json.dumps(drawn, default=np.ndarray.tolist)
     parts = {
-        "SENTENCES": "".join(
-            f'<p class="lead"><b>{head}:</b> {html.escape(text)}</p>'
-            for head, text in sentences(rollouts)
-        ),
-        "COUNTS": (
-            "; ".join(f"{name}: {count:,}" for name, count in counted.items())
-            + f"; das-adapter {__version__}."
-        ),
+        "SENTENCES": _paragraphs(sentences(rollouts)),
+        "COUNTS": _counts(rollouts),
         "ALARMS": _alarms(series.notes(rollouts)),
-        "DATA": json.dumps(drawn, default=np.ndarray.tolist).replace("<", "\\u003c"),
+        "DATA": data.replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
     }
     page = TEMPLATE.read_text(encoding="utf-8")
@@ -68,122 +58,169 @@ def write(rollouts: list[Rollout], out: Path) -> Path:
     return file
 
 
+def _paragraphs(said: Sequence[tuple[str, str]]) -> str:
+    """Return sentences as HTML, each under its head."""
+    found = ""
+    for head, text in said:
+        found += f'<p class="lead"><b>{head}:</b> {html.escape(text)}</p>'
+    return found
+
+
+def _counts(rollouts: Sequence[Rollout]) -> str:
+    """Say how much the log holds."""
+    counts = {
+        "Rollouts": len(rollouts),
+        "engines": len({rollout.source for rollout in rollouts}),
+        "requests": sum(len(rollout.requests) for rollout in rollouts),
+    }
+    parts = [f"{name}: {count:,}" for name, count in counts.items()]
+    return f"{'; '.join(parts)}; das-adapter {__version__}."
+
+
 def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
     """Return the numbers that each figure draws, by its name in the template; empty
     ones are not shown.
     """
     steps = [step for step in series.by_training_step(rollouts) if step["version"] >= 0]
-    panels = {
-        "by training step": (
-            "training step",
-            [step["acceptance"] for step in steps if step["acceptance"].drafted],
-        ),
-        "by epoch": ("visit of the problem", series.by_epoch(rollouts)),
-        "by source": ("drafted from", series.by_source(rollouts)),
-    }
+    by_step = [step["acceptance"] for step in steps if step["acceptance"].drafted]
+    panels = [
+        ["by training step", "training step", by_step],
+        ["by epoch", "visit of the problem", series.by_epoch(rollouts)],
+        ["by source", "drafted from", series.by_source(rollouts)],
+    ]
     return {
         "saved": steps,
-        "acceptance": [
-            [title, axis, rates] for title, (axis, rates) in panels.items() if rates
-        ],
+        "acceptance": [panel for panel in panels if panel[-1]],
         "history": [step for step in steps if step["history_tokens"] is not None],
         "timeline": series.timeline(rollouts),
     }
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
+    """Return alarms and notes as HTML, with the training steps of each."""
     said = []
+    alarmed = False
     for kind, reason, versions in notes:
-        steps = ", ".join(
-            "the end of the log" if version < 0 else str(version)
-            for version in versions
-        )
-        said.append(
-            f'<div class="{kind}"><b>Training step {steps}:</b>'
-            f" {html.escape(reason)}</div>"
-        )
-    if not any(kind == "alarm" for kind, _, _ in notes):
-        said.insert(
-            0, '<p class="note">No alarm: nothing in the log sets das/health to 0.</p>'
-        )
+        alarmed = alarmed or kind == "alarm"
+        steps = ", ".join(_name_of_step(version) for version in versions)
+        head = f"<b>Training step {steps}:</b>"
+        said.append(f'<div class="{kind}">{head} {html.escape(reason)}</div>')
+    if not alarmed:
+        none = "No alarm: nothing in the log sets das/health to 0."
+        said.insert(0, f'<p class="note">{none}</p>')
     return "".join(said)
+
+
+def _name_of_step(version: int) -> str:
+    return str(version) if version >= 0 else "the end of the log"
 
 
 def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
     """Say what drafts saved, where time was lost, and what to change, each under its
     head; `rollouts`: of a run, one or more.
     """
-    steps = [step for r in rollouts for step in r.steps]
     each = series.by_training_step(rollouts)
-    seconds, gain, idle = (
-        sum(s[f"{name}_seconds"] for s in each) for name in ("decode", "saved", "plain")
-    )
-    if gain > 0:
-        saved = (
-            f"about {gain:,.1f} s of {seconds + gain:,.1f} s of decoding"
-            f" ({gain / (seconds + gain):.0%})"
-        )
-    elif any(r.end for r in rollouts):
-        saved = (
-            f"nothing; drafts cost {-gain:,.1f} s beside {seconds + gain:,.1f} s of"
-            " decoding"
-        )
-    else:
-        saved = "not known before the first weight sync"
-    plain = [s for s in steps if not s.drafted]
-    drafted = sum(s.drafted for s in steps)
-    idle /= max(seconds, 1e-9)
-    lost = [f"{idle:.0%} of the decoding time passed in steps without drafts"]
-    if drafted:
-        lost.append(
-            f"{1 - sum(s.accepted for s in steps) / drafted:.0%} of the draft tokens"
-            " were rejected"
-        )
-    if requests := _counted(rollouts, "requests"):
-        hits = _counted(rollouts, "hits") / requests
-        lost.append(
-            f"{1 - hits:.0%} of the requests began without history of their problem"
-        )
+    decode_s = sum(step["decode_seconds"] for step in each)
+    saved_s = sum(step["saved_seconds"] for step in each)
+    plain_s = sum(step["plain_seconds"] for step in each)
+    plain_share = plain_s / max(decode_s, 1e-9)
     pace = series.tokens_per_forward(rollouts)
-    load = sum(s.requests for s in plain) / max(1, len(plain))
-    change = _change(rollouts, gain, load if idle > MOST else None)
+    saved = _saved(rollouts, saved_s, decode_s)
+    lost = ", ".join(_lost(rollouts, plain_share))
+    change = _change(rollouts, saved_s, plain_share)
     return [
         ("Saved", f"{saved}; a request got {pace:.2f} tokens from a forward pass."),
-        ("Lost", f"{', '.join(lost)}."),
+        ("Lost", f"{lost}."),
         ("To change", change),
     ]
 
 
-def _counted(rollouts: Sequence[Rollout], name: str) -> int:
-    return sum(c.get(f"history_{name}", 0) for r in rollouts for c in r.counts)
+def _saved(rollouts: Sequence[Rollout], saved_s: float, decode_s: float) -> str:
+    """Say what drafts saved of the decoding time."""
+    whole_s = saved_s + decode_s
+    if saved_s > 0:
+        share = saved_s / whole_s
+        return f"about {saved_s:,.1f} s of {whole_s:,.1f} s of decoding ({share:.0%})"
+    if _compared(rollouts):
+        cost = f"drafts cost {-saved_s:,.1f} s beside {whole_s:,.1f} s of decoding"
+        return f"nothing; {cost}"
+    return "not known before the first weight sync"
 
 
-def _change(rollouts: Sequence[Rollout], gain: float, load: float | None) -> str:
-    """Return the first advice that fits; `load`: requests of a step without drafts,
-    where most time passed in these.
+def _compared(rollouts: Sequence[Rollout]) -> bool:
+    """Say whether a rollout has ended, so that it is known what drafts saved."""
+    return any(rollout.end for rollout in rollouts)
+
+
+def _lost(rollouts: Sequence[Rollout], plain_share: float) -> list[str]:
+    """Say where time was lost.
+
+    Args:
+        plain_share: share of the decoding time in steps without drafts.
     """
-    if alarms := [
-        reason for kind, reason, _ in series.notes(rollouts) if kind == "alarm"
-    ]:
+    said = [f"{plain_share:.0%} of the decoding time passed in steps without drafts"]
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    drafted = sum(step.drafted for step in steps)
+    if drafted:
+        accepted = sum(step.accepted for step in steps)
+        rejected = 1 - accepted / drafted
+        said.append(f"{rejected:.0%} of the draft tokens were rejected")
+    requests = _counted(rollouts, "history_requests")
+    if requests:
+        missed = 1 - _counted(rollouts, "history_hits") / requests
+        said.append(
+            f"{missed:.0%} of the requests began without history of their problem"
+        )
+    return said
+
+
+def _counted(rollouts: Sequence[Rollout], name: str) -> int:
+    """Return the sum of a counter."""
+    total = 0
+    for rollout in rollouts:
+        total += sum(counts.get(name, 0) for counts in rollout.counts)
+    return total
+
+
+def _change(rollouts: Sequence[Rollout], saved_s: float, plain_share: float) -> str:
+    """Return the first advice that fits."""
+    notes = series.notes(rollouts)
+    alarms = [reason for kind, reason, _ in notes if kind == "alarm"]
+    if alarms:
         return f"begin with the alarm: {alarms[-1]}."
     for rate in series.by_source(rollouts):
-        if rate.kind == "neural drafter" and rate.share < LOW:
+        if rate.kind == "neural drafter" and rate.share < LOW_ACCEPTANCE:
             return (
                 f"das.draft.weights: trainer; {rate.share:.0%} of the neural drafter's"
                 " tokens were accepted."
             )
-    visits = series.by_visit(rollouts)
-    first = len(visits.get(1, ())) / max(1, sum(map(len, visits.values())))
-    if first > MOST:
+    first_share = _first_visit_share(rollouts)
+    if first_share > MAJORITY:
         return (
-            f"nothing yet: {first:.0%} of the requests were the first of their problem;"
-            " later ones draft better."
+            f"nothing yet: {first_share:.0%} of the requests were the first of their"
+            " problem; later ones draft better."
         )
-    if gain <= 0 and any(r.end for r in rollouts):
+    if saved_s <= 0 and _compared(rollouts):
         return "drafts do not pay here: `drafter: none` decodes as the host does alone."
-    if load is not None:
+    if plain_share > MAJORITY:
         return (
-            f"fewer requests an engine: {load:.0f} ran in steps without drafts, for"
-            " which drafts do not pay."
+            f"fewer requests an engine: {_plain_load(rollouts):.0f} ran in steps"
+            " without drafts, for which drafts do not pay."
         )
     return "nothing: drafts are accepted and pay."
+
+
+def _first_visit_share(rollouts: Sequence[Rollout]) -> float:
+    """Return the share of the requests that were of the first visit of their
+    problem.
+    """
+    visits = series.by_visit(rollouts)
+    num_requests = sum(len(requests) for requests in visits.values())
+    return len(visits.get(1, ())) / max(1, num_requests)
+
+
+def _plain_load(rollouts: Sequence[Rollout]) -> float:
+    """Return the requests of a step without drafts, mean."""
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    plain = [step.requests for step in steps if not step.drafted]
+    return sum(plain) / max(1, len(plain))

@@ -4,7 +4,6 @@ JSON, TensorBoard's event files, or a table that Weights & Biases exports.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -39,7 +38,7 @@ class RunLog(NamedTuple):
     them.
     """
     exact: bool
-    """Whether they are logged as they are; else, by TensorBoard, with 24 bits."""
+    """Whether figures are logged with all bits; TensorBoard logs 24."""
 
 
 def read(path: Path) -> RunLog:
@@ -49,24 +48,38 @@ def read(path: Path) -> RunLog:
     Raises:
         DasError: there are no figures in it.
     """
-    events = (
-        [path]
-        if "tfevents" in path.name
-        else sorted({file.parent for file in path.rglob("*tfevents*")})
-    )
+    places = _event_places(path)
     steps: dict[int, dict[str, float]] = {}
     try:
-        for row in _events(events) if events else _lines(path):
-            step = next(
-                (row[name] for name in _STEP if row.get(name) not in (None, "")), None
-            )
-            if step is not None:
-                steps.setdefault(int(float(step)), {}).update(_figures(row))
+        rows = _events(places) if places else _lines(path)
+        for row in rows:
+            number = _training_step(row)
+            if number is not None:
+                steps.setdefault(number, {}).update(_figures(row))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DasError(f"{path}: {error}; {_ALLOWED}") from None
     if not any(steps.values()):
         raise DasError(f"{path}: found no figures of training steps; {_ALLOWED}")
-    return RunLog(steps, not events)
+    return RunLog(steps, exact=not places)
+
+
+def _event_places(path: Path) -> list[Path]:
+    """Return the file or the directories of TensorBoard's event files; none: the log is
+    another.
+    """
+    if "tfevents" in path.name:
+        return [path]
+    directories = {file.parent for file in path.rglob("*tfevents*")}
+    return sorted(directories)
+
+
+def _training_step(row: Mapping[str, Any]) -> int | None:
+    """Return the training step of a row; None: it has none."""
+    for name in _STEP:
+        value = row.get(name)
+        if value not in (None, ""):
+            return int(float(value))
+    return None
 
 
 def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
@@ -75,15 +88,16 @@ def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
 
     logged: dict[tuple[str, int], Path] = {}
     for place in places:
-        found = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
-        for name in found.Tags()["scalars"]:
-            for event in found.Scalars(name):
-                if (other := logged.setdefault((name, event.step), place)) != place:
-                    twice = (
+        accumulator = EventAccumulator(str(place), size_guidance={"scalars": 0})
+        log = accumulator.Reload()
+        for name in log.Tags()["scalars"]:
+            for event in log.Scalars(name):
+                other = logged.setdefault((name, event.step), place)
+                if other != place:
+                    raise ValueError(
                         f"found {name!r} of step {event.step} in both {other} and"
-                        f" {place}"
+                        f" {place}, expected one run: name its directory"
                     )
-                    raise ValueError(f"{twice}, expected one run: name its directory")
                 yield {"step": event.step, name: event.value}
 
 
@@ -92,11 +106,10 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".csv":
         return csv.DictReader(io.StringIO(text))
-    return (
-        iter(json.loads(text))
-        if path.suffix == ".json"
-        else _records(text.removesuffix("\n").split("\n"))
-    )
+    if path.suffix == ".json":
+        return iter(json.loads(text))
+    lines = text.removesuffix("\n").split("\n")
+    return _records(lines)
 
 
 def _records(lines: Sequence[str]) -> Iterator[Any]:
@@ -112,27 +125,36 @@ def _records(lines: Sequence[str]) -> Iterator[Any]:
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row: those under `data`, where veRL's file logger put
-    them, with the `prefix` of NeMo-RL's; else those of its columns, without what
-    Weights & Biases adds to their names: the run, where the columns are of one
-    alone.
+    """Return the numbers of a row.
+
+    They are those under `data`, where veRL's file logger put them, with the `prefix` of
+    NeMo-RL's; else those of its columns, without what Weights & Biases adds to their
+    names: the run, where the columns are of one alone.
     """
     prefix = f"{row['prefix']}/" if row.get("prefix") else ""
     found: dict[str, float] = {}
     runs: dict[str, str] = {}
     for name, value in row.get("data", row).items():
         run, _, figure = f"{prefix}{name}".rpartition(" - ")
-        if run and (other := runs.setdefault(figure, run)) != run:
-            runs_found = f"found {figure!r} of the runs {other!r} and {run!r}"
-            raise ValueError(
-                f"{runs_found}, expected one run: export each into a file of its own"
-            )
-        # text, a histogram or an empty cell
-        with contextlib.suppress(TypeError, ValueError):
-            if (
-                not str(name).endswith(("__MIN", "__MAX"))
-                and name not in _STEP
-                and not math.isnan(float(value))
-            ):
-                found[figure.removeprefix("train/")] = float(value)
+        if run:
+            other = runs.setdefault(figure, run)
+            if other != run:
+                raise ValueError(
+                    f"found {figure!r} of the runs {other!r} and {run!r}, expected one"
+                    " run: export each into a file of its own"
+                )
+        number = _number(value)
+        if number is None or name in _STEP:
+            continue
+        if not str(name).endswith(("__MIN", "__MAX")):
+            found[figure.removeprefix("train/")] = number
     return found
+
+
+def _number(value: Any) -> float | None:
+    """Return a value as a number; None: it is text, a histogram, or an empty cell."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(number) else number

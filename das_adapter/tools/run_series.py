@@ -1,28 +1,34 @@
-"""What a run's decision logs say about acceptance, time and history, as series of
-numbers.
-"""
+"""Series of numbers about acceptance, time and history, from a run's decision logs."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from das_adapter.core.length import LengthClass
-from das_adapter.protocol.decision_log import Request, Rollout
+from das_adapter.protocol.decision_log import Request, Rollout, Step
 from das_adapter.protocol.metrics import faults, figures
 
 MAX_BARS = 2000
-"""Maximum number of requests drawn."""
+"""Maximum number of requests that are drawn."""
+MIN_BINS = 10
+"""Intervals of the timeline, at least."""
+MAX_BINS = 300
+"""Intervals of the timeline, at most."""
+MODEL_COUNTS = {"policy copy": "self_counts", "neural drafter": "neural_counts"}
+"""Counters of drafted and accepted tokens of a model, by its name."""
 
 
 class Rate(NamedTuple):
     """Draft tokens of one kind, and those of them that were accepted."""
 
     kind: str
+    """Name of the kind."""
     drafted: int
     accepted: int
 
@@ -36,90 +42,100 @@ def by_training_step(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     """Sum up each training step over all engines, in order.
 
     Returns:
-        A row each: `version`, the weight version that followed, which is the number of
-            the training step, or -1: none
-        did; `engines` and `requests`; `tokens_per_forward`, of the decode steps that
-        were timed; `acceptance`, a `Rate`; `decode_seconds`, `saved_seconds`, and of
-        the former `plain_seconds`, in which nothing was drafted; `history_hits`, the
-        share of the requests that began with history, and `history_tokens`; None: not
-        counted.
+        A row of each step: `version`, the weight version that followed, which is the
+        number of the training step, or -1: none did; `engines` and `requests`;
+        `tokens_per_forward`, of the decode steps that were timed; `acceptance`, a
+        `Rate`; `decode_seconds`, `saved_seconds`, and of the former `plain_seconds`, in
+        which nothing was drafted; `history_hits`, the share of the requests that began
+        with history, and `history_tokens`; None: not counted.
     """
-    found = []
-    for version, group in by_version(rollouts):
-        decoded = [s for r in group for s in r.steps]
-        counts = [c for r in group for c in r.counts]
-        step = {
-            "version": version,
-            "engines": len({r.source for r in group}),
-            "requests": sum(len(r.requests) for r in group),
-            "tokens_per_forward": tokens_per_forward(group),
-            "acceptance": _rate(
-                str(version),
-                ((c["draft_tokens"], c["accepted_tokens"]) for c in counts),
-            ),
-            "decode_seconds": sum(s.seconds for s in decoded),
-            "saved_seconds": sum(r.end.saved for r in group if r.end),
-            "plain_seconds": sum(s.seconds for s in decoded if not s.drafted),
-            "history_hits": figures(counts).get("das/history_hits"),
-            "history_tokens": max(
-                (c["history_tokens"] for c in counts if "history_tokens" in c),
-                default=None,
-            ),
-        }
-        found.append(step)
-    return found
+    return [
+        _of_training_step(version, group) for version, group in by_version(rollouts)
+    ]
+
+
+def _of_training_step(version: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Return the row of a training step."""
+    steps = _steps(rollouts)
+    counts = [each for rollout in rollouts for each in rollout.counts]
+    plain = [step for step in steps if not step.drafted]
+    ends = [rollout.end for rollout in rollouts if rollout.end]
+    history_tokens = []
+    accepted = []
+    for each in counts:
+        accepted.append((each["draft_tokens"], each["accepted_tokens"]))
+        if "history_tokens" in each:
+            history_tokens.append(each["history_tokens"])
+    return {
+        "version": version,
+        "engines": len({rollout.source for rollout in rollouts}),
+        "requests": sum(len(rollout.requests) for rollout in rollouts),
+        "tokens_per_forward": tokens_per_forward(rollouts),
+        "acceptance": _rate(str(version), accepted),
+        "decode_seconds": sum(step.seconds for step in steps),
+        "saved_seconds": sum(end.saved for end in ends),
+        "plain_seconds": sum(step.seconds for step in plain),
+        "history_hits": figures(counts).get("das/history_hits"),
+        "history_tokens": max(history_tokens, default=None),
+    }
+
+
+def _steps(rollouts: Iterable[Rollout]) -> list[Step]:
+    """Return the decode steps of rollouts, that were timed."""
+    return [step for rollout in rollouts for step in rollout.steps]
 
 
 def tokens_per_forward(rollouts: Iterable[Rollout]) -> float:
     """Return the tokens that a request got from a forward pass, mean over the decode
     steps that were timed.
     """
-    decoded = [s for r in rollouts for s in r.steps]
-    return 1.0 + sum(s.accepted for s in decoded) / max(
-        1, sum(s.requests for s in decoded)
-    )
+    steps = _steps(rollouts)
+    accepted = sum(step.accepted for step in steps)
+    forwards = sum(step.requests for step in steps)
+    return 1.0 + accepted / max(1, forwards)
 
 
 def by_epoch(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up the n-th visits of all problems."""
-    tried = by_visit(rollouts)
-    return [
-        _rate(str(epoch), ((q.drafted, q.accepted) for q in tried[epoch]))
-        for epoch in sorted(tried)
-    ]
+    visits = by_visit(rollouts)
+    found = []
+    for epoch in sorted(visits):
+        pairs = [(request.drafted, request.accepted) for request in visits[epoch]]
+        found.append(_rate(str(epoch), pairs))
+    return found
 
 
 def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
     """Return the requests of the n-th visits of all problems, by n: a problem is
     visited once per weight version that wrote rollouts of it.
     """
-    tried: dict[int, list[Request]] = defaultdict(list)
+    found: dict[int, list[Request]] = defaultdict(list)
     visits = Counter[int]()
+    groups = list(by_version(rollouts))
     # what no weight sync followed comes last
-    for _, group in sorted(by_version(rollouts), key=lambda g: g[0] < 0):
-        requests = [q for r in group for q in r.requests]
-        visits.update({q.problem for q in requests})
-        for q in requests:
-            tried[visits[q.problem]].append(q)
-    return tried
+    groups.sort(key=lambda numbered: numbered[0] < 0)
+    for _, group in groups:
+        requests = [request for rollout in group for request in rollout.requests]
+        visits.update({request.problem for request in requests})
+        for request in requests:
+            found[visits[request.problem]].append(request)
+    return found
 
 
 def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
-    counts = [c for r in rollouts for c in r.counts]
-    keys = {"policy copy": "self_counts", "neural drafter": "neural_counts"}
-    models = [
-        _rate(name, (c[key] for c in counts if key in c)) for name, key in keys.items()
-    ]
-    drafted, accepted = (
-        sum(c[key] for c in counts) for key in ("draft_tokens", "accepted_tokens")
-    )
-    others = Rate(
-        "history",
-        drafted - sum(m.drafted for m in models),
-        accepted - sum(m.accepted for m in models),
-    )
-    return [rate for rate in (others, *models) if rate.drafted]
+    counts = [each for rollout in rollouts for each in rollout.counts]
+    models = []
+    for name, key in MODEL_COUNTS.items():
+        pairs = [each[key] for each in counts if key in each]
+        models.append(_rate(name, pairs))
+    drafted = sum(each["draft_tokens"] for each in counts)
+    accepted = sum(each["accepted_tokens"] for each in counts)
+    for model in models:
+        drafted -= model.drafted
+        accepted -= model.accepted
+    rates = (Rate("history", drafted, accepted), *models)
+    return [rate for rate in rates if rate.drafted]
 
 
 def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
@@ -129,16 +145,14 @@ def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
     """
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for version, group in by_version(rollouts):
-        wrong = faults([counts for r in group for counts in r.counts]).values()
-        stopped = {r.end.stopped for r in group if r.end and r.end.stopped}
-        mere = {
-            reason for reason in stopped if not any(reason in alarm for alarm in wrong)
-        }
-        for kind, reason in [
-            *(("alarm", reason) for reason in wrong),
-            *(("note", reason) for reason in mere),
-        ]:
-            found[kind, reason].append(version)
+        counts = [each for rollout in group for each in rollout.counts]
+        alarms = list(faults(counts).values())
+        for reason in alarms:
+            found["alarm", reason].append(version)
+        ends = [rollout.end for rollout in group if rollout.end]
+        for stopped in {end.stopped for end in ends if end.stopped}:
+            if not any(stopped in alarm for alarm in alarms):
+                found["note", stopped].append(version)
     return [(*note, versions) for note, versions in sorted(found.items())]
 
 
@@ -147,68 +161,77 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     in seconds from its begin.
 
     Returns:
-        Empty: none has, the run began just now. Else `of`: which it is; `requests`: r
-            rows in the order of their ends:
-        predicted length class, begin, end, tokens, accepted of drafts; `first` of those
-        to draw; `at`, float64 [2 r]: begin or end of a request; `running`, int64 [2 r]:
-        requests that run from then on; `bins`, float64 [b + 1]: edges of equal
-        intervals, at most 300; `accepted` and `rejected`, float64 [b]: draft tokens of
-        a decode step, mean of the interval's steps.
+        Empty: none has, the run began just now. Else `of`: which rollout it is;
+        `requests`: r rows in the order of their ends: predicted length class, begin,
+        end, tokens, accepted draft tokens; `first` row to draw; `at`, float64 [2 r]:
+        begin or end of a request; `running`, int64 [2 r]: requests that run from then
+        on; `bins`, float64 [b + 1]: edges of equal intervals, at most 300; `accepted`
+        and `rejected`, float64 [b]: draft tokens of a decode step, mean of the
+        interval's steps.
     """
-    last = max((r.version for r in rollouts if r.requests), default=None)
-    if last is None:
+    versions = [rollout.version for rollout in rollouts if rollout.requests]
+    if not versions:
         return {}
-    rollouts = [r for r in rollouts if r.version == last]
-    requests = sorted(
-        (q for r in rollouts for q in r.requests), key=lambda request: request.end
-    )
-    start = min(
-        t for r in rollouts for t in (r.steps[0].begin, *(q.begin for q in r.requests))
-    )
-    events = sorted(
-        [(q.begin - start, 1) for q in requests]
-        + [(q.end - start, -1) for q in requests]
-    )
-    at, changes = np.array(events).T
-    steps = np.array(
-        [(s.begin - start, s.drafted, s.accepted) for r in rollouts for s in r.steps]
-    )
-    edges = np.linspace(
-        0.0, float(steps[:, 0].max()) + 1e-9, int(np.clip(len(steps) // 4, 10, 300)) + 1
-    )
-    many = np.maximum(np.histogram(steps[:, 0], edges)[0], 1)
-    drafted, accepted = (
-        np.histogram(steps[:, 0], edges, weights=steps[:, i])[0] / many for i in (1, 2)
-    )
+    last = max(versions)
+    rollouts = [rollout for rollout in rollouts if rollout.version == last]
+    requests = [request for rollout in rollouts for request in rollout.requests]
+    requests.sort(key=lambda request: request.end)
+    begins = [rollout.steps[0].begin for rollout in rollouts]
+    begins += [request.begin for request in requests]
+    start = min(begins)
+    events = []
+    rows = []
+    for request in requests:
+        begin_s = request.begin - start
+        end_s = request.end - start
+        events += [(begin_s, 1), (end_s, -1)]
+        length_class = LengthClass(request.length_class).name.lower()
+        rows.append((length_class, begin_s, end_s, request.tokens, request.accepted))
+    at, changes = np.array(sorted(events)).T
+    of = f"before weight version {last}" if last >= 0 else "at the end of the log"
     return {
-        "of": f"before weight version {last}" if last >= 0 else "at the end of the log",
+        "of": of,
         "first": max(0, len(requests) - MAX_BARS),
-        "requests": [
-            (
-                LengthClass(q.length_class).name.lower(),
-                q.begin - start,
-                q.end - start,
-                q.tokens,
-                q.accepted,
-            )
-            for q in requests
-        ],
+        "requests": rows,
         "at": at,
         "running": np.cumsum(changes).astype(np.int64),
+        **_draft_tokens_over_time(_steps(rollouts), start),
+    }
+
+
+def _draft_tokens_over_time(steps: Sequence[Step], start: float) -> dict[str, Any]:
+    """Return `bins`, `accepted` and `rejected` of a `timeline`."""
+    begins_s = np.array([step.begin - start for step in steps])
+    drafted = np.array([step.drafted for step in steps])
+    accepted = np.array([step.accepted for step in steps])
+    num_bins = int(np.clip(len(steps) // 4, MIN_BINS, MAX_BINS))
+    end_s = float(begins_s.max()) + 1e-9
+    edges = np.linspace(0.0, end_s, num_bins + 1)
+    counts, _ = np.histogram(begins_s, edges)
+    counts = np.maximum(counts, 1)
+    drafted_sums, _ = np.histogram(begins_s, edges, weights=drafted)
+    accepted_sums, _ = np.histogram(begins_s, edges, weights=accepted)
+    accepted_means = accepted_sums / counts
+    return {
         "bins": edges,
-        "accepted": accepted,
-        "rejected": drafted - accepted,
+        "accepted": accepted_means,
+        "rejected": drafted_sums / counts - accepted_means,
     }
 
 
 def by_version(rollouts: Iterable[Rollout]) -> Iterator[tuple[int, list[Rollout]]]:
     """Group rollouts by the weight version that followed, in order; -1: none did."""
-    for version, group in itertools.groupby(
-        sorted(rollouts, key=lambda r: r.version), key=lambda r: r.version
-    ):
-        yield version, list(group)
+    version = attrgetter("version")
+    ordered = sorted(rollouts, key=version)
+    for number, group in itertools.groupby(ordered, key=version):
+        yield number, list(group)
 
 
 def _rate(kind: str, pairs: Iterable[Sequence[int]]) -> Rate:
     """Add up pairs of drafted and accepted tokens."""
-    return Rate(kind, *np.sum([(0, 0), *pairs], axis=0).tolist())
+    total_drafted = 0
+    total_accepted = 0
+    for drafted, accepted in pairs:
+        total_drafted += drafted
+        total_accepted += accepted
+    return Rate(kind, total_drafted, total_accepted)
