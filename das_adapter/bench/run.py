@@ -1,15 +1,15 @@
 """Measure das-adapter on one GPU, without a network and without weights.
 
-    das-adapter bench                      # all parts, at most 25 minutes
-    das-adapter bench gate replay
-        # some parts, each at most 8 minutes for a shape
-    das-adapter bench --minutes 4 gate     # less time
-    das-adapter bench --shape 7b
-        # one shape; else `gate` takes both, `replay` and `lossless` 1.5b, others 7b
-    das-adapter bench replay --traces FILE
-        # recorded rollouts with token ids, as `das-adapter estimate` reads
-    das-adapter bench --shape tiny --out DIR
-        # on a CPU: only whether the parts work
+    das-adapter bench                          # all parts, at most 25 minutes
+    das-adapter bench gate replay              # some parts
+    das-adapter bench --minutes 4 gate         # less time
+    das-adapter bench --shape 7b               # one shape for all parts
+    das-adapter bench replay --traces FILE     # recorded rollouts
+    das-adapter bench --shape tiny --out DIR   # on a CPU: only whether the parts work
+
+A part takes at most 8 minutes for a shape. Without --shape, `gate` takes both shapes,
+`replay` and `lossless` 1.5b, others 7b. Recorded rollouts have token ids, as
+`das-adapter estimate` reads them.
 
 Policies have random weights in the shape of Qwen2.5; `lossless` writes some for its
 time, 4 GB for 1.5b, where TMPDIR says. gpu_PART_SHAPE.json has what a part could
@@ -19,11 +19,11 @@ and `not run` where none was measured, or too roughly to tell. The exit code is 
 none was missed or cut short and no part failed. Parts and their minutes, estimated by
 what an H200 took, for all of their shapes:
 
-    kernels  1    the time of the sampling kernel (V1 runner) and of the history's (V2),
-    and their memory gate     9    undrafted steps beside stock vLLM's, start-up and KV
-    cache replay   6    recorded rollouts through real forward passes, with and without
-    drafts lossless 4    equal tokens behind long prompts copy     4    quantising the
-    policy, and its copy after sleep
+    kernels  1    the sampling kernel (V1 runner), and the history's (V2)
+    gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
+    replay   6    recorded rollouts through real forward passes
+    lossless 4    equal tokens behind long prompts
+    copy     4    quantising the policy, and its copy after sleep
 
 The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 """
