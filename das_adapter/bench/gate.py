@@ -61,7 +61,10 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
         arms["none, keyed"] = KEYED
     ours = [name for name in arms if name != "stock"]
     found: Found = {"arms": {}, "of_stock": {name: {} for name in ours}}
-    environment = IN_PROCESS if plan.tiny else {}
+    if plan.tiny:
+        environment = IN_PROCESS
+    else:
+        environment = {}
     run: dict[str, Callable[..., Any]] = {}
     with contextlib.ExitStack() as engines:
         for name in arms:
@@ -180,7 +183,10 @@ def gate_points(plan: Plan, room: int = 2**62) -> list[tuple[int, int]]:
 
 def _num_written(plan: Plan, batch: int) -> int:
     """Return the tokens that each request of a figure writes."""
-    repeats = 4 if batch < 64 else 1
+    if batch < 64:
+        repeats = 4
+    else:
+        repeats = 1
     return FULL + repeats * plan.steps
 
 

@@ -106,7 +106,10 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """
     found = {"draws": apart(plan, draws, plan)}
     yield found
-    environment = {"TRITON_INTERPRET": "1"} if plan.tiny else {}
+    if plan.tiny:
+        environment = {"TRITON_INTERPRET": "1"}
+    else:
+        environment = {}
     yield found | {"proposals": apart(plan, proposals, plan, env=environment)}
 
 
@@ -165,7 +168,9 @@ def _worlds(plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def _slowest_draw(found: Found) -> float:

@@ -95,7 +95,10 @@ def _submit(
     pool: ThreadPoolExecutor, plan: Plan, folder: Path, blocks: dict[str, Block]
 ) -> dict[str, Future[Found]]:
     """Let threads measure the arms; return their figures to come, by name."""
-    kernels = USUAL if plan.tiny else INVARIANT
+    if plan.tiny:
+        kernels = USUAL
+    else:
+        kernels = INVARIANT
     off = pool.submit(_arm, plan, folder, kernels)
     arms: dict[str, Future[Found]] = {}
     for name, block in blocks.items():
@@ -243,7 +246,10 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
     shape = SHAPES[plan.shape]
     config = AutoConfig.for_model(**shape)
     dtype = getattr(torch, shape["torch_dtype"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     with torch.device(device):
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -287,7 +293,10 @@ def _write(plan: Plan, past: replay.Rollouts | None) -> tuple[Texts, Found]:
     seeds = range(1, REQUESTS + 1)
     params = sampling(lengths, range(REQUESTS), seeds, seed=seeds)
     _, texts = generate(llm, asked, params)
-    stats = stats_of(llm) if past else {}
+    if past:
+        stats = stats_of(llm)
+    else:
+        stats = {}
     return texts, stats
 
 

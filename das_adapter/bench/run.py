@@ -182,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         part_end = time.monotonic() + 60 * args.minutes
-        plan = TINY if shape == "tiny" else Plan(shape)
+        if shape == "tiny":
+            plan = TINY
+        else:
+            plan = Plan(shape)
         plan = replace(plan, until=min(part_end, end))
         command = f"das-adapter bench {name} --shape {shape}"
         if args.traces and name == "replay":

@@ -83,7 +83,9 @@ class Requests:
 
     def __init__(self) -> None:
         for name, annotation in Requests.__annotations__.items():
-            dtype = np.float64 if annotation == "Floats" else np.int64
+            dtype: type = np.int64
+            if annotation == "Floats":
+                dtype = np.float64
             setattr(self, name, np.zeros(0, dtype))
 
     def add(self, **columns: Ints) -> Ints:

@@ -133,7 +133,10 @@ def _from_files(path: Path, tokenizer: str | None) -> list[RecordedResponse]:
         ]
     problems = _numbers()
     runs = _numbers()
-    tokenize = _tokenizer(tokenizer) if tokenizer else None
+    if tokenizer:
+        tokenize = _tokenizer(tokenizer)
+    else:
+        tokenize = None
     found = list[RecordedResponse]()
     for file in files:
         found += _from_lines(file, problems, runs, tokenize)
@@ -246,7 +249,10 @@ def _masked_texts(row: dict[str, Any]) -> tuple[Int32, Int32]:
     length = int(lengths[0])
     mask = np.array(row["token_loss_mask"]).reshape(-1)
     written = mask.astype(bool)[: len(tokens)]
-    first = int(np.argmax(written)) if written.any() else length
+    if written.any():
+        first = int(np.argmax(written))
+    else:
+        first = length
     response = tokens[:length][written[:length]]
     return tokens[:first], response
 

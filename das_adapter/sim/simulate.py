@@ -159,7 +159,10 @@ class Simulation:
             model = self._model(das, requests)
             pass_seconds = self.steps.neural_pass(share, das.drafter)
             if _in_every_step(das):
-                num_passes = 1 if das.parallel else das.model_tokens
+                if das.parallel:
+                    num_passes = 1
+                else:
+                    num_passes = das.model_tokens
                 return Fixed(
                     requests, model, das.model_tokens, pass_seconds, num_passes
                 )
@@ -210,7 +213,10 @@ class Simulation:
 
     def _model(self, das: DasConfig, requests: Requests) -> Given:
         """Return the drafts of a neural drafter, or of n-grams."""
-        tokens = das.model_tokens if das.neural else das.num_draft_tokens
+        if das.neural:
+            tokens = das.model_tokens
+        else:
+            tokens = das.num_draft_tokens
         length = self.config.acceptance.length or 1.0 + 0.5 * tokens
         rates = [[rate_of(length, tokens)]]
         return Given(requests, rates, tokens, self.config.rollout.seed)

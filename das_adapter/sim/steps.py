@@ -174,8 +174,11 @@ def instance(
         own: further fields of `Instance`.
     """
     fp8 = precision == "fp8"
-    speed_up = device.fp8 if fp8 else 1.0
-    weight_bytes = 1.0 if fp8 else 2.0
+    speed_up = 1.0
+    weight_bytes = 2.0
+    if fp8:
+        speed_up = device.fp8
+        weight_bytes = 1.0
     fast = replace(device, flops=device.flops * speed_up)
     layers = sizes["num_hidden_layers"]
     roof = Roofline.of(sizes, fast, devices, weight_bytes)

@@ -181,7 +181,9 @@ def _num_equal(values: Values) -> tuple[int, int]:
 def _mean(values: Values) -> float | None:
     """Return the mean of the values of the steps that have one; None: none has."""
     logged = values[np.isfinite(values)]
-    return float(logged.mean()) if len(logged) else None
+    if len(logged):
+        return float(logged.mean())
+    return None
 
 
 def sentences(found: dict[str, Any]) -> list[str]:
@@ -233,4 +235,6 @@ def _verdict(same: int, logged: int) -> str:
         return ""
     if same == logged:
         return "same"
-    return f"{same} of {logged}" if same else "differ"
+    if same:
+        return f"{same} of {logged}"
+    return "differ"

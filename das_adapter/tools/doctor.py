@@ -118,7 +118,10 @@ def _left_out(host: str) -> Iterator[Finding]:
     if v2:
         found |= compat.unavailable(compat.V2_RUNNER)
     for feature, gone in found.items():
-        state = "broken" if feature == features.V1_RUNNER and not v2 else "absent"
+        if feature == features.V1_RUNNER and not v2:
+            state = "broken"
+        else:
+            state = "absent"
         yield Finding(feature, state, f"{host} lacks {', '.join(map(str, gone))}")
 
 

@@ -47,7 +47,10 @@ def written(value: Any, indent: int = 0) -> str:
     plain = json.dumps(value)
     if len(plain) + indent <= LINE or not _has_rows(value, len(plain)):
         return plain
-    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        parts = value.values()
+    else:
+        parts = value
     rows = [written(part, indent + 1) for part in parts]
     begin, end = "[]"
     if isinstance(value, dict):
@@ -69,7 +72,9 @@ def _has_rows(value: Any, length: int) -> bool:
         return any(isinstance(part, dict | list) for part in value)
     if not isinstance(value, dict):
         return False
-    rows = (dict, list) if length > LONG else dict
+    rows: Any = dict
+    if length > LONG:
+        rows = (dict, list)
     return any(isinstance(part, rows) for part in value.values())
 
 

@@ -112,7 +112,9 @@ def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
 
 
 def _name_of_step(version: int) -> str:
-    return str(version) if version >= 0 else "the end of the log"
+    if version >= 0:
+        return str(version)
+    return "the end of the log"
 
 
 def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:

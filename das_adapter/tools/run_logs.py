@@ -51,7 +51,10 @@ def read(path: Path) -> RunLog:
     places = _event_places(path)
     steps: dict[int, dict[str, float]] = {}
     try:
-        rows = _events(places) if places else _lines(path)
+        if places:
+            rows = _events(places)
+        else:
+            rows = _lines(path)
         for row in rows:
             number = _training_step(row)
             if number is not None:
@@ -131,7 +134,10 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     NeMo-RL's; else those of its columns, without what Weights & Biases adds to their
     names: the run, where the columns are of one alone.
     """
-    prefix = f"{row['prefix']}/" if row.get("prefix") else ""
+    if row.get("prefix"):
+        prefix = f"{row['prefix']}/"
+    else:
+        prefix = ""
     found: dict[str, float] = {}
     runs: dict[str, str] = {}
     for name, value in row.get("data", row).items():
@@ -157,4 +163,6 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError):
         return None
-    return None if math.isnan(number) else number
+    if math.isnan(number):
+        return None
+    return number

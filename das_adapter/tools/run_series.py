@@ -188,7 +188,10 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         length_class = LengthClass(request.length_class).name.lower()
         rows.append((length_class, begin_s, end_s, request.tokens, request.accepted))
     at, changes = np.array(sorted(events)).T
-    of = f"before weight version {last}" if last >= 0 else "at the end of the log"
+    if last >= 0:
+        of = f"before weight version {last}"
+    else:
+        of = "at the end of the log"
     return {
         "of": of,
         "first": max(0, len(requests) - MAX_BARS),
