@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,15 @@ read in such chunks.
 """
 FIRST_PRIORITY = -(2**62)
 """Priority of a request that was preempted: it starts before all others."""
+
+
+class Waiting(NamedTuple):
+    """A request that waits for a slot; the smallest starts first."""
+
+    priority: int
+    arrival: int
+    """Number of arrival: of equal priorities the first starts first."""
+    row: int
 
 
 class Fleet:
@@ -72,8 +82,8 @@ class Fleet:
         """Rows of admitted requests, engine after engine, in the order of their
         admission.
         """
-        # heaps of (priority, number of arrival, row)
-        self._waiting: list[list[tuple[int, int, int]]] = [[] for _ in range(engines)]
+        # a heap for each engine
+        self._waiting: list[list[Waiting]] = [[] for _ in range(engines)]
         self._num_waiting = int_zeros(engines)
         # whether a waiting request might be admitted
         self._may_admit = np.zeros(engines, dtype=bool)
@@ -102,8 +112,9 @@ class Fleet:
         idle = engines[~busy]
         self.clock[idle] = np.maximum(self.clock[idle], at)
         self._may_admit[engines] = True
-        sent = zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True)
-        for row, engine, priority in sent:
+        for row, engine, priority in zip(
+            rows.tolist(), engines.tolist(), priorities.tolist(), strict=True
+        ):
             self._queue(row, engine, priority)
 
     def withdraw(self) -> None:
@@ -113,8 +124,9 @@ class Fleet:
         requests = self.requests
         waiting = list[int]()
         for queue in self._waiting:
-            waiting += [row for _, _, row in queue]
-        rows = np.append(self.running, np.array(waiting, np.int64))
+            waiting += [entry.row for entry in queue]
+        waiting_rows = np.array(waiting, np.int64)
+        rows = np.append(self.running, waiting_rows)
         self.drafting.end(rows)
         requests.clear_drafts(rows)
         requests.handle[rows] = 0
@@ -128,8 +140,9 @@ class Fleet:
     @property
     def counts(self) -> Ints:
         """How many requests each engine has, int64 [engines]."""
-        running = self._by_engine(self.requests.engine[self.running])
-        return running.astype(np.int64) + self._num_waiting
+        engine = self.requests.engine[self.running]
+        running = self._by_engine(engine).astype(np.int64)
+        return running + self._num_waiting
 
     @property
     def busy(self) -> Bools:
@@ -140,7 +153,8 @@ class Fleet:
         """Stop all engines at a time, for a weight sync; their requests stay, and
         cached prompts, whose keys and values are of an older policy, are forgotten.
         """
-        self.clock = np.maximum(self.clock, at) + seconds
+        stopped = np.maximum(self.clock, at)
+        self.clock = stopped + seconds
         self._cached = [set() for _ in range(self.engines)]
 
     def run(
@@ -169,8 +183,10 @@ class Fleet:
             stepped, done = self._take_free_steps(active, max_steps)
             others = active & ~stepped
             if others.any():
-                done = np.concatenate([done, self._take_step(others)])
-            if ended is not None and len(done) and ended(done):
+                done = np.append(done, self._take_step(others))
+            if ended is None or not len(done):
+                continue
+            if ended(done):
                 return
 
     # Inside
@@ -195,7 +211,8 @@ class Fleet:
             return none, nothing
         engine = requests.engine[rows]
         num_requests = self._by_engine(engine)
-        steps = np.minimum(free.steps, np.full(self.engines, max_steps))
+        limit = np.full(self.engines, max_steps)
+        steps = np.minimum(free.steps, limit)
         step_tokens = 1 + free.max_draft_tokens.max(initial=0)
         room_tokens = self._kv_room_tokens(rows, num_requests)
         steps = np.minimum(steps, room_tokens // step_tokens)
@@ -204,7 +221,8 @@ class Fleet:
             return active, nothing
         kept = active[engine]
         self._step_freely(free, rows, kept, steps)
-        return active, self._end(rows[kept])
+        ended = self._end(rows[kept])
+        return active, ended
 
     def _step_freely(
         self, free: FreeSteps, rows: Ints, kept: Bools, steps: Ints
@@ -222,20 +240,27 @@ class Fleet:
         tokens = np.zeros(shape)
         context = np.zeros(shape)
         num_steps = free.source.take_free_steps(
-            rows,
-            offsets_of(counts),
-            steps[engines],
-            free.log_min_chance[kept],
-            free.max_draft_tokens[kept],
-            tokens,
-            context,
+            rows=rows,
+            bounds=offsets_of(counts),
+            steps=steps[engines],
+            log_min_chance=free.log_min_chance[kept],
+            max_draft_tokens=free.max_draft_tokens[kept],
+            tokens=tokens,
+            context=context,
         )
-        taken = np.arange(tokens.shape[1]) < num_steps[:, None]
+        step_numbers = np.arange(tokens.shape[1])
+        taken = step_numbers < num_steps[:, None]
         tokens_of_step = tokens[taken]
         context_of_step = context[taken]
-        requests_of_step = np.repeat(counts.astype(np.float64), num_steps)
-        seconds = self.steps.decode(requests_of_step, tokens_of_step, context_of_step)
-        seconds += free.seconds(requests_of_step, context_of_step)
+        num_requests = counts.astype(np.float64)
+        requests_of_step = np.repeat(num_requests, num_steps)
+        decode_s = self.steps.decode(
+            requests=requests_of_step,
+            tokens=tokens_of_step,
+            context=context_of_step,
+        )
+        draft_s = free.seconds(requests_of_step, context_of_step)
+        seconds = decode_s + draft_s
         engine_of_step = np.repeat(engines, num_steps)
         by_engine = self._by_engine(engine_of_step, seconds)
         self._pass_time(engines, by_engine[engines], num_steps)
@@ -257,9 +282,11 @@ class Fleet:
         num_requests = self._by_engine(engine)
         tokens = num_requests + self._by_engine(engine, drafted)
         context = self._by_engine(engine, requests.context(decoding))
-        begun, prompt_tokens = self._prefill(rows[reading], tokens)
+        prompts = rows[reading]
+        begun, prompt_tokens = self._prefill(prompts, tokens)
         decode_s = self.steps.decode(num_requests, tokens, context)
-        seconds = decode_s + self.steps.prefill(prompt_tokens)
+        prefill_s = self.steps.prefill(prompt_tokens)
+        seconds = decode_s + prefill_s
         got = self._received(decoding)
         # a request whose prompt was read receives one token
         stepped = np.append(decoding, begun)
@@ -270,7 +297,14 @@ class Fleet:
         requests.num_drafted[stepped] += drafted
         requests.num_accepted[stepped] += got - 1
         timed = prompt_tokens == 0
-        extra_s = self._draft(stepped, got, drafted, tokens, seconds, timed)
+        extra_s = self._draft(
+            rows=stepped,
+            got=got,
+            drafted=drafted,
+            tokens=tokens,
+            seconds=seconds,
+            timed=timed,
+        )
         seconds = seconds + extra_s
         engines = np.unique(requests.engine[rows])
         self._pass_time(engines, seconds[engines], 1)
@@ -364,7 +398,8 @@ class Fleet:
         engine = self.requests.engine[rows]
         used = self._by_engine(engine, self._blocks(rows))
         free = self.kv_blocks - used
-        blocks_each = free / np.maximum(num_requests, 1) - 1
+        requests_or_one = np.maximum(num_requests, 1)
+        blocks_each = free / requests_or_one - 1
         tokens_each = np.floor(blocks_each) * BLOCK
         room: Ints = tokens_each.astype(np.int64)
         return room
@@ -395,7 +430,8 @@ class Fleet:
             blocks = self._blocks(last_first)
             excess = blocks.sum() - self.kv_blocks
             freed = np.cumsum(blocks)
-            count = int(np.searchsorted(freed, excess)) + 1
+            place = int(np.searchsorted(freed, excess))
+            count = place + 1
             for row in last_first[:count].tolist():
                 requests.clear_drafts(row)
                 requests.num_preemptions[row] += 1
@@ -405,7 +441,7 @@ class Fleet:
         self.running = self.running[kept]
 
     def _queue(self, row: int, engine: int, priority: int) -> None:
-        entry = (priority, self._arrived, row)
+        entry = Waiting(priority, self._arrived, row)
         heapq.heappush(self._waiting[engine], entry)
         self._arrived += 1
         self._num_waiting[engine] += 1
@@ -420,9 +456,11 @@ class Fleet:
         free_blocks = self.kv_blocks - self.used_blocks()
         admitted = list[int]()
         for engine in engines.tolist():
-            free = int(free_blocks[engine])
-            running = int(num_running[engine])
-            admitted += self._admit_to(engine, free, running)
+            admitted += self._admit_to(
+                engine,
+                free_blocks=int(free_blocks[engine]),
+                num_running=int(num_running[engine]),
+            )
             self._may_admit[engine] = False
         rows = np.array(admitted, dtype=np.int64)
         all_rows = np.concatenate([self.running, rows])
@@ -438,7 +476,7 @@ class Fleet:
         waiting = self._waiting[engine]
         admitted = list[int]()
         while waiting and num_running < self.slots:
-            row = waiting[0][2]
+            row = waiting[0].row
             prompt_tokens = int(requests.num_prompt_tokens[row])
             tokens = prompt_tokens + int(requests.num_written[row])
             blocks = -(-(tokens + 1) // BLOCK)
@@ -483,7 +521,9 @@ class Fleet:
         before -= np.maximum.accumulate(before_engine)
         room = np.maximum(BATCHED_TOKENS - decoding, 1)
         room_of_request = room.astype(np.int64)[engine]
-        chunk = np.clip(room_of_request - before, 0, unread)
+        left = room_of_request - before
+        chunk = np.clip(left, 0, unread)
         requests.num_unread[rows] -= chunk
-        finished = rows[requests.num_unread[rows] == 0]
-        return finished, self._by_engine(engine, chunk)
+        read = requests.num_unread[rows] == 0
+        chunk_tokens = self._by_engine(engine, chunk)
+        return rows[read], chunk_tokens

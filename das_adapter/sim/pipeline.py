@@ -124,20 +124,22 @@ class Pipeline:
             self._send(0.0)
         trainer_free = 0.0
         rollout_begin = 0.0
+        # seconds of the rollout that an engine was idle before the trainer was free
         idle_s = 0.0
         for number in range(len(self._steps)):
             rows = self._next_batch()
-            last_ended = float(self._requests.ended_s[rows].max())
-            ready = max(trainer_free, last_ended)
-            rollout_s = max(ready - rollout_begin, 1e-12)
-            idle = (idle_s + self._idle_s(trainer_free, ready)) / rollout_s
-            begin = max(ready, self._write_ahead(trainer_free, ready))
+            ended_s = self._requests.ended_s[rows]
+            ready = max(trainer_free, float(ended_s.max()))
+            written_s = max(ready - rollout_begin, 1e-12)
+            idle_s += self._idle_s(trainer_free, ready)
+            ahead_ended = self._write_ahead(trainer_free, ready)
+            begin = max(ready, ahead_ended)
             trained = begin + timing.train_s
             fleet.run(until=trained, slack=self._slack(), ended=self._record_ended)
             synced = trained + timing.sync_s
             result = self._result(
                 rows,
-                idle,
+                idle=idle_s / written_s,
                 rollout_s=begin - rollout_begin,
                 step_s=synced - trainer_free,
                 exposed_s=ready - trainer_free,
@@ -209,8 +211,8 @@ class Pipeline:
         rows = self._rows_to_write_ahead()
         idle_since = np.maximum(fleet.clock, since)
         max_running = len(self._early[0])
-        first = idle_since.min() + POLL_S
-        for at in np.arange(first, until, POLL_S):
+        first_poll = idle_since.min() + POLL_S
+        for at in np.arange(first_poll, until, POLL_S):
             if not len(rows):
                 break
             fleet.run(at)
@@ -231,8 +233,9 @@ class Pipeline:
         requests = self._requests
         first = self._num_sent + len(self._early)
         for step in self._steps[first : self._num_sent + STEPS]:
-            ahead = np.full(len(step["problem"]), -1)
-            self._early.append(requests.add(**step, num_ahead=ahead))
+            written_ahead = np.full_like(step["problem"], -1)
+            early = requests.add(**step, num_ahead=written_ahead)
+            self._early.append(early)
         ordered = []
         for early in self._early:
             order = _first_samples(requests.problem[early])
@@ -245,10 +248,11 @@ class Pipeline:
         request: each time the engine with the fewest, while one has a slot.
         """
         counts = self._fleet.counts
-        free = max(0, max_running - int(counts.sum()))
+        free = max_running - int(counts.sum())
         engines = []
         for _ in range(min(free, num_rows)):
-            engine = idle[counts[idle].argmin()]
+            fewest = counts[idle].argmin()
+            engine = idle[fewest]
             if counts[engine] == self._fleet.slots:
                 break
             counts[engine] += 1
@@ -265,8 +269,8 @@ class Pipeline:
             chosen = self._finished_batch()
         assert chosen is not None
         trained = set(chosen)
-        self._groups = [g for g in self._groups if g not in trained]
-        self._finished = [g for g in self._finished if g not in trained]
+        self._groups = _without(self._groups, trained)
+        self._finished = _without(self._finished, trained)
         rows = list[int]()
         for group in chosen:
             rows += group.rows
@@ -283,9 +287,8 @@ class Pipeline:
             return None
         if any(group.unfinished for group in due):
             return None
-        at_limit = set(due)
-        others = [group for group in self._finished if group not in at_limit]
-        return (due + others)[:batch_size]
+        batch = due + _without(self._finished, set(due))
+        return batch[:batch_size]
 
     def _record_ended(self, rows: Ints) -> bool:
         """Record requests that ended; return whether the trainer waited for them."""
@@ -313,7 +316,8 @@ class Pipeline:
     def _sync(self) -> None:
         """Let drafters and router learn from finished requests."""
         requests = self._requests
-        rows = np.sort(np.concatenate([int_zeros(0), *self._unlearned]))
+        ended = np.concatenate([int_zeros(0), *self._unlearned])
+        rows = np.sort(ended)
         responses = np.zeros(len(rows), RESPONSE)
         responses["problem"] = requests.problem[rows]
         responses["tokens"] = requests.num_output_tokens[rows]
@@ -341,6 +345,11 @@ class Pipeline:
             ahead=int(requests.num_ahead[rows].sum()),
             visit=float(requests.visit[rows].mean()),
         )
+
+
+def _without(groups: list[_Group], dropped: set[_Group]) -> list[_Group]:
+    """Return groups but for some, in their order."""
+    return [group for group in groups if group not in dropped]
 
 
 def _first_samples(problems: Ints) -> Ints:

@@ -92,10 +92,10 @@ class Simulation:
         fleet, workload = self.fleet(name)
         router = Router(
             self._blocks[name],
-            self.engines,
-            workload.group,
-            fleet.slots,
-            self.config.rollout.seed,
+            engines=self.engines,
+            group=workload.group,
+            slots=fleet.slots,
+            seed=self.config.rollout.seed,
         )
         ahead = name in self._ahead_arms
         pipeline = Pipeline(fleet, workload, router, self.config.pipeline, ahead)
@@ -111,8 +111,8 @@ class Simulation:
             requests,
             self.steps,
             drafting,
-            self.config.engine.max_num_seqs,
-            self.kv_blocks,
+            slots=self.config.engine.max_num_seqs,
+            kv=self.kv_blocks,
         )
         return fleet, workload
 
@@ -130,8 +130,8 @@ class Simulation:
         if responses is None:
             workload = drawn(rollout)
         else:
-            longest = max((len(one.tokens) for one in responses), default=0)
-            workload = recorded(responses, max(rollout.cap, longest))
+            lengths = [len(response.tokens) for response in responses]
+            workload = recorded(responses, max([rollout.cap, *lengths]))
         disagreement = 1.0 - self.config.acceptance.agreement
         for number, step in enumerate(workload.steps):
             rng = np.random.default_rng((rollout.seed, number, 1))
@@ -179,13 +179,13 @@ class Simulation:
         return Controlled(
             das,
             requests,
-            self.engines,
-            self._longest_tokens(),
-            history,
-            model,
-            pass_seconds,
-            self._prior(das),
-            stride,
+            engines=self.engines,
+            limit=self._longest_tokens(),
+            history=history,
+            copy=model,
+            pass_seconds=pass_seconds,
+            prior=self._prior(das),
+            stride=stride,
         )
 
     def _history(
@@ -200,16 +200,20 @@ class Simulation:
         return Given(
             requests,
             accept.rates,
-            das.num_draft_tokens,
-            self.config.rollout.seed,
-            accept.agreement,
+            longest=das.num_draft_tokens,
+            seed=self.config.rollout.seed,
+            agreement=accept.agreement,
         )
 
     def _copy(self, requests: Requests) -> Given:
         """Return the drafts of the policy copy."""
-        rates = [[self.config.acceptance.copy_rate]]
-        seed = self.config.rollout.seed + 1
-        return Given(requests, rates, COPY_LONGEST, seed)
+        config = self.config
+        return Given(
+            requests,
+            [[config.acceptance.copy_rate]],
+            longest=COPY_LONGEST,
+            seed=config.rollout.seed + 1,
+        )
 
     def _model(self, das: DasConfig, requests: Requests) -> Given:
         """Return the drafts of a neural drafter, or of n-grams."""
@@ -218,8 +222,13 @@ class Simulation:
         else:
             tokens = das.num_draft_tokens
         length = self.config.acceptance.length or 1.0 + 0.5 * tokens
-        rates = [[rate_of(length, tokens)]]
-        return Given(requests, rates, tokens, self.config.rollout.seed)
+        rate = rate_of(length, tokens)
+        return Given(
+            requests,
+            [[rate]],
+            longest=tokens,
+            seed=self.config.rollout.seed,
+        )
 
     def _longest_tokens(self) -> int:
         """Return the tokens of the longest prompt and response that are possible."""

@@ -102,17 +102,23 @@ class Given(Source):
         ahead.
         """
         super().__init__(requests)
-        chances = [_repeat_last(visit, longest) for visit in (*rates, [agreement])]
+        visits = (*rates, [agreement])
+        chances = [_repeat_last(visit, longest) for visit in visits]
         # [visits + 1, longest]; the last row is of text that was written ahead
         self._survival = np.cumprod(np.array(chances), axis=1)
-        self._seed = np.uint64(seed << 32 & 2**64 - 1)
+        self._seed = np.uint64((seed << 32) % 2**64)
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
         floors = np.full(len(rows), floor)
         counts, hits, chances = self._drafts(rows, limits, floors)
-        drafted = np.arange(chances.shape[1]) < counts[:, None]
-        values = chances[drafted].astype(np.float32)
-        return SimOffer(values, offsets_of(counts), hits)
+        positions = np.arange(chances.shape[1])
+        drafted = positions < counts[:, None]
+        of_drafts = chances[drafted]
+        return SimOffer(
+            chances=of_drafts.astype(np.float32),
+            offsets=offsets_of(counts),
+            hits=hits,
+        )
 
     def take_free_steps(
         self,
@@ -137,40 +143,42 @@ class Given(Source):
                 tokens of each forward pass, and the context that its requests have.
         """
         requests = self._requests
-        limits = np.where(log_min_chance < np.inf, max_draft_tokens, 0)
-        drafting = limits.any() or requests.num_draft_tokens[rows].any()
-        if not drafting:
+        drafts = log_min_chance < np.inf
+        limits = np.where(drafts, max_draft_tokens, 0)
+        has_draft = requests.num_draft_tokens[rows] > 0
+        if not (limits.any() or has_draft.any()):
             return self._take_undrafted_steps(rows, bounds, steps, tokens, context)
         num_engines = len(steps)
-        longest = np.minimum(
-            requests.num_output_tokens[rows], requests.max_tokens[rows]
-        )
+        counts = np.diff(bounds)
+        length = requests.num_output_tokens[rows]
+        end = np.minimum(length, requests.max_tokens[rows])
         running = _RequestsOfSteps(
             rows=rows,
-            engine=np.repeat(np.arange(num_engines), np.diff(bounds)),
+            engine=np.repeat(np.arange(num_engines), counts),
             max_draft_tokens=limits,
             min_chance=np.exp(log_min_chance),
-            length=requests.num_output_tokens[rows],
-            last_draftable=longest - 1,
+            length=length,
+            last_draftable=end - 1,
         )
         taken = int_zeros(num_engines)
         ended = np.zeros(num_engines, dtype=bool)
         for step in range(tokens.shape[1]):
             rows = running.rows
             engine = running.engine
-            forward = 1 + requests.num_draft_tokens[rows]
-            tokens[:, step] = np.bincount(engine, forward, num_engines)
-            context[:, step] = np.bincount(engine, requests.context(rows), num_engines)
+            forward_tokens = 1 + requests.num_draft_tokens[rows]
+            context_tokens = requests.context(rows)
+            tokens[:, step] = np.bincount(engine, forward_tokens, num_engines)
+            context[:, step] = np.bincount(engine, context_tokens, num_engines)
             self._write_and_draft(running)
             taken[engine] = step + 1
             finished = requests.num_written[rows] >= running.length
             ended[engine[finished]] = True
             stopped = ended | (taken == steps)
             kept = ~stopped[engine]
+            if not kept.any():
+                break
             if not kept.all():
                 running.keep(kept)
-                if not kept.any():
-                    break
         return taken
 
     def _take_undrafted_steps(
@@ -181,11 +189,15 @@ class Given(Source):
         begins = bounds[:-1]
         counts = np.diff(bounds)
         left = requests.num_output_tokens[rows] - requests.num_written[rows]
-        taken = np.minimum(steps, np.minimum.reduceat(left, begins))
-        context_tokens = np.add.reduceat(requests.context(rows), begins)
+        until_end = np.minimum.reduceat(left, begins)
+        taken = np.minimum(steps, until_end)
+        of_requests = requests.context(rows)
+        context_tokens = np.add.reduceat(of_requests, begins)
+        step_numbers = np.arange(tokens.shape[1])
         tokens[:] = counts[:, None]
         context[:] = context_tokens[:, None]
-        context += tokens * np.arange(tokens.shape[1])
+        # each request adds a token in each step
+        context += tokens * step_numbers
         of_request = np.repeat(taken, counts)
         requests.num_written[rows] += of_request
         requests.num_forwards[rows] += of_request
@@ -198,7 +210,8 @@ class Given(Source):
         drafted = requests.num_draft_tokens[rows]
         written = requests.num_written[rows]
         accepted = np.minimum(drafted, requests.num_draft_hits[rows])
-        got = np.minimum(1 + accepted, running.length - written)
+        left = running.length - written
+        got = np.minimum(1 + accepted, left)
         written = written + got
         requests.num_written[rows] = written
         requests.num_forwards[rows] += 1
@@ -206,7 +219,8 @@ class Given(Source):
         requests.num_accepted[rows] += got - 1
         room = running.last_draftable - written
         limits = np.minimum(running.max_draft_tokens, room)
-        counts, hits, _ = self._drafts(rows, limits, running.min_chance)
+        min_chances = running.min_chance
+        counts, hits, _ = self._drafts(rows, limits, min_chances)
         requests.num_draft_tokens[rows] = counts
         requests.num_draft_hits[rows] = hits
 
@@ -221,48 +235,59 @@ class Given(Source):
             [n]; and the chances of drafts of the greatest length, float64 [n, longest].
         """
         requests = self._requests
-        num_visits = len(self._survival) - 1
+        survival = self._survival
+        num_visits = len(survival) - 1
         written = requests.num_written[rows]
         same = requests.num_same[rows]
         ahead = requests.num_ahead[rows]
         # after the first token that differs, what was written ahead is the text of a
         # sibling, as from a visit before
         in_ahead = written < ahead
-        repeats = in_ahead & (written <= same) & (self._survival[-1, 0] > 0.0)
-        visit = np.minimum(requests.visit[rows] + in_ahead, num_visits - 1)
-        chances = self._survival[np.where(repeats, num_visits, visit)]
-        longest = np.where(repeats, ahead - written, chances.shape[1])
+        agrees = survival[-1, 0] > 0.0
+        repeats = in_ahead & (written <= same) & agrees
+        visit = requests.visit[rows] + in_ahead
+        visit = np.minimum(visit, num_visits - 1)
+        chances = survival[np.where(repeats, num_visits, visit)]
+        left_ahead = ahead - written
+        longest = np.where(repeats, left_ahead, chances.shape[1])
         longest = np.minimum(limits, longest)
-        above_floor = (chances >= min_chances[:, None]).sum(axis=1)
-        counts = np.clip(above_floor, 0, np.maximum(longest, 0))
+        longest = np.maximum(longest, 0)
+        allowed = chances >= min_chances[:, None]
+        counts = np.clip(allowed.sum(axis=1), 0, longest)
         luck = self._luck(rows, written)
-        lucky = (chances > luck[:, None]).sum(axis=1)
-        hits = np.where(repeats, same - written, lucky)
+        survives = chances > luck[:, None]
+        num_same = same - written
+        hits = np.where(repeats, num_same, survives.sum(axis=1))
         return counts, np.minimum(hits, counts), chances
 
     def _luck(self, rows: Ints, written: Ints) -> Floats:
         """Return a number between 0 and 1 for each request at its position, float64
         [n], the same in each run.
         """
-        key = _mixed(rows.astype(np.uint64) + self._seed)
-        key = _mixed(key + written.astype(np.uint64))
+        request_key = _mixed(rows.astype(np.uint64) + self._seed)
+        position = written.astype(np.uint64)
+        key = _mixed(request_key + position)
         low_bits = key & np.uint64(2**32 - 1)
-        return (low_bits.astype(np.float64) + 0.5) * 2.0**-32
+        middle = low_bits.astype(np.float64) + 0.5
+        return middle * 2.0**-32
 
 
 def _repeat_last(values: Sequence[float], count: int) -> list[float]:
     """Return the first values, so many; the last goes on where there are fewer."""
     found = list(values)
-    missing = max(0, count - len(found))
-    return (found + [found[-1]] * missing)[:count]
+    while len(found) < count:
+        found.append(found[-1])
+    return found[:count]
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return what SplitMix64 makes of numbers, uint64 [n]."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class Indexed(Source):
@@ -287,7 +312,8 @@ class Indexed(Source):
         for row in unopened.tolist():
             response = self._texts.responses[requests.text[row]]
             num_ahead = max(0, requests.num_ahead[row])
-            key = self._policy.key(int(requests.problem[row]))
+            problem = int(requests.problem[row])
+            key = self._policy.key(problem)
             index = self.indices[requests.engine[row]]
             requests.handle[row] = index.open(
                 key, response.prompt, ahead=response.ahead[:num_ahead]
@@ -324,15 +350,16 @@ class Indexed(Source):
             index.extend(
                 handle, tokens[requests.num_indexed[row] : requests.num_written[row]]
             )
-            is_ahead = requests.num_ahead[row] < 0
-            index.close(handle, keep=self._policy.kept and not is_ahead)
+            own_request = bool(requests.num_ahead[row] >= 0)
+            index.close(handle, keep=self._policy.kept and own_request)
 
     def sync(self, version: int, rows: Ints) -> None:
         requests = self._requests
         written = []
         for row in rows.tolist():
-            tokens = self._texts.responses[requests.text[row]].tokens
-            written.append((int(requests.problem[row]), tokens.tobytes(), version))
+            response = self._texts.responses[requests.text[row]]
+            problem = int(requests.problem[row])
+            written.append((problem, response.tokens.tobytes(), version))
         self.remember(written)
 
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
