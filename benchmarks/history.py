@@ -30,7 +30,7 @@ BUDGETS = (100, 50, 25, 10, 0)
 """Percent of the bytes that the first epoch takes."""
 UNLIMITED = HistoryConfig(max_bytes=2**40)
 BYTES = 8
-"""Of a token in the index, about."""
+"""Bytes of a token in the index, about."""
 
 
 class WholeRollouts(OwnHistory):
@@ -39,7 +39,7 @@ class WholeRollouts(OwnHistory):
     def __init__(self) -> None:
         super().__init__()
         self._texts: dict[int, list[tuple[int, Tokens]]] = {}
-        """By problem, the one seen last at the end."""
+        """Texts by problem, the problem seen last at the end."""
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         self._texts[problem] = [*self._texts.pop(problem, []), (version, tokens)]
@@ -144,8 +144,8 @@ def epochs(
             ]
         visits[p] = texts[:most]
     count = max(map(len, visits.values()))
-    enough = sorted(p for p, texts in visits.items() if len(texts) == count)
-    chosen = np.random.default_rng(0).permutation(enough)[:problems].tolist()
+    with_all_epochs = sorted(p for p, texts in visits.items() if len(texts) == count)
+    chosen = np.random.default_rng(0).permutation(with_all_epochs)[:problems].tolist()
     steps = -(-len(chosen) // a_step)
     return [
         [

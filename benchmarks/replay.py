@@ -22,7 +22,7 @@ LIVE = 256
 
 @dataclass(frozen=True)
 class Tally:
-    """What the recorded responses of some requests confirm of their drafts."""
+    """Draft tokens of some requests that their recorded responses confirm."""
 
     requests: int
     hits: int
@@ -46,7 +46,7 @@ class Outcome:
     """The most that the history took."""
     total: Tally
     by_visit: dict[int, Tally]
-    """By how often the problem has been seen: the first time, the second, ..."""
+    """Counts by visit of the problem: the first, the second, ..."""
 
 
 def replay(

@@ -86,10 +86,15 @@ def arm_seconds(
     )
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
-        policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
+        policy = "unlimited"
+        max_draft_tokens = MOST
+        if arm in POLICIES:
+            policy = arm
+        else:
+            max_draft_tokens = int(arm[1:])
         block = {
             "budget": policy,
-            "max_draft_tokens": most,
+            "max_draft_tokens": max_draft_tokens,
             "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
@@ -144,18 +149,21 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         texts = [rng.integers(1, 32000, q["most"], dtype=np.int32) for q in wanted]
         same = sum(map(len, texts)) == row["tokens"]
         arms = {}
-        for arm, theirs in row["arms"].items():
+        for arm, measured_arm in row["arms"].items():
             ours = arm_seconds(arm, wanted, texts, model, bench)
             # the model is fitted to medians, not to the fastest
-            seconds = float(np.mean(theirs["all_seconds"]))
+            seconds = float(np.mean(measured_arm["all_seconds"]))
             arms[arm] = {
                 "measured": seconds,
-                "repeats": theirs["all_seconds"],
+                "repeats": measured_arm["all_seconds"],
                 "simulated": ours["seconds"],
                 "error": ours["seconds"] / seconds - 1,
-                "steps": [theirs["steps"], ours["steps"]],
-                "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
-                "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]],
+                "steps": [measured_arm["steps"], ours["steps"]],
+                "draft_tokens": [measured_arm["draft_tokens"], ours["draft_tokens"]],
+                "accepted_tokens": [
+                    measured_arm["accepted_tokens"],
+                    ours["accepted_tokens"],
+                ],
             }
         order = [
             sorted(arms, key=lambda a: arms[a][kind])
@@ -278,7 +286,7 @@ def routing(
 
 
 def varied() -> dict[str, Any]:
-    """What changes the answer: everything that `would_it_pay.yaml` varies."""
+    """Return what changes the answer: everything that `would_it_pay.yaml` varies."""
     import yaml
     from published import put
 
@@ -400,8 +408,8 @@ def compared(steps: dict[str, Any]) -> dict[str, float]:
 
 
 def ahead(traces: Path) -> dict[str, Any]:
-    """What run-ahead saves where lengths spread, and what it costs where they do not;
-    drawn and recorded rollouts.
+    """Return what run-ahead saves where lengths spread, and what it costs where they do
+    not; drawn and recorded rollouts.
     """
     found: dict[str, list[Any]] = {"drawn": [], "recorded": []}
     for gpus, spreads in SPREADS.items():

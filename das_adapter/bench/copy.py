@@ -17,8 +17,8 @@ from das_adapter.bench.engines import (
 )
 
 SLEEPS = 3
-"""How often the engine sleeps with each format, at levels 1 and 2 in turn, and is
-quantised anew.
+"""Number of times that the engine sleeps with each format, at levels 1 and 2 in turn,
+and is quantised anew.
 """
 
 

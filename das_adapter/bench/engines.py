@@ -70,7 +70,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Extent of the measurements."""
 
     shape: str
     """Key of `SHAPES`."""
@@ -106,7 +106,7 @@ class Bar(NamedTuple):
     """A limit that a figure of a part must keep."""
 
     says: str
-    """What the figure is."""
+    """Name of the figure, with its unit."""
     at_most: float
     value: Callable[[Found], float | None]
     """Function of a part's figures that returns this one. It raises LookupError,

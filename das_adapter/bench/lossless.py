@@ -106,8 +106,8 @@ def _submit(
     if not plan.tiny:
         off = pool.submit(_arm, plan, folder, USUAL)
         block = blocks["history"]
-        usual = pool.submit(_arm, plan, folder, USUAL, block, off)
-        arms[f"history{USUAL_ARM}"] = usual
+        figures = pool.submit(_arm, plan, folder, USUAL, block, off)
+        arms[f"history{USUAL_ARM}"] = figures
     return arms
 
 

@@ -35,7 +35,7 @@ class _SimBlock(BaseModel):
 
 
 class HardwareBlock(_SimBlock):
-    """What the rollouts run on."""
+    """Hardware of the rollouts."""
 
     gpu: str = "h100"
     """Device, one of the table in `das_adapter/core/hardware.py`."""
@@ -46,7 +46,7 @@ class HardwareBlock(_SimBlock):
 
 
 class StepsBlock(_SimBlock):
-    """How long a decode step takes."""
+    """Time of a decode step."""
 
     kind: Literal["roofline", "line"] = "roofline"
     """`roofline`: from model and hardware; `line`: base + token·n + bend·max(0, n -
@@ -64,7 +64,7 @@ class StepsBlock(_SimBlock):
 
 
 class EngineBlock(_SimBlock):
-    """What an engine holds; vLLM's keys."""
+    """Capacity of an engine, under vLLM's keys."""
 
     max_num_seqs: Count = 256
     """Requests that run at once."""
@@ -75,7 +75,7 @@ class EngineBlock(_SimBlock):
 
 
 class LengthsBlock(_SimBlock):
-    """How long responses are: log-normal, ended at the cap."""
+    """Lengths of responses: log-normal, ended at the cap."""
 
     mean: Positive = 2000.0
     """Mean tokens, with the cap applied."""
@@ -88,7 +88,7 @@ class LengthsBlock(_SimBlock):
 
 
 class RolloutBlock(_SimBlock):
-    """What is written."""
+    """Requests of the run."""
 
     dump: str | None = None
     """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are
@@ -114,10 +114,10 @@ class RolloutBlock(_SimBlock):
 
 
 class AcceptanceBlock(_SimBlock):
-    """How many draft tokens the policy accepts."""
+    """Share of the draft tokens that the policy accepts."""
 
     history: Literal["given", "index"] = "given"
-    """Where drafts from the history come from. `index`: the dump is written again, and
+    """Source of the drafts from the history. `index`: the dump is written again, and
     searched; `given`: they are accepted by `rates`.
     """
     rates: VisitRates = [[0.5], [0.65]]
@@ -142,7 +142,7 @@ class AcceptanceBlock(_SimBlock):
 
 
 class PipelineBlock(_SimBlock):
-    """What a training step takes beside the rollout."""
+    """Time of a training step beside the rollout."""
 
     kind: Literal["sync", "async"] = "sync"
     """`sync`: rollout, then training; `async`: requests run on across weight syncs."""

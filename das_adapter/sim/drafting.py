@@ -31,7 +31,7 @@ class EngineStep(NamedTuple):
     tokens: int
     """Tokens in the forward pass, draft tokens included."""
     seconds: float
-    """How long the step took."""
+    """Time of the step."""
     timed: bool
     """Whether the step read no prompts."""
 
@@ -40,7 +40,7 @@ class FreeSteps(NamedTuple):
     """Steps that engines take until their drafter is asked again."""
 
     source: Given
-    """Where the drafts of these steps come from."""
+    """Source of the drafts of these steps."""
     steps: Ints | int
     """Maximum number of steps: of each engine, int64 [engines], or of all."""
     log_min_chance: Floats

@@ -65,7 +65,7 @@ class Fleet:
         slots: int = 256,
         kv: int = UNLIMITED,
     ) -> None:
-        """Each engine runs `slots` requests at once, whose KV cache has `kv` blocks."""
+        """Make engines that run `slots` requests at once in `kv` blocks of KV cache."""
         self.engines = engines
         self.requests = requests
         self.slots = slots
@@ -139,7 +139,7 @@ class Fleet:
 
     @property
     def counts(self) -> Ints:
-        """How many requests each engine has, int64 [engines]."""
+        """Number of requests of each engine, int64 [engines]."""
         engine = self.requests.engine[self.running]
         running = self._by_engine(engine).astype(np.int64)
         return running + self._num_waiting

@@ -1,4 +1,4 @@
-"""How a run's rollouts, its training and its weight syncs follow each other.
+"""The order of a run's rollouts, its training and its weight syncs.
 
 Requests keep running across weight syncs; the trainer takes groups that have finished,
 and nothing older than `lag` weight versions. Without a lag, which is `sync`, rollout
@@ -51,7 +51,7 @@ class StepResult:
     ahead: int
     """Tokens that were written ahead of its requests."""
     visit: float
-    """How often its problems had been visited before, mean over requests."""
+    """Number of times that its problems had been visited before, mean over requests."""
 
     @property
     def tokens_per_forward(self) -> float:

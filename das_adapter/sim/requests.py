@@ -25,7 +25,7 @@ class Requests:
     problem: Ints
     """Number of its problem."""
     visit: Ints
-    """How often the problem was visited before."""
+    """Number of times that its problem was visited before."""
     text: Ints
     """Row of its recorded response; -1: it has none."""
     num_prompt_tokens: Ints
@@ -47,7 +47,7 @@ class Requests:
     num_accepted: Ints
     """Draft tokens of these that the policy confirmed."""
     num_preemptions: Ints
-    """How often it lost its place."""
+    """Number of times that it was preempted."""
     num_unread: Ints
     """Tokens that its engine has to read before it continues."""
     num_draft_tokens: Ints
@@ -101,8 +101,8 @@ class Requests:
         count = len(columns["problem"])
         for name in Requests.__annotations__:
             column = getattr(self, name)
-            usual = np.full(count, _FIRST_VALUES.get(name, 0))
-            added = np.asarray(columns.get(name, usual), column.dtype)
+            first_values = np.full(count, _FIRST_VALUES.get(name, 0))
+            added = np.asarray(columns.get(name, first_values), column.dtype)
             setattr(self, name, np.append(column, added))
         return np.arange(first, first + count)
 

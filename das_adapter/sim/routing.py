@@ -1,5 +1,5 @@
-"""Where the requests of a simulation go, and who starts first: the package's own
-routing, or the host's.
+"""The routing of a simulation's requests and the order in which they start: the
+package's own, or the host's.
 """
 
 from __future__ import annotations

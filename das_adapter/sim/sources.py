@@ -34,7 +34,7 @@ class SimOffer(NamedTuple):
     chances: npt.NDArray[np.float32]
     """Chance of each draft token, request after request."""
     offsets: Ints
-    """Where the draft of each request begins in `chances`, int64 [b + 1]."""
+    """Begin of the draft of each request in `chances`, int64 [b + 1]."""
     hits: Ints
     """Leading tokens of each draft that the policy would write, int64 [b]."""
 
@@ -97,9 +97,9 @@ class Given(Source):
         seed: int = 0,
         agreement: float = 0.0,
     ) -> None:
-        """Take `rates` and `agreement` as `AcceptanceBlock` has them; no draft has more
-        than `longest` tokens, and with an agreement of 0 none is of what was written
-        ahead.
+        """Make a source with `rates` and `agreement` as `AcceptanceBlock` has them; no
+        draft has more than `longest` tokens, and with an agreement of 0 none is of what
+        was written ahead.
         """
         super().__init__(requests)
         visits = (*rates, [agreement])

@@ -1,4 +1,4 @@
-"""How long an engine's decode step takes: from a fitted line, or from a roofline."""
+"""The time of an engine's decode step: from a fitted line, or from a roofline."""
 
 from __future__ import annotations
 

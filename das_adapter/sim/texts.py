@@ -21,7 +21,7 @@ class Texts:
         texts = [response.tokens for response in responses]
         lengths = [len(text) for text in texts]
         self.ends: Ints = np.cumsum([0, *lengths], dtype=np.int64)
-        """Where each response begins, and the end of the last, int64 [rows + 1]."""
+        """Begin of each response, and the end of the last, int64 [rows + 1]."""
         self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *texts])
 
     def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:

@@ -29,7 +29,7 @@ from das_adapter.tools.configs import placement
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     state: str

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = ("das_adapter/core", "das_adapter/engine", "csrc")
-"""What the figures of an engine depend on."""
+"""Code that the figures of an engine depend on."""
 RUN = (*ENGINE, "das_adapter/service", "das_adapter/protocol")
-"""What the figures of a training run depend on, beside its host's hooks."""
+"""Code that the figures of a training run depend on, beside its host's hooks."""
 LINE = 120
 """Columns of a line that is not split into rows."""
 LONG = 1000

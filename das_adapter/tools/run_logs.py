@@ -34,8 +34,8 @@ class RunLog(NamedTuple):
     """A run's figures."""
 
     steps: dict[int, dict[str, float]]
-    """By training step, under the names that the trainer logs, without `train/` before
-    them.
+    """Figures by training step, under the names that the trainer logs, without `train/`
+    before them.
     """
     exact: bool
     """Whether figures are logged with all bits; TensorBoard logs 24."""
