@@ -71,7 +71,7 @@ def _counts(rollouts: Sequence[Rollout]) -> str:
     counts = {
         "Rollouts": len(rollouts),
         "engines": len({rollout.source for rollout in rollouts}),
-        "requests": sum(len(rollout.requests) for rollout in rollouts),
+        "requests": len(series.requests_of(rollouts)),
     }
     parts = [f"{name}: {count:,}" for name, count in counts.items()]
     return f"{'; '.join(parts)}; das-adapter {__version__}."
@@ -161,7 +161,7 @@ def _lost(rollouts: Sequence[Rollout], plain_share: float) -> list[str]:
         plain_share: share of the decoding time in steps without drafts.
     """
     said = [f"{plain_share:.0%} of the decoding time passed in steps without drafts"]
-    steps = [step for rollout in rollouts for step in rollout.steps]
+    steps = series.steps_of(rollouts)
     drafted = sum(step.drafted for step in steps)
     if drafted:
         accepted = sum(step.accepted for step in steps)
@@ -178,10 +178,7 @@ def _lost(rollouts: Sequence[Rollout], plain_share: float) -> list[str]:
 
 def _counted(rollouts: Sequence[Rollout], name: str) -> int:
     """Return the sum of a counter."""
-    total = 0
-    for rollout in rollouts:
-        total += sum(counts.get(name, 0) for counts in rollout.counts)
-    return total
+    return sum(counts.get(name, 0) for counts in series.counts_of(rollouts))
 
 
 def _change(rollouts: Sequence[Rollout], saved_s: float, plain_share: float) -> str:
@@ -223,6 +220,6 @@ def _first_visit_share(rollouts: Sequence[Rollout]) -> float:
 
 def _plain_load(rollouts: Sequence[Rollout]) -> float:
     """Return the requests of a step without drafts, mean."""
-    steps = [step for rollout in rollouts for step in rollout.steps]
+    steps = series.steps_of(rollouts)
     plain = [step.requests for step in steps if not step.drafted]
     return sum(plain) / max(1, len(plain))

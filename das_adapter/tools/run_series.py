@@ -56,8 +56,8 @@ def by_training_step(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
 
 def _of_training_step(version: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Return the row of a training step."""
-    steps = _steps(rollouts)
-    counts = [each for rollout in rollouts for each in rollout.counts]
+    steps = steps_of(rollouts)
+    counts = counts_of(rollouts)
     plain = [step for step in steps if not step.drafted]
     ends = [rollout.end for rollout in rollouts if rollout.end]
     history_tokens = []
@@ -69,7 +69,7 @@ def _of_training_step(version: int, rollouts: Sequence[Rollout]) -> dict[str, An
     return {
         "version": version,
         "engines": len({rollout.source for rollout in rollouts}),
-        "requests": sum(len(rollout.requests) for rollout in rollouts),
+        "requests": len(requests_of(rollouts)),
         "tokens_per_forward": tokens_per_forward(rollouts),
         "acceptance": _rate(str(version), accepted),
         "decode_seconds": sum(step.seconds for step in steps),
@@ -80,16 +80,35 @@ def _of_training_step(version: int, rollouts: Sequence[Rollout]) -> dict[str, An
     }
 
 
-def _steps(rollouts: Iterable[Rollout]) -> list[Step]:
-    """Return the decode steps of rollouts, that were timed."""
-    return [step for rollout in rollouts for step in rollout.steps]
+def steps_of(rollouts: Iterable[Rollout]) -> list[Step]:
+    """Return the decode steps of rollouts that were timed."""
+    found = list[Step]()
+    for rollout in rollouts:
+        found += rollout.steps
+    return found
+
+
+def counts_of(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+    """Return the counters of rollouts."""
+    found = list[dict[str, Any]]()
+    for rollout in rollouts:
+        found += rollout.counts
+    return found
+
+
+def requests_of(rollouts: Iterable[Rollout]) -> list[Request]:
+    """Return the requests of rollouts."""
+    found = list[Request]()
+    for rollout in rollouts:
+        found += rollout.requests
+    return found
 
 
 def tokens_per_forward(rollouts: Iterable[Rollout]) -> float:
     """Return the tokens that a request got from a forward pass, mean over the decode
     steps that were timed.
     """
-    steps = _steps(rollouts)
+    steps = steps_of(rollouts)
     accepted = sum(step.accepted for step in steps)
     forwards = sum(step.requests for step in steps)
     return 1.0 + accepted / max(1, forwards)
@@ -115,7 +134,7 @@ def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
     # what no weight sync followed comes last
     groups.sort(key=lambda numbered: numbered[0] < 0)
     for _, group in groups:
-        requests = [request for rollout in group for request in rollout.requests]
+        requests = requests_of(group)
         visits.update({request.problem for request in requests})
         for request in requests:
             found[visits[request.problem]].append(request)
@@ -124,7 +143,7 @@ def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
 
 def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
-    counts = [each for rollout in rollouts for each in rollout.counts]
+    counts = counts_of(rollouts)
     models = []
     for name, key in MODEL_COUNTS.items():
         pairs = [each[key] for each in counts if key in each]
@@ -145,8 +164,7 @@ def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
     """
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for version, group in by_version(rollouts):
-        counts = [each for rollout in group for each in rollout.counts]
-        alarms = list(faults(counts).values())
+        alarms = list(faults(counts_of(group)).values())
         for reason in alarms:
             found["alarm", reason].append(version)
         ends = [rollout.end for rollout in group if rollout.end]
@@ -174,7 +192,7 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         return {}
     last = max(versions)
     rollouts = [rollout for rollout in rollouts if rollout.version == last]
-    requests = [request for rollout in rollouts for request in rollout.requests]
+    requests = requests_of(rollouts)
     requests.sort(key=lambda request: request.end)
     begins = [rollout.steps[0].begin for rollout in rollouts]
     begins += [request.begin for request in requests]
@@ -198,7 +216,7 @@ def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "requests": rows,
         "at": at,
         "running": np.cumsum(changes).astype(np.int64),
-        **_draft_tokens_over_time(_steps(rollouts), start),
+        **_draft_tokens_over_time(steps_of(rollouts), start),
     }
 
 
