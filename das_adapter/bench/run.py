@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
-from das_adapter.tools.provenance import provenance, save
+from das_adapter.reports.provenance import provenance, save
 
 PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Modules of the package, in the order in which they run: those that there may be no

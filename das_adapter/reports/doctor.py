@@ -24,7 +24,7 @@ from das_adapter.engine.runner import (
     STOCK_NOISE,
 )
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
-from das_adapter.tools.configs import placement
+from das_adapter.reports.configs import placement
 
 
 @dataclass(frozen=True)

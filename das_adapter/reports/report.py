@@ -18,7 +18,7 @@ import numpy as np
 from das_adapter import __version__
 from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
-from das_adapter.tools import run_series as series
+from das_adapter.reports import run_series as series
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 MAJORITY = 0.5

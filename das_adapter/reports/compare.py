@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.errors import DasError
-from das_adapter.tools.run_logs import RunLog
+from das_adapter.reports.run_logs import RunLog
 
 SHARED = {
     "tokens": ("das/token_hash",),
