@@ -1,6 +1,6 @@
 """Hold das-adapter against several versions of vLLM, and print a table.
 
-    python tools/matrix.py [--run] [--torch DIR] [VERSION ...]
+    python scripts/matrix.py [--run] [--torch DIR] [VERSION ...]
 
 Each version's wheel (the CPU build, else the GPU one) is unpacked into build/matrix.
 Its symbols and signatures are checked from its sources; with --run, the contract tests
