@@ -64,7 +64,7 @@ hosts: $(VENV)/hosts $(VENV)/newest  # run the tests of trainers on plain vLLM e
 	PYTHONPATH=$< $(BIN)/python -m pytest -m hosts
 
 matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
-	$(BIN)/python tools/matrix.py --run
+	$(BIN)/python scripts/matrix.py --run
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
 	$(BIN)/python -m pytest tests/unit -n 2
@@ -93,7 +93,7 @@ $(VENV)/.installed: constraints/cpu.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "veRL, with which the tests run, needs Python 3.11 or 3.12: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" -c constraints/cpu.txt 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
-	$(PIP) -c constraints/cpu.txt $$($(BIN)/python tools/requirements.py verl-cpu dev docs)
+	$(PIP) -c constraints/cpu.txt $$($(BIN)/python scripts/requirements.py verl-cpu dev docs)
 	touch $@
 
 # The newest vLLM CPU build, for the contract tests.
@@ -103,8 +103,8 @@ $(VENV)/newest: constraints/newest.txt | $(VENV)/.built
 	touch $@
 
 # The newest release, while it has no CPU build: its Python over the libraries of the newest CPU build.
-$(VENV)/newer: constraints/newer.txt constraints/newest.txt tools/newer.py | $(VENV)/newest
-	$(BIN)/python tools/newer.py --newest $(VENV)/newest --out $@
+$(VENV)/newer: constraints/newer.txt constraints/newest.txt scripts/newer.py | $(VENV)/newest
+	$(BIN)/python scripts/newer.py --newest $(VENV)/newest --out $@
 	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
 	touch $@
 

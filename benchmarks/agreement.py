@@ -27,7 +27,7 @@ from replay import replay
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from das_adapter.core.native import native
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import RecordedResponse
 
 TASK = Path(__file__).resolve().parents[1] / "examples" / "tiny_math"
 sys.path.insert(0, str(TASK))
@@ -158,7 +158,7 @@ def measure(
     )
     rows = make_rows("train", steps * problems, 0)
     early: list[list[np.ndarray]] = []
-    kinds: dict[str, list[Rollout]] = {
+    kinds: dict[str, list[RecordedResponse]] = {
         "siblings": [],
         "other_noise": [],
         "own_noise": [],
@@ -188,7 +188,7 @@ def measure(
         if step:  # nothing was written ahead of the first
             nats.append(entropy)
             for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-                one = Rollout(
+                one = RecordedResponse(
                     step * problems + row // SAMPLES,
                     step,
                     0,

@@ -25,8 +25,8 @@ NEEDED = {
     f"{POLICY}/eagle3": f"{_WIDEN} --drafters runs/drafters",
     POLICY: _WIDEN,
 }
-"""What makes a model that commands name, or that lies under what they name, in this
-order, where it is not there.
+"""Commands that make a model that others name, or that lies under what they name, in
+this order, where it is not there.
 """
 COMMANDS = {
     "agreement.json": "benchmarks/agreement.py --out OUT",
@@ -100,8 +100,8 @@ COMMANDS = {
     "v2_graphs.json": "PYTHONPATH=.venv/newest benchmarks/graphs.py --out OUT",
     "v2_lengths.json": "PYTHONPATH=.venv/newest benchmarks/v2_lengths.py --out OUT",
 }
-"""By result, from the repository's root; there is no other result. OUT: where it is
-written; FOLDER: a directory, in which it is written under its name or as
+"""Commands by result, from the root of the repository; there is no other result. OUT:
+where it is written; FOLDER: a directory, in which it is written under its name or as
 `summary.json`. TRACES, a directory of recorded rollouts, is an environment variable.
 NeMo-RL's needs NeMo-RL in PYTHONPATH, a GPU's a GPU.
 """

@@ -117,12 +117,12 @@ class Bench:
         lengths[int(np.argmax(lengths))] = longest
         prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
         return [
-            {"prompt": prompt, "problem": i, "seed": 1000 + i, "most": int(most)}
-            for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
+            {"prompt": prompt, "problem": i, "seed": 1000 + i, "most": int(length)}
+            for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
         ]
 
     def run(self, requests: list[dict[str, Any]]) -> tuple[float, list[list[int]]]:
-        """Seconds of a rollout and its tokens."""
+        """Return the seconds of a rollout and its tokens."""
         problems = (r["problem"] + self.turn * PROBLEMS for r in requests)
         params = sampling(
             (r["most"] for r in requests), problems, (r["seed"] for r in requests)
@@ -197,14 +197,15 @@ class Bench:
             responses,
         )
 
-        policy, most = (
-            (arm, MOST)
-            if arm in POLICIES
-            else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
-        )
+        policy = arm if arm in POLICIES else "unlimited"
+        max_draft_tokens = MOST
+        if arm not in POLICIES and arm[0] == "k":
+            max_draft_tokens = int(arm[1:])
         speculate = "auto" if arm == "optimal" else "always"
         drafter = self.drafter
-        das = DasConfig(budget=policy, max_draft_tokens=most, speculate=speculate)
+        das = DasConfig(
+            budget=policy, max_draft_tokens=max_draft_tokens, speculate=speculate
+        )
         drafts = DraftPolicy(das, self.runner.max_model_len)
         if times is not None:
             drafts.latency = copy.deepcopy(times)
@@ -248,7 +249,7 @@ class Bench:
 
 
 def digest(texts: list[list[int]]) -> str:
-    """Of all tokens, in order."""
+    """Return a hash of all tokens, in order."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 

@@ -43,8 +43,8 @@ CHEAP = StepModel(base=0.008, token=8e-6)
 batch sizes.
 """
 SCHEDULER_US = 5.0
-"""Of vLLM's scheduler for a request, after a step and before its drafts are taken: 1.36
-ms for 256 on vLLM 0.27.1.
+"""Time of vLLM's scheduler for a request, after a step and before its drafts are taken:
+1.36 ms for 256 on vLLM 0.27.1.
 """
 
 

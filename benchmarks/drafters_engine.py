@@ -21,7 +21,7 @@ FIRST = 64
 
 
 WORK: list[Iterator[dict[str, Any] | None]] = []
-"""That of this process."""
+"""The work of this process."""
 
 
 def start(job: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def turn() -> dict[str, Any] | None:
 
 
 def timed(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-    """As `work_of`, while the turns of others take no time."""
+    """Do what `work_of` does, while the turns of others take no time."""
     waited = 0.0
     clock = time.process_time if job["threads"] == 1 else time.perf_counter
     time.perf_counter = lambda: clock() - waited

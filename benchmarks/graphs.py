@@ -45,7 +45,7 @@ def manager(
     from vllm.v1.worker.gpu import cudagraph_utils
 
     mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    most = speculative["num_speculative_tokens"] if speculative else 0
+    num_draft_tokens = speculative["num_speculative_tokens"] if speculative else 0
     schedule = speculative and speculative.get("num_speculative_tokens_per_batch_size")
     config = SimpleNamespace(
         compilation_config=CompilationConfig(cudagraph_mode=mode),
@@ -60,8 +60,8 @@ def manager(
             num_speculative_tokens_per_batch_size=schedule,
             uses_dynamic_speculative_decoding=lambda: schedule is not None,
         ),
-        num_speculative_tokens=most,
-        uniform_decode_query_len=1 + most,
+        num_speculative_tokens=num_draft_tokens,
+        uniform_decode_query_len=1 + num_draft_tokens,
         performance_mode="balanced",
     )
     VllmConfig._set_cudagraph_sizes(config)
@@ -85,7 +85,7 @@ def manager(
             config,
             torch.device("cpu"),
             mode,
-            decode_query_len=1 + most,
+            decode_query_len=1 + num_draft_tokens,
             varlen_decode=own_lengths,
         )
     found._graphs_captured = True

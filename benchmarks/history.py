@@ -23,14 +23,14 @@ from das_adapter.core.history import WINDOW
 from das_adapter.core.index.values import Tokens
 from das_adapter.errors import DasError
 from das_adapter.sim import rollouts as dumps
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import RecordedResponse
 
 WINDOWS = (1, 2, 4, 8, 16)
 BUDGETS = (100, 50, 25, 10, 0)
 """Percent of the bytes that the first epoch takes."""
 UNLIMITED = HistoryConfig(max_bytes=2**40)
 BYTES = 8
-"""Of a token in the index, about."""
+"""Bytes of a token in the index, about."""
 
 
 class WholeRollouts(OwnHistory):
@@ -39,7 +39,7 @@ class WholeRollouts(OwnHistory):
     def __init__(self) -> None:
         super().__init__()
         self._texts: dict[int, list[tuple[int, Tokens]]] = {}
-        """By problem, the one seen last at the end."""
+        """Texts by problem, the problem seen last at the end."""
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         self._texts[problem] = [*self._texts.pop(problem, []), (version, tokens)]
@@ -113,8 +113,8 @@ RETENTIONS = {
 
 
 def epochs(
-    rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16
-) -> list[list[Rollout]]:
+    rollouts: Sequence[RecordedResponse], problems: int, most: int, a_step: int = 16
+) -> list[list[RecordedResponse]]:
     """Lay recorded rollouts out as epochs over the same problems, `a_step` of them in
     each training step.
 
@@ -126,7 +126,7 @@ def epochs(
         problems: at most; a random choice of those that have as many epochs as any.
         most: epochs.
     """
-    written: dict[int, dict[tuple[int, int], list[Rollout]]] = defaultdict(
+    written: dict[int, dict[tuple[int, int], list[RecordedResponse]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for r in rollouts:
@@ -144,12 +144,12 @@ def epochs(
             ]
         visits[p] = texts[:most]
     count = max(map(len, visits.values()))
-    enough = sorted(p for p, texts in visits.items() if len(texts) == count)
-    chosen = np.random.default_rng(0).permutation(enough)[:problems].tolist()
+    with_all_epochs = sorted(p for p, texts in visits.items() if len(texts) == count)
+    chosen = np.random.default_rng(0).permutation(with_all_epochs)[:problems].tolist()
     steps = -(-len(chosen) // a_step)
     return [
         [
-            Rollout(p, epoch * steps + i // a_step, 0, r.prompt, r.tokens)
+            RecordedResponse(p, epoch * steps + i // a_step, 0, r.prompt, r.tokens)
             for i, p in enumerate(chosen)
             for r in visits[p][epoch]
         ]
@@ -158,7 +158,7 @@ def epochs(
 
 
 def measured(
-    laid_out: Sequence[Sequence[Rollout]],
+    laid_out: Sequence[Sequence[RecordedResponse]],
     history: HistoryConfig,
     index: OwnHistory,
     window: int = WINDOW,
@@ -182,7 +182,7 @@ def measured(
     }
 
 
-def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+def budgets(laid_out: Sequence[Sequence[RecordedResponse]]) -> dict[str, Any]:
     """Measure byte budgets, in percent of what the first epoch's text takes, with each
     way to keep them.
     """
@@ -202,7 +202,7 @@ def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     return result
 
 
-def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+def windows(laid_out: Sequence[Sequence[RecordedResponse]]) -> dict[str, Any]:
     """Measure windows of visits without a byte budget."""
     return {
         str(window): measured(laid_out, UNLIMITED, OwnHistory(), window)

@@ -23,7 +23,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.sim import rollouts as dumps
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import RecordedResponse
 
 BATCHES = (1, 16, 64, 256)
 Log = Callable[[str], None]
@@ -113,7 +113,7 @@ def accepted(
 
 def cost(
     engine: Ours | Arctic,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[RecordedResponse],
     budget: int = 8,
     steps: int = 100,
 ) -> dict[str, Any]:
@@ -256,7 +256,9 @@ def resident() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(work: dict[str, list[Rollout]], every: int, log: Log) -> dict[str, Any]:
+def run(
+    work: dict[str, list[RecordedResponse]], every: int, log: Log
+) -> dict[str, Any]:
     """Measure both drafters on all work; one that is not installed is named in
     `skipped`, with the reason.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from das_adapter.core.index.values import Int32
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import RecordedResponse
 
 SETTINGS = ("growing", "finished", "earlier+growing", "earlier+finished")
 
@@ -34,7 +34,7 @@ def synthetic(
     mean_tokens: int,
     seed: int = 0,
     vocabulary: int = 32_000,
-) -> list[Rollout]:
+) -> list[RecordedResponse]:
     """Make up rollouts: a problem's samples follow the same chain of passages, vary
     some of them, and change 6 % of the tokens; lengths are log-normal (p99 about four
     times the mean), tokens follow Zipf's law. Acceptance on them is a property of this
@@ -60,12 +60,12 @@ def synthetic(
             tokens = np.concatenate(parts)[:length]
             changed = rng.random(len(tokens)) < 0.06
             tokens = np.where(changed, words(len(tokens)), tokens)
-            rollouts.append(Rollout(problem, 0, 0, prompt, tokens))
+            rollouts.append(RecordedResponse(problem, 0, 0, prompt, tokens))
     return rollouts
 
 
 def groups(
-    rollouts: Sequence[Rollout], samples: int | None = None, most: int = 5
+    rollouts: Sequence[RecordedResponse], samples: int | None = None, most: int = 5
 ) -> list[Group]:
     """Form groups of `samples` responses of one problem, step and run, at most `most`
     of each.
@@ -74,7 +74,7 @@ def groups(
         samples: None: 8 where the smallest set of siblings has that many, else as many
             as it has.
     """
-    members: dict[int, dict[tuple[int, int], list[Rollout]]] = {}
+    members: dict[int, dict[tuple[int, int], list[RecordedResponse]]] = {}
     for r in rollouts:
         members.setdefault(r.problem, {}).setdefault((r.step, r.run), []).append(r)
     if samples is None:

@@ -60,8 +60,8 @@ issues its next one: those of an operation and the 2 for which it holds its unit
 those of a load of something new to the program, or known [3].
 """
 BEGIN_US, COPIES = 1.3, 4
-"""Of a kernel [4]; launches before the graph: slots, numbers of tokens, lengths, and
-slots of nobody.
+"""Launch of a kernel [4]; launches before the graph: slots, numbers of tokens, lengths,
+and slots of nobody.
 """
 CHAINS = (
     ("learn", "estimate", "search_sealed", "vote"),

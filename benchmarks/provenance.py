@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from das_adapter.tools import provenance as made
-from das_adapter.tools.provenance import ENGINE, RUN, save, written
+from das_adapter.reports import provenance as made
+from das_adapter.reports.provenance import ENGINE, RUN, save, written
 
 __all__ = ["MEASURES", "provenance", "save", "written"]
 

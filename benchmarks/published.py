@@ -331,9 +331,9 @@ def markdown(figures: list[Figure], results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for paper, one in papers(figures, results).items():
-        mine = [figure for figure in figures if figure.paper == paper]
+        of_paper = [figure for figure in figures if figure.paper == paper]
         constants = [
-            f"`{key}` to {to}" for figure in mine for key, to in _fitted(figure)
+            f"`{key}` to {to}" for figure in of_paper for key, to in _fitted(figure)
         ]
         held = one.get("held_out")  # of a file that was not simulated yet
         check = (

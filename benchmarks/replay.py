@@ -13,7 +13,7 @@ from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW, HistoryPolicy
-from das_adapter.sim.rollouts import Rollout, steps_of
+from das_adapter.sim.rollouts import RecordedResponse, steps_of
 from das_adapter.sim.texts import Texts
 
 LIVE = 256
@@ -22,7 +22,7 @@ LIVE = 256
 
 @dataclass(frozen=True)
 class Tally:
-    """What the recorded responses of some requests confirm of their drafts."""
+    """Draft tokens of some requests that their recorded responses confirm."""
 
     requests: int
     hits: int
@@ -46,11 +46,11 @@ class Outcome:
     """The most that the history took."""
     total: Tally
     by_visit: dict[int, Tally]
-    """By how often the problem has been seen: the first time, the second, ..."""
+    """Counts by visit of the problem: the first, the second, ..."""
 
 
 def replay(
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[RecordedResponse],
     budget: int = 8,
     history: HistoryConfig | None = None,
     index: OwnHistory | None = None,
@@ -80,7 +80,7 @@ def replay(
         while len(live) or len(waiting):
             begun, waiting = np.split(waiting, [LIVE - len(live)])
             for row in begun.tolist():
-                r = texts.rollouts[row]
+                r = texts.responses[row]
                 handles[row] = index.open(
                     policy.key(r.problem), r.prompt, ahead=r.ahead
                 )

@@ -38,7 +38,7 @@ from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Drafting, no_drafts
 from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.sim.rollouts import RecordedResponse, read
 from das_adapter.sim.simulate import Simulation, summary
 from das_adapter.sim.sources import Indexed
 from das_adapter.sim.steps import Line
@@ -68,26 +68,33 @@ def arm_seconds(
     requests = Requests()
     n = len(wanted)
     rollouts = [
-        Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
+        RecordedResponse(
+            q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text
+        )
         for q, text in zip(wanted, texts, strict=True)
     ]
     columns = {
         "problem": [r.problem for r in rollouts],
         "visit": [1] * n,
         "text": range(n),
-        "prompt": [len(q["prompt"]) for q in wanted],
-        "length": [len(t) for t in texts],
-        "most": [q["most"] for q in wanted],
+        "num_prompt_tokens": [len(q["prompt"]) for q in wanted],
+        "num_output_tokens": [len(t) for t in texts],
+        "max_tokens": [q["most"] for q in wanted],
     }
     rows = requests.add(
         **{name: np.array(column, dtype=np.int64) for name, column in columns.items()}
     )
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
-        policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
+        policy = "unlimited"
+        max_draft_tokens = MOST
+        if arm in POLICIES:
+            policy = arm
+        else:
+            max_draft_tokens = int(arm[1:])
         block = {
             "budget": policy,
-            "max_draft_tokens": most,
+            "max_draft_tokens": max_draft_tokens,
             "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
@@ -118,8 +125,8 @@ def arm_seconds(
     return {
         "seconds": float(engine.clock[0]),
         "steps": int(engine.step_count[0]),
-        "draft_tokens": int(requests.drafted.sum()),
-        "accepted_tokens": int(requests.accepted.sum()),
+        "draft_tokens": int(requests.num_drafted.sum()),
+        "accepted_tokens": int(requests.num_accepted.sum()),
     }
 
 
@@ -142,18 +149,21 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         texts = [rng.integers(1, 32000, q["most"], dtype=np.int32) for q in wanted]
         same = sum(map(len, texts)) == row["tokens"]
         arms = {}
-        for arm, theirs in row["arms"].items():
+        for arm, measured_arm in row["arms"].items():
             ours = arm_seconds(arm, wanted, texts, model, bench)
             # the model is fitted to medians, not to the fastest
-            seconds = float(np.mean(theirs["all_seconds"]))
+            seconds = float(np.mean(measured_arm["all_seconds"]))
             arms[arm] = {
                 "measured": seconds,
-                "repeats": theirs["all_seconds"],
+                "repeats": measured_arm["all_seconds"],
                 "simulated": ours["seconds"],
                 "error": ours["seconds"] / seconds - 1,
-                "steps": [theirs["steps"], ours["steps"]],
-                "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
-                "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]],
+                "steps": [measured_arm["steps"], ours["steps"]],
+                "draft_tokens": [measured_arm["draft_tokens"], ours["draft_tokens"]],
+                "accepted_tokens": [
+                    measured_arm["accepted_tokens"],
+                    ours["accepted_tokens"],
+                ],
             }
         order = [
             sorted(arms, key=lambda a: arms[a][kind])
@@ -204,7 +214,7 @@ def overall(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def dealt(
     path: Path, problems: int, group: int, steps: int | None, seed: int
-) -> list[Rollout]:
+) -> list[RecordedResponse]:
     """Choose problems, and deal their samples out in groups, one a step, where the
     recording has no steps.
     """
@@ -276,7 +286,7 @@ def routing(
 
 
 def varied() -> dict[str, Any]:
-    """What changes the answer: everything that `would_it_pay.yaml` varies."""
+    """Return what changes the answer: everything that `would_it_pay.yaml` varies."""
     import yaml
     from published import put
 
@@ -322,7 +332,9 @@ SPREADS = {8: (0.0, 0.4, 0.8, 1.2), 64: (0.0, 0.8)}
 """Standard deviations of the logarithm of drawn lengths, by GPUs."""
 
 
-def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout]:
+def in_visits(
+    path: Path, problems: int, group: int, steps: int
+) -> list[RecordedResponse]:
     """Choose problems and deal their responses out: a visit of all in some steps, and
     then another, by the recording's own steps where it has several.
     """
@@ -332,7 +344,7 @@ def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout
     }
     own = sorted({r.step for r in found})
     seen = Counter[tuple[int, int]]()
-    rollouts = list[Rollout]()
+    rollouts = list[RecordedResponse]()
     for r in found:
         visit = min(own.index(r.step), 1)
         count = seen[r.problem, visit]
@@ -348,7 +360,7 @@ def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout
 
 def ahead_of(
     config: dict[str, Any],
-    dump: list[Rollout] | None,
+    dump: list[RecordedResponse] | None,
     first: int,
     agreements: tuple[float, ...],
 ) -> list[dict[str, Any]]:
@@ -396,8 +408,8 @@ def compared(steps: dict[str, Any]) -> dict[str, float]:
 
 
 def ahead(traces: Path) -> dict[str, Any]:
-    """What run-ahead saves where lengths spread, and what it costs where they do not;
-    drawn and recorded rollouts.
+    """Return what run-ahead saves where lengths spread, and what it costs where they do
+    not; drawn and recorded rollouts.
     """
     found: dict[str, list[Any]] = {"drawn": [], "recorded": []}
     for gpus, spreads in SPREADS.items():

@@ -4,7 +4,7 @@
 
 Without names, as `make figures`, a line for each result; with names, as `make figures
 RESULTS="A.json B.json"`, the commands of `commands.py`, one after the other. `python
-tools/reference.py` then writes the pages' figures.
+scripts/reference.py` then writes the pages' figures.
 """
 
 from __future__ import annotations

@@ -154,14 +154,14 @@ def main(traces: Path, most: int, longest: int, out: Path | None) -> None:
             if not some:
                 continue
             device = Device(room)
-            mine = accepted(device, some, setting, BUDGET, at_once=8)
+            on_device = accepted(device, some, setting, BUDGET, at_once=8)
             host = accepted(FirstRound(), some, setting, BUDGET, at_once=8)
             figures = {
                 "groups": len(some),
                 "host": host["accepted"],
-                "device": mine["accepted"],
-                "ratio": mine["accepted"] / host["accepted"],
-                "rounds": mine["rounds"],
+                "device": on_device["accepted"],
+                "ratio": on_device["accepted"] / host["accepted"],
+                "rounds": on_device["rounds"],
             }
             figures["sealed_bytes_per_token"] = (
                 float(np.mean(device.sealed_bytes)) if device.sealed_bytes else None

@@ -50,9 +50,11 @@ MEDIAN = 400
 SPREAD = 0.8
 RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
 REQUESTS = 256
-"""Of an engine at once, at most."""
+"""Requests of an engine at once, at most."""
 ROLLOUTS = 4
-"""Of which the first is not counted: the engine learns in it what steps cost."""
+"""Rollouts, of which the first is not counted: the engine learns in it the times of
+steps.
+"""
 
 
 class Text:

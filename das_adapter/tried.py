@@ -3,7 +3,7 @@ version number, on what it does.
 
 Of every function that is patched, overridden or called, and of the code that calls
 das-adapter or whose records it reads, a digest is recorded for each version that the
-tests have run on. `tools/digests.py` writes the record.
+tests have run on. `scripts/digests.py` writes the record.
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ from das_adapter.bench.engines import (
     Plan,
     apart,
     engine,
+    stats_of,
     step_seconds,
 )
 
 SLEEPS = 3
-"""How often the engine sleeps with each format, at levels 1 and 2 in turn, and is
-quantised anew.
+"""Number of times that the engine sleeps with each format, at levels 1 and 2 in turn,
+and is quantised anew.
 """
 
 
@@ -25,75 +26,81 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure each format that there is on this device."""
     found: Found = {"formats": {}}
     for weights in apart(plan, formats, plan):
-        found["formats"][weights] = apart(plan, _measure, plan, weights, env=IN_PROCESS)
+        figures = apart(plan, _measure, plan, weights, env=IN_PROCESS)
+        found["formats"][weights] = figures
         yield found
 
 
+def _slowest(found: Found) -> float:
+    """Return the most seconds that quantising took."""
+    seconds = [figures["requantise_s"] for figures in found["formats"].values()]
+    return float(max(seconds))
+
+
+def _num_failed(found: Found) -> int:
+    """Return the number of formats whose copy failed, or drafted nothing."""
+    count = 0
+    for figures in found["formats"].values():
+        if figures["error"] or not figures["draft_tokens"]:
+            count += 1
+    return count
+
+
 BARS = (
-    Bar(
-        "seconds to quantise the policy, at worst",
-        1.0,
-        lambda f: max(x["requantise_s"] for x in f["formats"].values()),
-    ),
+    Bar("seconds to quantise the policy, at worst", 1.0, _slowest),
     Bar(
         "formats whose copy failed, or drafted nothing, before or after sleep",
         0,
-        lambda f: sum(
-            bool(x["error"]) or not x["draft_tokens"] for x in f["formats"].values()
-        ),
+        _num_failed,
     ),
 )
 
 
 def formats(plan: Plan) -> tuple[str, ...]:
-    """Return the formats that there are on this device; of those of a CPU one."""
+    """Return the formats that there are on this device; on a CPU one of its own."""
     import torch
 
     if plan.tiny:
         return ("int8",)
-    return (
-        ("int4", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("int4",)
-    )
+    if torch.cuda.get_device_capability() >= (8, 9):
+        return ("int4", "fp8")
+    return ("int4",)
 
 
 def _measure(plan: Plan, weights: str) -> Found:
     import torch
 
-    sleeps: dict[str, Any] = (
-        {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
-    )
+    sleeps = torch.cuda.is_available()
     das: dict[str, Any] = {
         "drafter": "self",
         "self": {"weights": weights},
         "budget": "unlimited",
+        "speculate": "always",
     }
     context = min(512, *plan.contexts)
     longest = context + 4 * plan.steps + 16
-    llm = engine(
-        plan,
-        das | {"speculate": "always"},
-        2 * longest,
-        max_model_len=longest,
-        **sleeps,
-    )
+    settings: dict[str, Any] = {"max_model_len": longest}
+    if sleeps:
+        settings["enable_sleep_mode"] = True
+    llm = engine(plan, das, 2 * longest, **settings)
     seconds = []
-    told = []
+    stats = []
     for turn in range(SLEEPS + 1):
         step_seconds(llm, min(plan.batches), context, plan.steps, plan.vocabulary)
-        # what failed is over at a weight sync
-        told.append(llm.collective_rpc("das_rpc", args=("stats", {}))[0])
+        # a weight sync clears errors
+        stats.append(stats_of(llm))
         if turn == SLEEPS:
             break
         if sleeps:
             llm.sleep(1 + turn % 2)
             llm.wake_up()
-        llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))
-        seconds.append(
-            llm.collective_rpc("das_rpc", args=("stats", {}))[0]["requantise_s"]
-        )
+        refresh = ("refresh", {"version": turn + 1})
+        llm.collective_rpc("das_rpc", args=refresh)
+        seconds.append(stats_of(llm)["requantise_s"])
+    errors = [each["error"] for each in stats if each["error"]]
     return {
         "requantise_s": max(seconds),
-        "drafter_bytes": told[-1]["drafter_bytes"],
-        "draft_tokens": min(stats["draft_tokens"] for stats in told),
-        "error": next((stats["error"] for stats in told if stats["error"]), None),
+        "drafter_bytes": stats[-1]["drafter_bytes"],
+        "draft_tokens": min(each["draft_tokens"] for each in stats),
+        "error": errors[0] if errors else None,
     }

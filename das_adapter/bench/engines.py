@@ -1,6 +1,4 @@
-"""Engines with random weights in the shape of real policies, and what one measures on
-them.
-"""
+"""Engines with random weights in the shape of real policies, and what measures them."""
 
 from __future__ import annotations
 
@@ -29,49 +27,65 @@ _QWEN2: dict[str, Any] = {
     "eos_token_id": 0,
     "bos_token_id": 0,
 }
-_SIZES = (
-    "num_hidden_layers hidden_size intermediate_size num_attention_heads"
-    " num_key_value_heads vocab_size".split()
-)
 _TIED = {"tie_word_embeddings": True}
-SHAPES = {
-    "7b": _QWEN2 | dict(zip(_SIZES, (28, 3584, 18944, 28, 4, 152064), strict=True)),
-    "1.5b": (
-        _QWEN2 | _TIED | dict(zip(_SIZES, (28, 1536, 8960, 12, 2, 151936), strict=True))
-    ),
-    "tiny": (
-        _QWEN2
-        | _TIED
-        | dict(zip(_SIZES, (2, 128, 128, 2, 1, 997), strict=True))
-        | {"torch_dtype": "float32"}
-    ),
+
+
+def _sizes(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int
+) -> dict[str, int]:
+    """Return the sizes of a model under the names of a Hugging Face config."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "7b": {**_QWEN2, **_sizes(28, 3584, 18944, 28, 4, 152064)},
+    "1.5b": {**_QWEN2, **_TIED, **_sizes(28, 1536, 8960, 12, 2, 151936)},
+    "tiny": {
+        **_QWEN2,
+        **_TIED,
+        **_sizes(2, 128, 128, 2, 1, 997),
+        "torch_dtype": "float32",
+    },
 }
-"""Qwen2.5's; `tiny` only tests this program."""
+"""Configs of Qwen2.5's sizes, by shape; `tiny` only tests this program."""
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 FOLDER = "DAS_BENCH_FOLDER"
-"""Environment variable of a process of `apart`: where it may leave files, which go when
-it ends.
+"""Environment variable of a process of `apart`: the directory for its files, which are
+removed when it ends.
 """
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Environment of engines whose worker is in the process that asks them."""
+"""Environment of engines whose worker is in the process that calls them."""
+
+
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Extent of the measurements."""
 
     shape: str
-    batches: tuple[int, ...] = (1, 8, 64, 256)
-    contexts: tuple[int, ...] = (2048, 8192)
-    rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
-    """Of logits."""
+    """Key of `SHAPES`."""
+    batches: Sizes = (1, 8, 64, 256)
+    """Requests that decode at once."""
+    contexts: Sizes = (2048, 8192)
+    """Tokens of context of each request."""
+    rows: Sizes = (1, 8, 64, 256, 2048, 8704)
+    """Rows of logits that are sampled at once."""
     steps: int = 64
-    """Decode steps of one figure."""
+    """Decode steps that one figure is measured in."""
     replayed: int = 128
     """Requests of the replayed batch."""
     longest: int = 2560
-    """Longest of them, tokens."""
+    """Tokens of the longest response of the replayed batch."""
     until: float = math.inf
     """When the part is ended, by `time.monotonic`."""
 
@@ -89,13 +103,14 @@ Found = dict[str, Any]
 
 
 class Bar(NamedTuple):
-    """What a part's figures must show."""
+    """A limit that a figure of a part must keep."""
 
     says: str
+    """Name of the figure, with its unit."""
     at_most: float
     value: Callable[[Found], float | None]
-    """Raises LookupError, ValueError or TypeError, or returns None, where its figures
-    were not measured.
+    """Function of a part's figures that returns this one. It raises LookupError,
+    ValueError or TypeError, or returns None, where its figures were not measured.
     """
 
     def verdict(self, content: Found) -> Found:
@@ -110,8 +125,10 @@ class Bar(NamedTuple):
             verdict = "not run"
         elif found > self.at_most:
             verdict = "MISSED"
+        elif content["state"] == "done":
+            verdict = "kept"
         else:
-            verdict = "kept" if content["state"] == "done" else "cut short"
+            verdict = "cut short"
         return {
             "bar": self.says,
             "found": found,
@@ -123,18 +140,29 @@ class Bar(NamedTuple):
 STARTED: list[Any] = []
 """Engines of this process."""
 END_S = 10.0
-"""Seconds that they have to end."""
+"""Seconds that engines have to end."""
 _RUNNING: set[int] = set()
 """Leaders of the process groups that `process` has started."""
 _FREE = 0.05
 """Share of the device's memory that must be free where the KV cache's size is known."""
-TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
+TINY = Plan(
+    shape="tiny",
+    batches=(1, 4),
+    contexts=(16, 48),
+    rows=(1, 5, 24),
+    steps=8,
+    replayed=8,
+    longest=120,
+)
+"""Plan that only tests this program, on a CPU."""
 
 
 def cache_bytes(shape: dict[str, Any]) -> int:
     """Return the bytes of a token in a KV cache in bfloat16."""
-    width = shape["hidden_size"] // shape["num_attention_heads"]
-    return int(4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * width)
+    head_size = shape["hidden_size"] // shape["num_attention_heads"]
+    num_heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    # keys and values, two bytes each
+    return int(4 * num_heads * head_size)
 
 
 def engine(
@@ -144,17 +172,17 @@ def engine(
     policy: str | None = None,
     **settings: Any,
 ) -> Any:
-    """Start `vllm.LLM`, and with das-adapter, on the model runner that it takes, where
+    """Start `vllm.LLM`; with das-adapter, on the model runner that it needs, where
     there is a block.
 
     Args:
-        plan: Its shape is the policy's.
-        das: The block.
-        cache: Tokens of its KV cache; None: as many as memory is left for. Engines
+        plan: its shape is the policy's.
+        das: the block; None: stock vLLM.
+        cache: tokens of its KV cache; None: as many as memory is left for. Engines
             whose cache is known may start at the same time, since vLLM then measures no
             memory.
-        policy: Directory of a checkpoint; None: vLLM's random weights.
-        settings: Further engine arguments.
+        policy: directory of a checkpoint; None: vLLM's random weights.
+        settings: further engine arguments.
     """
     from vllm import LLM
 
@@ -164,15 +192,16 @@ def engine(
     shape = SHAPES[plan.shape]
     if not policy:
         policy = tempfile.mkdtemp(dir=os.environ.get(FOLDER))
-        (Path(policy) / "config.json").write_text(json.dumps(shape))
+        config = Path(policy) / "config.json"
+        config.write_text(json.dumps(shape))
         settings |= {"load_format": "dummy"}
-    args = {
+    args: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "enable_prefix_caching": False,
         "seed": 0,
         "dtype": shape["torch_dtype"],
-        "max_num_seqs": max((*plan.batches, plan.replayed)),
+        "max_num_seqs": max(*plan.batches, plan.replayed),
     }
     if cache:
         args |= {
@@ -181,8 +210,11 @@ def engine(
         }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
-    STARTED.append(LLM(policy, **{**args, **engine_args(parse(das)), **settings}))
-    return STARTED[-1]
+    args |= engine_args(parse(das))
+    args |= settings
+    llm = LLM(policy, **args)
+    STARTED.append(llm)
+    return llm
 
 
 @contextlib.contextmanager
@@ -190,41 +222,38 @@ def process(
     plan: Plan, env: dict[str, str] | None = None
 ) -> Iterator[Callable[..., Any]]:
     """Start a process with these environment variables, and end it with its engines.
-    Yields what runs `work(*args)` in it and returns what that returns.
+    Yield a function that runs `work(*args)` in it and returns what that returns.
 
     Raises:
         RuntimeError: the work failed; with its traceback.
         TimeoutError: the plan's time is over.
     """
     spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory(prefix="das-bench-") as folder,
-        ProcessPoolExecutor(
-            1, spawn, _begin, ({FOLDER: folder, **(env or {})},)
-        ) as pool,
-    ):
-        started = pool.submit(os.getpid).result()
-        _RUNNING.add(started)
+    with tempfile.TemporaryDirectory(prefix="das-bench-") as folder:
+        environment = {FOLDER: folder, **(env or {})}
+        with ProcessPoolExecutor(1, spawn, _begin, (environment,)) as pool:
+            started = pool.submit(os.getpid).result()
+            _RUNNING.add(started)
 
-        def run(work: Callable[..., Any], *args: Any) -> Any:
+            def run(work: Callable[..., Any], *args: Any) -> Any:
+                left_s = max(0.0, plan.until - time.monotonic())
+                result = pool.submit(_run, work, args)
+                try:
+                    return result.result(min(3600.0, left_s))
+                except TimeoutError:
+                    _kill(started)
+                    raise TimeoutError("no time is left") from None
+
             try:
-                return pool.submit(_run, work, args).result(
-                    min(3600.0, max(0.0, plan.until - time.monotonic()))
-                )
-            except TimeoutError:
+                yield run
+            except (KeyboardInterrupt, SystemExit):
+                _kill(started)  # at once, since it is at work
+                raise
+            finally:
+                # else its engines would keep the GPU's memory for a while
+                with contextlib.suppress(Exception):
+                    pool.submit(_end).result(END_S)
                 _kill(started)
-                raise TimeoutError("no time is left") from None
-
-        try:
-            yield run
-        except (KeyboardInterrupt, SystemExit):
-            _kill(started)  # without a word: it is at work
-            raise
-        finally:
-            # else its engines would keep the GPU's memory for a while
-            with contextlib.suppress(Exception):
-                pool.submit(_end).result(END_S)
-            _kill(started)
 
 
 def _kill(started: int) -> None:
@@ -235,7 +264,7 @@ def _kill(started: int) -> None:
 
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Do things in so many threads; where this one is interrupted, end the processes
+    """Yield a pool of so many threads; where this one is interrupted, end the processes
     that they have started.
     """
     with ThreadPoolExecutor(count) as pool:
@@ -243,7 +272,7 @@ def threads(count: int) -> Iterator[ThreadPoolExecutor]:
             yield pool
         except (KeyboardInterrupt, SystemExit):
             pool.shutdown(wait=False, cancel_futures=True)
-            while pool._threads and any(thread.is_alive() for thread in pool._threads):
+            while any(thread.is_alive() for thread in pool._threads):
                 for started in list(_RUNNING):
                     _kill(started)
                 time.sleep(0.05)  # one may just have been started
@@ -251,14 +280,15 @@ def threads(count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def at_once(*works: Callable[[], Any]) -> None:
-    """Do these at the same time.
+    """Call these functions at the same time.
 
     Raises:
         Exception: what the first of those that failed has raised, when all are done.
     """
     with threads(len(works)) as pool:
-        for each in [pool.submit(work) for work in works]:
-            each.result()
+        results = [pool.submit(work) for work in works]
+        for result in results:
+            result.result()
 
 
 def on_v1() -> bool:
@@ -274,7 +304,10 @@ def on_v1() -> bool:
 
 
 def apart(
-    plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
+    plan: Plan,
+    work: Callable[..., Any],
+    *args: Any,
+    env: dict[str, str] | None = None,
 ) -> Any:
     """Run `work(*args)` in a `process` of its own, and return what it returns."""
     with process(plan, env) as run:
@@ -299,39 +332,46 @@ def _end() -> None:
             llm.llm_engine.engine_core.shutdown()
 
 
+def stats_of(llm: Any) -> Found:
+    """Return the counters of an engine's first worker, and set them back to 0."""
+    found: list[Found] = llm.collective_rpc("das_rpc", args=("stats", {}))
+    return found[0]
+
+
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
     """Make prompts that have nothing in common."""
-    return [
-        {
-            "prompt_token_ids": [
-                (i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)
-            ]
-        }
-        for i in range(count)
-    ]
+    found = []
+    for i in range(count):
+        first = i * 7919
+        step = 31 + i
+        ids = [(first + step * j) % (vocabulary - 2) + 1 for j in range(tokens)]
+        found.append({"prompt_token_ids": ids})
+    return found
 
 
 def sampling(
     lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any
 ) -> list[Any]:
     """Return the sampling parameters of requests that write so many tokens each.
-    `stock`: further ones, a value for each request.
+
+    Args:
+        stock: further parameters of vLLM's, a value for each request.
     """
     from vllm import SamplingParams
 
-    return [
-        SamplingParams(
+    found = list[SamplingParams]()
+    for length, problem, seed in zip(lengths, problems, seeds, strict=False):
+        further = {name: values[len(found)] for name, values in stock.items()}
+        params = SamplingParams(
             temperature=1.0,
             max_tokens=length,
             ignore_eos=True,
             detokenize=False,
             extra_args={"das_problem": problem, "das_seed": seed},
-            **{name: values[i] for name, values in stock.items()},
+            **further,
         )
-        for i, (length, problem, seed) in enumerate(
-            zip(lengths, problems, seeds, strict=False)
-        )
-    ]
+        found.append(params)
+    return found
 
 
 def generate(
@@ -340,13 +380,17 @@ def generate(
     """Write a response to each prompt; return the seconds, and the responses."""
     begin = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
-    return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+    seconds = time.perf_counter() - begin
+    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    return seconds, texts
 
 
 SEEDS = itertools.count()
-"""Of requests that write at random: none has one twice, so that no rollout writes the
-text of another.
+"""Seeds of requests that write at random: none comes twice, so that no rollout writes
+the text of another.
 """
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median, of that of the mean: the square root of half of pi."""
 
 
 class Measured(NamedTuple):
@@ -360,15 +404,20 @@ class Measured(NamedTuple):
         """Return the median of some samples, which an interruption does not change,
         with its error.
         """
-        spread = statistics.stdev(samples) if len(samples) > 1 else float("inf")
-        return cls(statistics.median(samples), 1.2533 * spread / len(samples) ** 0.5)
+        spread = float("inf")
+        if len(samples) > 1:
+            spread = statistics.stdev(samples)
+        error = MEDIAN_ERROR * spread / len(samples) ** 0.5
+        return cls(statistics.median(samples), error)
 
 
 _IDS = itertools.count()
-FULL, BLOCK = 4, 16
+FULL = 4
 """Tokens that all requests have before steps are measured: none reads its prompt any
-more. Tokens of a block of the KV cache.
+more.
 """
+BLOCK = 16
+"""Tokens of a block of the KV cache."""
 
 
 def step_seconds(
@@ -376,22 +425,32 @@ def step_seconds(
 ) -> float:
     """Return the seconds that one token of each request takes, while all are writing:
     `steps` tokens, less those by which the first is ahead of the last. Whatever the
-    engine's processes and runner are, this is what a rollout waits for. `stock`: as for
-    `sampling`.
+    engine's processes and runner are, a rollout waits for this.
+
+    Args:
+        stock: as for `sampling`.
     """
     vllm = llm.llm_engine
-    written = dict[str, int]()
-    params = sampling([FULL + steps] * batch, range(batch), SEEDS, **stock)
-    for prompt, param in zip(prompts(batch, context, vocabulary), params, strict=True):
-        written[name := f"step-{next(_IDS)}"] = 0
+    last = FULL + steps
+    num_written = dict[str, int]()
+    params = sampling([last] * batch, range(batch), SEEDS, **stock)
+    asked = prompts(batch, context, vocabulary)
+    for prompt, param in zip(asked, params, strict=True):
+        name = f"step-{next(_IDS)}"
+        num_written[name] = 0
         vllm.add_request(name, prompt, param)
-    begin = end = first = 0.0
+    begin = 0.0
+    end = 0.0
+    first = 0
     while vllm.has_unfinished_requests():
         for output in vllm.step():
-            written[output.request_id] = len(output.outputs[0].token_ids)
-        if not begin and min(written.values()) >= FULL:
+            tokens = output.outputs[0].token_ids
+            num_written[output.request_id] = len(tokens)
+        if not begin and min(num_written.values()) >= FULL:
             begin = time.perf_counter()
-            first = max(written.values())
-        if not end and max(written.values()) == FULL + steps:
+            first = max(num_written.values())
+        if not end and max(num_written.values()) == last:
             end = time.perf_counter()
-    return (end - begin) / (FULL + steps - first) if 0.0 < begin < end else float("nan")
+    if not 0.0 < begin < end:
+        return float("nan")
+    return (end - begin) / (last - first)

@@ -27,100 +27,73 @@ from das_adapter.bench.engines import (
     engine,
     on_v1,
     process,
+    stats_of,
     step_seconds,
 )
 
-MOST_CONTEXT = 2**18
-"""Tokens of all requests' context."""
-FEW, SURE, ENOUGH_S = 5, 0.004, 8.0
-"""Rounds of each kind of step, at least; standard error of what it costs that is
-enough; and seconds that are.
-"""
+Block = dict[str, Any] | None
+MEMORY = 0.9
+"""Share of the device's memory that all engines have together."""
+MAX_CONTEXT = 2**18
+"""Tokens of all requests' context, at most."""
+MIN_ROUNDS = 5
+"""Rounds of each kind of step, at least."""
+SURE_ERROR = 0.004
+"""Standard error of a step's relative cost after which no further round is needed."""
+ROUNDS_S = 8.0
+"""Seconds after which no further round begins."""
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure, by arm, seconds of start-up, the KV cache that is left, and milliseconds
     of an undrafted step, and of stock's step, with their standard errors, by batch and
-    context. Arms: stock's default, which seeds no request; `history`; on V1, every
-    request seeded, without a drafter: V2's own noise is keyed. With random weights no
-    text comes twice: `history` looks for drafts, and finds none.
+    context.
+
+    Arms: stock's default, which seeds no request; `history`; on V1, every request
+    seeded, without a drafter: V2's own noise is keyed. With random weights no text
+    comes twice: `history` looks for drafts, and finds none.
 
     All engines are there at once, with a share of the memory each, and take turns: a
     machine's host has slow seconds, and they meet all arms alike.
     """
-    arms = {"stock": None, "history": HISTORY} | (
-        {"none, keyed": KEYED} if apart(plan, on_v1) else {}
-    )
-    found: Found = {
-        "arms": {},
-        "of_stock": {name: {} for name in arms if name != "stock"},
-    }
+    arms: dict[str, Block] = {"stock": None, "history": HISTORY}
+    if apart(plan, on_v1):
+        arms["none, keyed"] = KEYED
+    ours = [name for name in arms if name != "stock"]
+    found: Found = {"arms": {}, "of_stock": {name: {} for name in ours}}
+    if plan.tiny:
+        environment = IN_PROCESS
+    else:
+        environment = {}
+    run: dict[str, Callable[..., Any]] = {}
     with contextlib.ExitStack() as engines:
-        run = {
-            name: engines.enter_context(process(plan, IN_PROCESS if plan.tiny else {}))
-            for name in arms
-        }
+        for name in arms:
+            run[name] = engines.enter_context(process(plan, environment))
         for name, das in arms.items():
-            found["arms"][name] = run[name](_start, plan, das, 0.9 / len(arms)) | {
-                "step_ms": {}
-            }
+            figures = run[name](_start, plan, das, MEMORY / len(arms))
+            found["arms"][name] = figures | {"step_ms": {}}
             yield found
-        room = min(arm["kv_tokens"] for arm in found["arms"].values())
+        room = min(figures["kv_tokens"] for figures in found["arms"].values())
         for batch, context in gate_points(plan, room):
             rounds = in_turn(run, plan, batch, context)
             if len(rounds) < 2:
                 continue
             at = f"{batch} x {context}"
-            for name in arms:
-                found["arms"][name]["step_ms"][at] = Measured.of(
-                    [1e3 * seconds[name] for seconds in rounds]
-                )
-            for name in found["of_stock"]:
+            for name, figures in found["arms"].items():
+                step_ms = [1e3 * seconds[name] for seconds in rounds]
+                figures["step_ms"][at] = Measured.of(step_ms)
+            for name in ours:
                 found["of_stock"][name][at] = _of_stock(rounds, name)
             yield found
-        for name in found["of_stock"]:
-            found["arms"][name] |= run[name](_told)
+        for name in ours:
+            found["arms"][name] |= run[name](_counters)
             yield found
 
 
-DEAR, UNSURE = 1.02, 0.01
-"""What an undrafted step may cost, of stock's, and the standard error up to which that
-can be said of it.
-"""
-BARS = (
-    Bar(
-        "undrafted step of `history`, of stock's, at worst, less twice its error",
-        DEAR,
-        lambda f: _beyond_doubt(f, "history"),
-    ),
-    Bar(
-        "undrafted step with keyed noise, of stock's, at worst, less twice its error",
-        DEAR,
-        lambda f: _beyond_doubt(f, "none, keyed"),
-    ),
-    Bar(
-        "standard error of what `history` costs, at worst",
-        UNSURE,
-        lambda f: max(error for _, error in f["of_stock"]["history"].values()),
-    ),
-    Bar(
-        "draft tokens that undrafted steps accepted, of their tokens",
-        0.001,
-        lambda f: (
-            f["arms"]["history"]["accepted_tokens"] / f["arms"]["history"]["tokens"]
-        ),
-    ),
-    Bar(
-        "seconds that `history` starts longer than stock",
-        30,
-        lambda f: f["arms"]["history"]["start_s"] - f["arms"]["stock"]["start_s"],
-    ),
-    Bar(
-        "memory that `history` takes from the KV cache, of the device's",
-        0.03,
-        lambda f: f["arms"]["stock"]["kv_share"] - f["arms"]["history"]["kv_share"],
-    ),
-)
+MAX_COST = 1.02
+"""Time of an undrafted step, of stock's, that is allowed."""
+MAX_ERROR = 0.01
+"""Standard error of that time up to which it can be judged."""
 
 
 def _beyond_doubt(found: Found, arm: str) -> float | None:
@@ -129,31 +102,92 @@ def _beyond_doubt(found: Found, arm: str) -> float | None:
     """
     steps = found["of_stock"][arm].values()
     worst = max(ratio - 2.0 * error for ratio, error in steps)
-    return worst if worst > DEAR or max(error for _, error in steps) <= UNSURE else None
+    if worst > MAX_COST or _largest_error(found, arm) <= MAX_ERROR:
+        return worst
+    return None
+
+
+def _largest_error(found: Found, arm: str) -> float:
+    """Return the largest standard error of a step's cost."""
+    return max(error for _, error in found["of_stock"][arm].values())
+
+
+def _accepted_share(found: Found) -> float:
+    """Return the draft tokens that steps accepted, of their tokens."""
+    figures = found["arms"]["history"]
+    return float(figures["accepted_tokens"] / figures["tokens"])
+
+
+def _beyond_stock(found: Found, figure: str) -> float:
+    """Return by how much a figure of `history` is above stock's."""
+    arms = found["arms"]
+    return float(arms["history"][figure] - arms["stock"][figure])
+
+
+BARS = (
+    Bar(
+        "undrafted step of `history`, of stock's, at worst, less twice its error",
+        MAX_COST,
+        lambda found: _beyond_doubt(found, "history"),
+    ),
+    Bar(
+        "undrafted step with keyed noise, of stock's, at worst, less twice its error",
+        MAX_COST,
+        lambda found: _beyond_doubt(found, "none, keyed"),
+    ),
+    Bar(
+        "standard error of what `history` costs, at worst",
+        MAX_ERROR,
+        lambda found: _largest_error(found, "history"),
+    ),
+    Bar(
+        "draft tokens that undrafted steps accepted, of their tokens",
+        0.001,
+        _accepted_share,
+    ),
+    Bar(
+        "seconds that `history` starts longer than stock",
+        30,
+        lambda found: _beyond_stock(found, "start_s"),
+    ),
+    Bar(
+        "memory that `history` takes from the KV cache, of the device's",
+        0.03,
+        lambda found: -_beyond_stock(found, "kv_share"),
+    ),
+)
 
 
 def _of_stock(rounds: list[dict[str, float]], arm: str) -> Measured:
     """Return what a step costs, of stock's step in the same round."""
-    return Measured.of([seconds[arm] / seconds["stock"] for seconds in rounds])
+    ratios = [seconds[arm] / seconds["stock"] for seconds in rounds]
+    return Measured.of(ratios)
 
 
 def gate_points(plan: Plan, room: int = 2**62) -> list[tuple[int, int]]:
-    """Return requests and tokens of context of each: no more in all than are read in
-    little time, and than fit into a KV cache of `room` tokens.
+    """Return numbers of requests with the tokens of context of each: no more in all
+    than are read in little time, and than fit into a KV cache of `room` tokens.
     """
     first, *longer = sorted(plan.contexts)
+    batches = sorted(plan.batches)
     points = [(batch, first) for batch in plan.batches]
-    points += [(sorted(plan.batches)[1], context) for context in longer]
-    fitting = (
-        (b, min(c, MOST_CONTEXT // b, room // b - BLOCK - _written(plan, b)))
-        for b, c in points
-    )
-    return [(batch, context) for batch, context in fitting if context > 0]
+    points += [(batches[1], context) for context in longer]
+    fitting = []
+    for batch, context in points:
+        room_each = room // batch - BLOCK - _num_written(plan, batch)
+        context = min(context, MAX_CONTEXT // batch, room_each)
+        if context > 0:
+            fitting.append((batch, context))
+    return fitting
 
 
-def _written(plan: Plan, batch: int) -> int:
+def _num_written(plan: Plan, batch: int) -> int:
     """Return the tokens that each request of a figure writes."""
-    return FULL + (4 if batch < 64 else 1) * plan.steps
+    if batch < 64:
+        repeats = 4
+    else:
+        repeats = 1
+    return FULL + repeats * plan.steps
 
 
 def in_turn(
@@ -162,63 +196,77 @@ def in_turn(
     """Return the seconds of a decode step by arm, of each round in which all arms have
     some. The arms take turns, and the order turns too.
     """
-    work = _seconds, plan, batch, context, _written(plan, batch) - FULL
+    steps = _num_written(plan, batch) - FULL
+    work = (_seconds, plan, batch, context, steps)
     rounds: list[dict[str, float]] = []
     for arm in run.values():
         arm(*work)
     begin = time.monotonic()
+    names = [*run]
     turn = 0
     while True:
         turn += 1
-        seconds = {name: run[name](*work) for name in [*run][:: 2 * (turn % 2) - 1]}
-        if not any(map(math.isnan, seconds.values())):
+        seconds = {}
+        for name in names:
+            seconds[name] = run[name](*work)
+        names.reverse()
+        if not any(math.isnan(value) for value in seconds.values()):
             rounds.append(seconds)
-        sure = len(rounds) > 1 and all(
-            _of_stock(rounds, name).error <= SURE for name in run
-        )
-        if turn >= FEW and (sure or time.monotonic() - begin > ENOUGH_S):
+        if turn < MIN_ROUNDS:
+            continue
+        if time.monotonic() - begin > ROUNDS_S or _sure(rounds, names):
             return rounds
 
 
-def _start(plan: Plan, das: dict[str, Any] | None, memory: float) -> Found:
+def _sure(rounds: list[dict[str, float]], names: list[str]) -> bool:
+    """Say whether the cost of each arm is known well enough."""
+    if len(rounds) < 2:
+        return False
+    errors = [_of_stock(rounds, name).error for name in names]
+    return max(errors) <= SURE_ERROR
+
+
+def _start(plan: Plan, das: Block, memory_share: float) -> Found:
     begin = time.perf_counter()
     longest = max(plan.contexts) + 4 * plan.steps + 8
-    stock: dict[str, Any] = {
-        "enable_prefix_caching": True,
-        "gpu_memory_utilization": memory,
-    }
-    llm = engine(plan, das, max_model_len=longest, **stock)
-    cache = llm.llm_engine.vllm_config.cache_config
-    taken = time.perf_counter() - begin
-    # what CUDA graphs take is not there
-    tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-    return Found(
-        start_s=taken, kv_tokens=tokens, kv_share=_share(tokens, SHAPES[plan.shape])
+    llm = engine(
+        plan,
+        das,
+        max_model_len=longest,
+        enable_prefix_caching=True,
+        gpu_memory_utilization=memory_share,
     )
+    start_s = time.perf_counter() - begin
+    cache = llm.llm_engine.vllm_config.cache_config
+    # what CUDA graphs take is not there
+    num_blocks = int(cache.num_gpu_blocks or 0)
+    tokens = num_blocks * int(cache.block_size)
+    share = _memory_share(tokens, SHAPES[plan.shape])
+    return Found(start_s=start_s, kv_tokens=tokens, kv_share=share)
 
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
-    return step_seconds(
-        STARTED[-1], batch, context, steps, plan.vocabulary, logprobs=[0] * batch
-    )
+    llm = STARTED[-1]
+    logprobs = [0] * batch
+    return step_seconds(llm, batch, context, steps, plan.vocabulary, logprobs=logprobs)
 
 
-def _share(tokens: int, shape: dict[str, Any]) -> float | None:
-    """Return what a KV cache in bfloat16 for so many tokens takes of the device's
-    memory.
+def _memory_share(tokens: int, shape: dict[str, Any]) -> float | None:
+    """Return the share of the device's memory that a KV cache in bfloat16 takes for so
+    many tokens; None: there is no device.
     """
     import torch
 
     if not torch.cuda.is_available():
         return None
-    return (
-        cache_bytes(shape) * tokens / torch.cuda.get_device_properties(0).total_memory
-    )
+    device = torch.cuda.get_device_properties(0)
+    return cache_bytes(shape) * tokens / device.total_memory
 
 
-def _told() -> Found:
-    stats = STARTED[-1].collective_rpc("das_rpc", args=("stats", {}))[0]
-    about = (
+def _counters() -> Found:
+    """Return counters of this process's engine; None: it has no drafter that counts."""
+    stats = stats_of(STARTED[-1])
+    names = (
         "accepted_tokens",
         "draft_tokens",
         "tokens",
@@ -227,5 +275,4 @@ def _told() -> Found:
         "reason",
         "error",
     )
-    # of those of a drafter, where there is one
-    return {name: stats.get(name) for name in about}
+    return {name: stats.get(name) for name in names}

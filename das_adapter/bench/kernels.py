@@ -1,13 +1,14 @@
-"""`kernels`: what our kernels take: the sampler's on vLLM's V1 runner, beside stock's,
-and a proposal of the history's on V2. Needs no vLLM.
+"""`kernels`: the time of our kernels: of the sampler on vLLM's V1 runner, beside
+stock's, and of a proposal of the history on V2. Needs no vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,68 +16,88 @@ from torch.utils.benchmark import Timer
 
 from das_adapter.bench.engines import Bar, Found, Plan, apart
 
+if TYPE_CHECKING:
+    from das_adapter.core.index import SuffixIndex
+
 GROUP = 16
+"""Requests that write to one problem."""
 STEPS = 16
+"""Maximum number of draft tokens of a proposal."""
+MISTAKES = 0.1
+"""Share of a text's tokens that differ from those of its problem."""
+PROMPT = 8
+"""Tokens before each response."""
 
 
 class World:
     """A batch in groups that write the same with mistakes, on a device; its problems
-    have sealed text. Tokens are as frequent as words are in natural text: the r-th has
-    a weight of 1 / (r + 2.7) (Zipf and Mandelbrot).
+    have sealed text. Tokens are as frequent as words are in natural text: the r-th most
+    frequent has a weight of 1 / (r + 2.7) (Zipf and Mandelbrot).
     """
 
     def __init__(
         self, plan: Plan, batch: int, length: int, asked: int, device: str
     ) -> None:
-        """`asked`: of so many requests of the batch a proposal drafts."""
-        from das_adapter.core.index import SuffixIndex
-        from das_adapter.core.index.store import HistoryStore
+        """Make a batch of texts of at least 7 / 8 of this length.
+
+        Args:
+            asked: number of requests of the batch that a proposal drafts for.
+        """
         from das_adapter.engine.v2.device_index import DeviceIndex
 
         rng = np.random.default_rng(batch)
         vocabulary = plan.vocabulary
-        problems = -(-batch // GROUP)
-        below = (1 / (np.arange(1, vocabulary + 1) + 2.7)).cumsum()
+        num_problems = -(-batch // GROUP)
+        ranks = np.arange(1, vocabulary + 1)
+        weight_up_to = (1 / (ranks + 2.7)).cumsum()
 
         def natural(*shape: int) -> np.ndarray:
-            return np.searchsorted(below, below[-1] * rng.random(shape)).astype(
-                np.int32
-            )
+            drawn = weight_up_to[-1] * rng.random(shape)
+            return np.searchsorted(weight_up_to, drawn).astype(np.int32)
 
-        poems = natural(problems, length)
+        originals = natural(num_problems, length)
 
         def variation(problem: int) -> np.ndarray:
-            return np.where(rng.random(length) < 0.1, natural(length), poems[problem])
+            wrong = rng.random(length) < MISTAKES
+            return np.where(wrong, natural(length), originals[problem])
 
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            HistoryStore(directory) as store,
-        ):
-            for problem in range(problems):
-                for _ in range(GROUP):
-                    store.add(problem, variation(problem), 0)
-            store.seal()
-            sealed = SuffixIndex.attach(directory)
-        self.tokens = problems * GROUP * length
-        texts = torch.zeros(batch, length + 8, dtype=torch.int32)
+        sealed = _sealed(variation, num_problems)
+        self.tokens = num_problems * GROUP * length
+        texts = torch.zeros(batch, PROMPT + length, dtype=torch.int32)
         for slot in range(batch):
-            texts[slot, 8:] = torch.from_numpy(variation(slot // GROUP))
-        self.total = torch.from_numpy(
-            rng.integers(length - length // 8, length, batch).astype(np.int32)
-        ).to(device)
+            text = variation(slot // GROUP)
+            texts[slot, PROMPT:] = torch.from_numpy(text)
+        shortest = length - length // 8
+        written = rng.integers(shortest, length, batch).astype(np.int32)
+        self.total = torch.from_numpy(written).to(device)
         words = 3 * self.tokens + 2**16
+        longest_draft = min(STEPS, length // 4)
         self.index = DeviceIndex(
-            texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary
+            texts.to(device), longest_draft, words, 0.0, vocabulary
         )
-        self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
+        opened = [(slot, slot // GROUP, PROMPT) for slot in range(batch)]
+        self.index.open(opened)
         while self.index.arena.unsealed:  # a piece in each step
             self.index.arena.bring(sealed)
         self.slots = torch.arange(asked, device=device)
         self.sampled = torch.ones(asked, dtype=torch.int32, device=device)
 
     def draft(self) -> torch.Tensor:
-        """Draft for those who ask."""
+        """Draft for the requests that ask."""
         return self.index.draft(self.slots, self.sampled, self.total)
+
+
+def _sealed(variation: Callable[[int], np.ndarray], num_problems: int) -> SuffixIndex:
+    """Return the sealed text of a group of variations of each problem."""
+    from das_adapter.core.index import SuffixIndex
+    from das_adapter.core.index.store import HistoryStore
+
+    with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+        for problem in range(num_problems):
+            for _ in range(GROUP):
+                store.add(problem, variation(problem), 0)
+        store.seal()
+        return SuffixIndex.attach(directory)
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
@@ -85,84 +106,98 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """
     found = {"draws": apart(plan, draws, plan)}
     yield found
-    yield found | {
-        "proposals": apart(
-            plan, proposals, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}
-        )
-    }
+    if plan.tiny:
+        environment = {"TRITON_INTERPRET": "1"}
+    else:
+        environment = {}
+    yield found | {"proposals": apart(plan, proposals, plan, env=environment)}
 
 
 def draws(plan: Plan) -> Found:
     """Time both samplers' draws, by number of rows."""
     from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
-    vocabulary = plan.vocabulary
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     rows: Found = {}
     for count in plan.rows:
         seeds = torch.arange(count, device=device)
-        logits = torch.randn(count, vocabulary, device=device)
+        logits = torch.randn(count, plan.vocabulary, device=device)
         keys = Keys(seeds * 2**33, seeds)
-        rows[str(count)] = {
-            "keyed_us": microseconds(lambda x=logits, k=keys: keyed_sample(x, k))
-        }
+        keyed = functools.partial(keyed_sample, logits, keys)
+        rows[str(count)] = {"keyed_us": microseconds(keyed)}
         # without vLLM there is nothing to compare with
         with contextlib.suppress(ImportError):
             from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-            stock = TopKTopPSampler()
-            rows[str(count)]["stock_us"] = microseconds(
-                lambda x=logits, s=stock: s(x, {}, None, None)
-            )
-        del logits
+            stock = functools.partial(TopKTopPSampler(), logits, {}, None, None)
+            rows[str(count)]["stock_us"] = microseconds(stock)
+            del stock
+        del logits, keyed
     return rows
 
 
 def proposals(plan: Plan) -> Found:
     """Time proposals, by batch and length of the texts."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     rows: Found = {}
-    batches = sorted(plan.batches, reverse=True)
-    lengths = [2 * context for context in plan.contexts]
-    worlds = [(batch, lengths[0], batch) for batch in batches]
-    worlds += [(batches[1], length, batches[1]) for length in lengths[1:]] + [
-        (GROUP, 8 * lengths[0], 1)
-    ]
-    for world_of in worlds[:1] if plan.tiny else worlds:
-        world = World(plan, *world_of, device)
-        (_, length, asked) = world_of
+    for batch, length, asked in _worlds(plan):
+        world = World(plan, batch, length, asked, device)
         if device == "cuda":
             world.index.capture([asked])
         world.draft()
+        drafted = world.index.real[:asked].float()
+        sealed_bytes = 4 * world.index.arena.used
         rows[f"{asked} x {length}"] = {
-            "drafted": float(world.index.real[:asked].float().mean()),
-            "bytes_per_token": 4 * world.index.arena.used / world.tokens,
+            "drafted": float(drafted.mean()),
+            "bytes_per_token": sealed_bytes / world.tokens,
             "proposal_us": microseconds(world.draft),
         }
     return rows
 
 
+def _worlds(plan: Plan) -> list[tuple[int, int, int]]:
+    """Return batches, lengths of their texts and how many requests ask."""
+    batches = sorted(plan.batches, reverse=True)
+    shortest, *longer = [2 * context for context in plan.contexts]
+    worlds = [(batch, shortest, batch) for batch in batches]
+    if plan.tiny:
+        return worlds[:1]
+    second = batches[1]
+    worlds += [(second, length, second) for length in longer]
+    return [*worlds, (GROUP, 8 * shortest, 1)]
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
+
+
+def _slowest_draw(found: Found) -> float:
+    """Return the time of keyed sampling, of stock's draw, at worst."""
+    rows = found["draws"].values()
+    return float(max(row["keyed_us"] / row["stock_us"] for row in rows))
+
+
+def _most_bytes(found: Found) -> float:
+    """Return the bytes per sealed token, at worst."""
+    rows = found["proposals"].values()
+    return float(max(row["bytes_per_token"] for row in rows))
+
+
 BARS = (
-    Bar(
-        "keyed sampling, of the time of stock vLLM's draw",
-        1.0,
-        lambda f: max(r["keyed_us"] / r["stock_us"] for r in f["draws"].values()),
-    ),
+    Bar("keyed sampling, of the time of stock vLLM's draw", 1.0, _slowest_draw),
     Bar(
         "microseconds of a proposal for 256 requests of 4096 tokens",
         150,
-        lambda f: f["proposals"]["256 x 4096"]["proposal_us"],
+        lambda found: found["proposals"]["256 x 4096"]["proposal_us"],
     ),
     Bar(
         "microseconds of a proposal for a request with 16 texts of 32768 tokens",
         120,
-        lambda f: f["proposals"]["1 x 32768"]["proposal_us"],
+        lambda found: found["proposals"]["1 x 32768"]["proposal_us"],
     ),
-    Bar(
-        "bytes per sealed token",
-        8.5,
-        lambda f: max(r["bytes_per_token"] for r in f["proposals"].values()),
-    ),
+    Bar("bytes per sealed token", 8.5, _most_bytes),
 )
 
 
@@ -170,6 +205,5 @@ def microseconds(call: Any) -> float:
     """Return the time of a call among many in a row: the host is ahead of the device,
     as it is in an engine.
     """
-    return 1e6 * float(
-        Timer("call()", globals={"call": call}).blocked_autorange().median
-    )
+    timer = Timer("call()", globals={"call": call})
+    return 1e6 * float(timer.blocked_autorange().median)

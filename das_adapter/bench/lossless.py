@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,95 +31,125 @@ from das_adapter.bench.engines import (
     process,
     prompts,
     sampling,
+    stats_of,
     threads,
 )
 from das_adapter.core.index.store import HistoryStore
 
-REQUESTS, WRITTEN = 8, 192
-"""Requests with prompts that fill more than one tile of the attention kernels, and
-tokens that each writes.
-"""
+REQUESTS = 8
+"""Requests with prompts that fill more than one tile of the attention kernels."""
+WRITTEN = 192
+"""Tokens that each request writes."""
+MISTAKES = 0.1
+"""Share of the history's tokens that are exchanged."""
 ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
-INVARIANT, USUAL = ({"VLLM_BATCH_INVARIANT": wanted} for wanted in "10")
-USUAL_ONES = ", usual kernels"
-BESIDES = 4 << 30
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+USUAL = {"VLLM_BATCH_INVARIANT": "0"}
+USUAL_ARM = ", usual kernels"
+"""End of the names of arms with vLLM's usual kernels."""
+OTHER_BYTES = 4 << 30
 """Bytes that an engine takes beside its weights and its KV cache."""
+MODEL_COUNTS = ("self_counts", "neural_counts")
+"""Counters of the drafts of models: drafted tokens, and those that were accepted by
+position.
+"""
 Texts = list[list[int]]
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
-    """Write without drafts, and with those of each drafter. The history's are these
-    very texts with mistakes, since random weights repeat nothing; beside a model, those
-    of half of the requests. Kernels are batch-invariant; on a CPU they are anyway. On a
-    GPU also with the usual ones, whose sums depend on how many tokens are in a step:
-    how often that shows is told, not judged.
+    """Write without drafts, and with those of each drafter.
+
+    The history has these very texts with mistakes, since random weights repeat nothing;
+    beside a model, those of half of the requests. Kernels are batch-invariant; on a CPU
+    they are anyway. On a GPU it is measured with the usual ones too, whose sums depend
+    on how many tokens are in a step: how often that shows is told, not judged.
     """
     found: Found = {
         "context": max(plan.contexts),
         "responses": REQUESTS,
         "drafters": {},
     }
-    with (
-        tempfile.TemporaryDirectory(prefix="das-bench-") as directory,
-        threads(apart(plan, _engines_at_once, plan)) as pool,
-    ):
-        blocks = {
-            f"self, {weights}": {"drafter": "self", "self": {"weights": weights}}
-            for weights in apart(plan, formats, plan)
-        }
-        blocks |= {
-            name: {"drafter": name}
-            for name in ("history", "draft_model", "history+draft_model")
-        }
+    blocks: dict[str, Block] = {}
+    for weights in apart(plan, formats, plan):
+        block = {"drafter": "self", "self": {"weights": weights}}
+        blocks[f"self, {weights}"] = block
+    for name in ("history", "draft_model", "history+draft_model"):
+        blocks[name] = {"drafter": name}
+    at_once = apart(plan, _engines_at_once, plan)
+    with tempfile.TemporaryDirectory(prefix="das-bench-") as directory:
         folder = Path(directory)
         apart(plan, _checkpoints, plan, folder)
-        arms: dict[str, Future[Found]] = {}
-        kernels = USUAL if plan.tiny else INVARIANT
-        off = pool.submit(_arm, plan, folder, kernels)
-        for name, block in blocks.items():
-            arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
-        if not plan.tiny:
-            off = pool.submit(_arm, plan, folder, USUAL)
-            arms[f"history{USUAL_ONES}"] = pool.submit(
-                _arm, plan, folder, USUAL, blocks["history"], off
-            )
-        for name, arm in arms.items():
-            try:
-                found["drafters"][name] = arm.result()
-            except RuntimeError as error:  # others may work
-                found["drafters"][name] = {"error": str(error)}
-            yield found
+        with threads(at_once) as pool:
+            arms = _submit(pool, plan, folder, blocks)
+            for name, arm in arms.items():
+                try:
+                    figures = arm.result()
+                except RuntimeError as error:  # others may work
+                    figures = {"error": str(error)}
+                found["drafters"][name] = figures
+                yield found
 
 
-def _accepted(found: Found) -> list[Found]:
-    """Return what batch-invariant kernels wrote.
+def _submit(
+    pool: ThreadPoolExecutor, plan: Plan, folder: Path, blocks: dict[str, Block]
+) -> dict[str, Future[Found]]:
+    """Let threads measure the arms; return their figures to come, by name."""
+    if plan.tiny:
+        kernels = USUAL
+    else:
+        kernels = INVARIANT
+    off = pool.submit(_arm, plan, folder, kernels)
+    arms: dict[str, Future[Found]] = {}
+    for name, block in blocks.items():
+        arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
+    if not plan.tiny:
+        off = pool.submit(_arm, plan, folder, USUAL)
+        block = blocks["history"]
+        figures = pool.submit(_arm, plan, folder, USUAL, block, off)
+        arms[f"history{USUAL_ARM}"] = figures
+    return arms
+
+
+def _invariant_arms(found: Found) -> list[Found]:
+    """Return the figures of the arms with batch-invariant kernels.
 
     Raises:
         ValueError: nothing of a drafter was accepted, or of the history or the model
             where both draft, so that nothing is shown.
     """
-    arms = {
-        name: arm for name, arm in found["drafters"].items() if USUAL_ONES not in name
-    }
-    for name, arm in arms.items():
-        both = [arm["of_the_model"], arm["accepted_tokens"] - arm["of_the_model"]]
-        if not (all(both) if "+" in name else sum(both)):
+    arms = []
+    for name, arm in found["drafters"].items():
+        if USUAL_ARM in name:
+            continue
+        of_model = arm["of_the_model"]
+        of_history = arm["accepted_tokens"] - of_model
+        shown = of_model + of_history
+        if "+" in name:
+            shown = of_model and of_history
+        if not shown:
             raise ValueError("nothing was accepted")
-    return [*arms.values()]
+        arms.append(arm)
+    return arms
+
+
+def _num_different(found: Found) -> int:
+    """Return how many responses differ with batch-invariant kernels."""
+    return sum(arm["different"] for arm in _invariant_arms(found))
+
+
+def _num_failed(found: Found) -> int:
+    """Return how many drafters failed."""
+    return sum(bool(arm["error"]) for arm in found["drafters"].values())
 
 
 BARS = (
     Bar(
         "responses to long prompts that differ with batch-invariant kernels",
         0,
-        lambda f: sum(arm["different"] for arm in _accepted(f)),
+        _num_different,
     ),
-    Bar(
-        "drafters that failed",
-        0,
-        lambda f: sum(bool(arm["error"]) for arm in f["drafters"].values()),
-    ),
+    Bar("drafters that failed", 0, _num_failed),
 )
 
 
@@ -130,25 +160,28 @@ def _engines_at_once(plan: Plan) -> int:
     if not torch.cuda.is_available():
         return 1
     shape = SHAPES[plan.shape]
-    layer = shape["hidden_size"] * (
-        2 * shape["hidden_size"] + 3 * shape["intermediate_size"]
-    )
-    weights = 2 * (
-        1.5 * shape["num_hidden_layers"] * layer
-        + 2 * shape["vocab_size"] * shape["hidden_size"]
-    )
-    room = 0.95 * torch.cuda.get_device_properties(0).total_memory
-    return max(
-        1, int(room / (weights + BESIDES + 1.5 * _cache(plan) * cache_bytes(shape)))
-    )
+    hidden = shape["hidden_size"]
+    attention = 2 * hidden
+    feed_forward = 3 * shape["intermediate_size"]
+    layer = hidden * (attention + feed_forward)
+    # with the drafter's layers, and both tables of the vocabulary
+    layers = 1.5 * shape["num_hidden_layers"] * layer
+    tables = 2 * shape["vocab_size"] * hidden
+    weights_bytes = 2 * (layers + tables)
+    kv_bytes = 1.5 * _cache(plan) * cache_bytes(shape)
+    room_bytes = 0.95 * torch.cuda.get_device_properties(0).total_memory
+    each_bytes = weights_bytes + OTHER_BYTES + kv_bytes
+    return max(1, int(room_bytes / each_bytes))
 
 
 def _cache(plan: Plan) -> int:
-    """Tokens of an engine's KV cache."""
-    return REQUESTS * (max(plan.contexts) + _written(plan) + 4 * BLOCK)
+    """Return the tokens of an engine's KV cache."""
+    tokens = max(plan.contexts) + _num_written(plan)
+    return REQUESTS * (tokens + 4 * BLOCK)
 
 
-def _written(plan: Plan) -> int:
+def _num_written(plan: Plan) -> int:
+    """Return the tokens that each request writes."""
     return min(WRITTEN, 4 * plan.steps)
 
 
@@ -163,28 +196,43 @@ def _arm(
     `off`, once they are there.
     """
     with process(plan, IN_PROCESS | kernels) as run:
-        if not off:
+        if off is None or das is None:
             run(_start, plan, None, folder)
-            return {"texts": run(_write, plan, None)[0]}
-        run(_start, plan, ALWAYS | (das or {}), folder)
+            written, _ = run(_write, plan, None)
+            return {"texts": written}
+        run(_start, plan, ALWAYS | das, folder)
         texts: Texts = off.result()["texts"]
-        # a model drafts for the others
-        known = texts[: REQUESTS // 2] if das and "+" in das["drafter"] else texts
+        known = texts
+        if "+" in das["drafter"]:
+            # the model drafts for the others
+            known = texts[: REQUESTS // 2]
         past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(known)]
-        drafted, stats = run(_write, plan, replay.corrupted(past, 0.1, plan.vocabulary))
-    different = [
-        next(i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1])
-        for a, b in zip(texts, drafted, strict=True)
-        if a != b
-    ]
-    about = {
-        name: stats[name]
-        for name in ("accepted_tokens", "draft_tokens", "model_runner", "error")
+        history = replay.corrupted(past, MISTAKES, plan.vocabulary)
+        drafted, stats = run(_write, plan, history)
+    differences = []
+    for text, with_drafts in zip(texts, drafted, strict=True):
+        if text != with_drafts:
+            differences.append(_first_difference(text, with_drafts))
+    of_model = 0
+    for kind in MODEL_COUNTS:
+        of_model += sum(stats.get(kind, [])[1:])
+    return {
+        "different": len(differences),
+        "first_differences": differences,
+        "accepted_tokens": stats["accepted_tokens"],
+        "draft_tokens": stats["draft_tokens"],
+        "model_runner": stats["model_runner"],
+        "error": stats["error"],
+        "of_the_model": of_model,
     }
-    about["of_the_model"] = sum(
-        sum(stats.get(kind, [])[1:]) for kind in ("self_counts", "neural_counts")
-    )
-    return {"different": len(different), "first_differences": different, **about}
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    """Return the position of the first token that differs in two texts of one
+    length.
+    """
+    pairs = enumerate(zip(a, b, strict=True))
+    return next(i for i, (one, other) in pairs if one != other)
 
 
 def _checkpoints(plan: Plan, directory: Path) -> None:
@@ -197,11 +245,14 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
 
     shape = SHAPES[plan.shape]
     config = AutoConfig.for_model(**shape)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    dtype = getattr(torch, shape["torch_dtype"])
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
+    with torch.device(device):
         torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, shape["torch_dtype"])
-        )
+        policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
     # of 150,000 tokens some dozen are likely
     torch.nn.init.constant_(policy.model.norm.weight, 3.0)
     policy.save_pretrained(directory / "policy")
@@ -212,30 +263,45 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
     policy.save_pretrained(directory / "drafter")
 
 
-def _start(plan: Plan, das: dict[str, Any] | None, directory: Path) -> None:
-    """Start an engine; `das`: None for one without drafts, which is stock vLLM on V2,
-    whose own noise is keyed.
+def _start(plan: Plan, das: Block | None, directory: Path) -> None:
+    """Start an engine.
+
+    Args:
+        das: the block; None: no drafts, which is stock vLLM on V2, whose own noise is
+            keyed.
     """
     if das is None and on_v1():
         das = KEYED
-    longest = max(plan.contexts) + _written(plan) + 32
     if das and "draft_model" in das["drafter"]:
-        das = das | {"draft": {"model": str(directory / "drafter")}}
-    engine(plan, das, _cache(plan), str(directory / "policy"), max_model_len=longest)
+        drafter = directory / "drafter"
+        das = das | {"draft": {"model": str(drafter)}}
+    longest = max(plan.contexts) + _num_written(plan) + 32
+    policy = directory / "policy"
+    engine(plan, das, _cache(plan), str(policy), max_model_len=longest)
 
 
 def _write(plan: Plan, past: replay.Rollouts | None) -> tuple[Texts, Found]:
+    """Return the responses to the prompts, and the engine's counters where it has
+    history.
+    """
     llm = STARTED[-1]
-    written = _written(plan)
     if past:
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            HistoryStore(directory) as store,
-        ):
-            llm.collective_rpc("das_rpc", args=("refresh", replay.kept(store, past)))
+        with tempfile.TemporaryDirectory() as directory:
+            _refresh(llm, Path(directory), past)
     asked = prompts(REQUESTS, max(plan.contexts), plan.vocabulary)
+    lengths = [_num_written(plan)] * REQUESTS
     seeds = range(1, REQUESTS + 1)
-    _, texts = generate(
-        llm, asked, sampling([written] * REQUESTS, range(REQUESTS), seeds, seed=seeds)
-    )
-    return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if past else {}
+    params = sampling(lengths, range(REQUESTS), seeds, seed=seeds)
+    _, texts = generate(llm, asked, params)
+    if past:
+        stats = stats_of(llm)
+    else:
+        stats = {}
+    return texts, stats
+
+
+def _refresh(llm: Any, directory: Path, past: replay.Rollouts) -> None:
+    """Give an engine these texts as history."""
+    with HistoryStore(directory) as store:
+        message = replay.kept(store, past)
+        llm.collective_rpc("das_rpc", args=("refresh", message))

@@ -27,7 +27,7 @@ def doctor(as_json: bool) -> None:
 
     Exit code 1 if something is broken, with the reason.
     """
-    from das_adapter.tools import doctor as checks
+    from das_adapter.reports import doctor as checks
 
     # the hosts log to stdout while they are imported
     with contextlib.redirect_stdout(sys.stderr):
@@ -138,7 +138,7 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     from das_adapter.config import check_files, parse
     from das_adapter.errors import ConfigError
-    from das_adapter.tools import configs
+    from das_adapter.reports import configs
 
     host, content = configs.load(path, overrides)
     arguments: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     from das_adapter.config_errors import refuse_elsewhere
     from das_adapter.errors import ConfigError
     from das_adapter.nemo_rl import settings as nemo_rl
-    from das_adapter.tools.configs import VERL
+    from das_adapter.reports.configs import VERL
     from das_adapter.verl import settings as verl
 
     if host == VERL:

@@ -32,8 +32,8 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     written.
     """
     from das_adapter.protocol import decision_log
-    from das_adapter.tools import report as page
-    from das_adapter.tools import run_series
+    from das_adapter.reports import report as page
+    from das_adapter.reports import run_series
 
     rollouts = decision_log.read(run_dir)
     if as_json:
@@ -62,8 +62,8 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     one run (.csv, .json, .jsonl). Exit code 1 if tokens differ in a step, 2 after an
     error, 3 if they can't be compared, because a run does not log das/token_hash.
     """
-    from das_adapter.tools import compare as runs
-    from das_adapter.tools import run_logs
+    from das_adapter.reports import compare as runs
+    from das_adapter.reports import run_logs
 
     found = runs.compare(run_logs.read(run_a), run_logs.read(run_b), every)
     if as_json:

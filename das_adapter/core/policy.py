@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from das_adapter.config import Budget, DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account, State
 from das_adapter.core.backoff import Backoff

@@ -99,7 +99,7 @@ def reserve_draft_slots(stock: Any) -> Any:
     token would carry as many draft tokens as there may be, which nobody has drafted, to
     replay a CUDA graph that we do not capture: vLLM adds none where it looks the draft
     length up. Remove this patch when vLLM reserves slots for drafters of plug-ins
-    (docs/upstream/vllm/0003) and lets a worker choose the draft length.
+    (patches/vllm/0003) and lets a worker choose the draft length.
     """
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,29 +15,38 @@ from das_adapter.config_errors import message
 from das_adapter.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Rates = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=1)]
+Chance = Annotated[float, Field(ge=0, lt=1)]
+TokensPerStep = Annotated[float, Field(ge=1)]
+CacheTokens = Annotated[int, Field(ge=16)]
+ResponseCap = Annotated[int, Field(ge=2)]
+Rates = Annotated[list[Chance], Field(min_length=1)]
+"""Chance of each draft position; the last goes on."""
+VisitRates = Annotated[list[Rates], Field(min_length=1)]
 
 
-class _Block(BaseModel):
+class _SimBlock(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
-class HardwareBlock(_Block):
-    """What the rollouts run on."""
+class HardwareBlock(_SimBlock):
+    """Hardware of the rollouts."""
 
     gpu: str = "h100"
     """Device, one of the table in `das_adapter/core/hardware.py`."""
-    gpus: Annotated[int, Field(ge=1)] = 8
+    gpus: Count = 8
     """Devices that generate."""
-    per_engine: Annotated[int, Field(ge=1)] = 1
+    per_engine: Count = 1
     """Devices of an engine, over which layers and routed experts are spread."""
 
 
-class StepsBlock(_Block):
-    """How long a decode step takes."""
+class StepsBlock(_SimBlock):
+    """Time of a decode step."""
 
     kind: Literal["roofline", "line"] = "roofline"
     """`roofline`: from model and hardware; `line`: base + token·n + bend·max(0, n -
@@ -45,28 +54,28 @@ class StepsBlock(_Block):
     drafts.
     """
     line: dict[str, float] = {}
-    """`line`: the coefficients."""
-    overhead_ms: Annotated[float, Field(ge=0)] = 1.0
+    """`line`: the coefficients, by name."""
+    overhead_ms: NotNegative = 1.0
     """`roofline`: milliseconds of each step that no kernel accounts for."""
-    draft_overhead_ms: Annotated[float, Field(ge=0)] = 0.0
-    """`roofline`: more of them in a step that verifies drafts."""
-    pass_overhead_ms: Annotated[float, Field(ge=0)] = 0.5
+    draft_overhead_ms: NotNegative = 0.0
+    """`roofline`: further milliseconds of a step that verifies drafts."""
+    pass_overhead_ms: NotNegative = 0.5
     """`roofline`: milliseconds of a drafter's pass that no kernel accounts for."""
 
 
-class EngineBlock(_Block):
-    """What an engine holds; vLLM's keys."""
+class EngineBlock(_SimBlock):
+    """Capacity of an engine, under vLLM's keys."""
 
-    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    max_num_seqs: Count = 256
     """Requests that run at once."""
-    kv_tokens: Annotated[int, Field(ge=16)] | None = None
+    kv_tokens: CacheTokens | None = None
     """Tokens that the KV cache holds; null: what the weights leave of nine tenths of
     the memory (without a device: no limit).
     """
 
 
-class LengthsBlock(_Block):
-    """How long responses are: log-normal, ended at the cap."""
+class LengthsBlock(_SimBlock):
+    """Lengths of responses: log-normal, ended at the cap."""
 
     mean: Positive = 2000.0
     """Mean tokens, with the cap applied."""
@@ -78,87 +87,90 @@ class LengthsBlock(_Block):
     """
 
 
-class RolloutBlock(_Block):
-    """What is written."""
+class RolloutBlock(_SimBlock):
+    """Requests of the run."""
 
     dump: str | None = None
     """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are
     drawn.
     """
     tokenizer: str | None = None
-    """Of a dump that holds text."""
-    dataset: Annotated[int, Field(ge=1)] = 1024
+    """Name or folder of the tokenizer of a dump that holds text."""
+    dataset: Count = 1024
     """Problems in all; an epoch visits each once."""
-    problems: Annotated[int, Field(ge=1)] = 128
-    """Problems of a step."""
-    samples: Annotated[int, Field(ge=1)] = 8
-    """Samples of each."""
-    prompt: Annotated[int, Field(ge=1)] = 256
-    """Tokens of a prompt."""
-    cap: Annotated[int, Field(ge=2)] = 8192
+    problems: Count = 128
+    """Problems in a step."""
+    samples: Count = 8
+    """Samples of each problem in a step."""
+    prompt: Count = 256
+    """Tokens in a prompt."""
+    cap: ResponseCap = 8192
     """Maximum tokens of a response."""
-    steps: Annotated[int, Field(ge=1)] = 1
-    """Steps of the run."""
+    steps: Count = 1
+    """Training steps of the run."""
     lengths: LengthsBlock = LengthsBlock()
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Of lengths, orders and luck."""
+    seed: CountOrZero = 0
+    """Seed of drawn lengths, of the orders of requests, and of what is accepted."""
 
 
-class AcceptanceBlock(_Block):
-    """How much of the drafts survives."""
+class AcceptanceBlock(_SimBlock):
+    """Share of the draft tokens that the policy accepts."""
 
     history: Literal["given", "index"] = "given"
-    """Drafts from the history. `index`: the dump is written again, and searched;
-    `given`: by `rates`.
+    """Source of the drafts from the history. `index`: the dump is written again, and
+    searched; `given`: they are accepted by `rates`.
     """
-    rates: Annotated[list[Rates], Field(min_length=1)] = [[0.5], [0.65]]
+    rates: VisitRates = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the
     problem; the last goes on.
     """
-    agreement: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    agreement: Chance = 0.99
     """Chance that a token that was written ahead (`history.run_ahead`) is the same
     under the weights of its step.
     """
-    copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    copy_rate: Chance = 0.9
     """Chance of a token of the policy copy, if those before survived."""
-    length: Annotated[float, Field(ge=1)] | None = None
-    """Tokens that a neural drafter's or n-gram's request gets from a step, with its
-    number of draft tokens; null: 1 and half of these, for neural drafters alone.
+    length: TokensPerStep | None = None
+    """Tokens that a request gets from a step with the number of draft tokens of a
+    neural drafter or of n-grams; null: 1 and half of these, for neural drafters alone.
     """
-    pass_share: Annotated[float, Field(ge=0)] | None = None
-    """Time of a pass of a neural drafter, of a plain step of the policy with as many
-    requests; null: 0.05. Of what reading the context takes, EAGLE-3 and MTP have the
-    share of one layer with `roofline`, others this one.
+    pass_share: NotNegative | None = None
+    """Time of a pass of a neural drafter, as a share of a plain step of the policy with
+    as many requests; null: 0.05. Reading the context takes EAGLE-3 and MTP the share of
+    one layer with `roofline`, and other drafters this share.
     """
 
 
-class PipelineBlock(_Block):
-    """What a step takes beside the rollout."""
+class PipelineBlock(_SimBlock):
+    """Time of a training step beside the rollout."""
 
     kind: Literal["sync", "async"] = "sync"
     """`sync`: rollout, then training; `async`: requests run on across weight syncs."""
-    lag: Annotated[int, Field(ge=0)] = 1
+    lag: CountOrZero = 1
     """`async`: maximum number of weight versions between sending a request and training
     on it.
     """
-    train_s: Annotated[float, Field(ge=0)] = 0.0
+    train_s: NotNegative = 0.0
     """Seconds of rewards, log-probabilities and the update."""
-    sync_s: Annotated[float, Field(ge=0)] = 0.0
+    sync_s: NotNegative = 0.0
     """Seconds of the weight sync."""
 
 
-class ArmBlock(_Block):
+class ArmBlock(_SimBlock):
     """One way to draft."""
 
     das: dict[str, Any] = {}
     """The `das:` block, as in a run."""
-    stride: Annotated[int, Field(ge=1)] = 1
+    stride: Count = 1
     """Steps between two calls of the controller; more than 1 for large fleets that
     draft from the history alone.
     """
 
 
-class SimConfig(_Block):
+Arms = Annotated[dict[str, ArmBlock], Field(min_length=1)]
+
+
+class SimConfig(_SimBlock):
     """A simulation."""
 
     model: str | dict[str, Any] = "Qwen/Qwen2.5-7B"
@@ -166,18 +178,18 @@ class SimConfig(_Block):
     sizes themselves.
     """
     precision: Literal["bf16", "fp8"] = "bf16"
-    """Of weights and matrix products."""
+    """Number format of weights and matrix products."""
     hardware: HardwareBlock = HardwareBlock()
     steps: StepsBlock = StepsBlock()
     engine: EngineBlock = EngineBlock()
     rollout: RolloutBlock = RolloutBlock()
     acceptance: AcceptanceBlock = AcceptanceBlock()
     pipeline: PipelineBlock = PipelineBlock()
-    arms: Annotated[dict[str, ArmBlock], Field(min_length=1)] = {
+    arms: Arms = {
         "off": ArmBlock(das={"drafter": "none"}),
         "history": ArmBlock(),
     }
-    """By name; the first is the one that the others are compared with."""
+    """Ways to draft, by name; the others are compared with the first."""
 
 
 def parse(content: Any, where: str = "simulation") -> SimConfig:
@@ -189,9 +201,8 @@ def parse(content: Any, where: str = "simulation") -> SimConfig:
     try:
         return SimConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(f"{where}: {message(e, SimConfig, ())}" for e in error.errors())
-        ) from None
+        found = [message(one, SimConfig, ()) for one in error.errors()]
+    raise ConfigError("\n".join(f"{where}: {text}" for text in found))
 
 
 def read(path: str | Path) -> SimConfig:
@@ -206,13 +217,17 @@ def read(path: str | Path) -> SimConfig:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    # YAML reads `off:` as a truth value
-    if isinstance(content, dict) and isinstance(content.get("arms"), dict):
-        content["arms"] = {
-            {False: "off", True: "on"}.get(key, key): arm
-            for key, arm in content["arms"].items()
-        }
-    return parse(content if content is not None else {}, str(path))
+    if content is None:
+        content = {}
+    elif isinstance(content, dict) and isinstance(content.get("arms"), dict):
+        content["arms"] = _with_names(content["arms"])
+    return parse(content, str(path))
+
+
+def _with_names(arms: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return arms by name: YAML reads the names `off` and `on` as truth values."""
+    words = {False: "off", True: "on"}
+    return {words.get(name, name): arm for name, arm in arms.items()}
 
 
 def variants(
@@ -227,10 +242,21 @@ def variants(
         chosen = dict(zip(values, combination, strict=True))
         content = config.model_dump()
         for key, value in chosen.items():
-            block, *path = content, *key.split(".")
-            for part in path[:-1]:
-                block = block.setdefault(part, {})
-                if not isinstance(block, dict):
-                    raise ConfigError(f"{key}: {part} is no block")
-            block[path[-1]] = value
-        yield chosen, parse(content, " ".join(f"{k}={v}" for k, v in chosen.items()))
+            _set(content, key, value)
+        where = " ".join(f"{key}={value}" for key, value in chosen.items())
+        yield chosen, parse(content, where)
+
+
+def _set(content: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a key such as `hardware.gpus` in nested containers.
+
+    Raises:
+        ConfigError: a part of the key is a value and no block.
+    """
+    *parents, name = key.split(".")
+    block = content
+    for parent in parents:
+        block = block.setdefault(parent, {})
+        if not isinstance(block, dict):
+            raise ConfigError(f"{key}: {parent} is no block")
+    block[name] = value

@@ -20,9 +20,9 @@ from das_adapter.core.steps import (
     StepPlan,
     TimedStep,
 )
-from das_adapter.sim.drafting import Drafting, Ticked, Walk
+from das_adapter.sim.drafting import Drafting, EngineStep, FreeSteps
 from das_adapter.sim.requests import Ints, Requests
-from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.sources import Given, SimOffer, Source
 from das_adapter.sim.steps import Seconds
 
 SHARED = 16
@@ -90,28 +90,29 @@ class Controlled(Drafting):
             model.expect(prior.passes)
         return DraftPolicy(das, limit, prior and prior.steps, model)
 
-    def walk(self, rows: Ints) -> Walk | None:
+    def free_steps(self, rows: Ints) -> FreeSteps | None:
         if not self._left.any():
             return None
         r = self._requests
         assert isinstance(self.history, Given)
-        least = np.where(self._on[r.engine[rows]], r.least[rows], np.inf)
-        return Walk(
+        on = self._on[r.engine[rows]]
+        log_min_chance = np.where(on, r.log_min_chance[rows], np.inf)
+        return FreeSteps(
             self.history,
             self._left,
-            least,
-            r.limit[rows],
+            log_min_chance,
+            r.max_draft_tokens[rows],
             lambda b, _: LOOK_S + LOOK_REQUEST_S * b,
         )
 
-    def walked(self, steps: Ints) -> None:
+    def record_free_steps(self, steps: Ints) -> None:
         self._left -= steps
         self._walked += steps
 
     def begin(self, rows: Ints) -> None:
         self.history.begin(rows)
 
-    def step(self, ticks: list[Ticked]) -> list[float]:
+    def step(self, ticks: list[EngineStep]) -> list[float]:
         return [self._plan(tick) for tick in ticks]
 
     def end(self, rows: Ints) -> None:
@@ -125,7 +126,7 @@ class Controlled(Drafting):
         for engine, policy in enumerate(self.policies):
             policy.weight_sync(responses[:0] if self._shared and engine else responses)
 
-    def _plan(self, tick: Ticked) -> float:
+    def _plan(self, tick: EngineStep) -> float:
         """Have an engine's policy choose after a step; return the seconds of its work
         and of the drafting model's passes.
         """
@@ -133,9 +134,9 @@ class Controlled(Drafting):
         rows = tick.rows
         policy = self.policies[tick.engine]
         slots = self._slots(policy, rows)
-        context = r.prompt[rows] + r.written[rows]
+        context = r.num_prompt_tokens[rows] + r.num_written[rows]
         plan = StepPlan.nothing(len(rows))
-        looked_up: Offer | None = None
+        looked_up: SimOffer | None = None
         own_s = 0.0
         decision = policy.next(self._outcome(tick, slots, context))
         asked = not isinstance(decision, Rest) or decision.asked
@@ -154,8 +155,8 @@ class Controlled(Drafting):
             self._keep_drafting(tick.engine, rows, plan.history, decision, looked_up)
         else:
             self._keep_drafting(tick.engine, rows, plan.history, None, None)
-        r.draft[rows] = plan.history
-        r.hits[rows] = 0 if looked_up is None else looked_up.hits
+        r.num_draft_tokens[rows] = plan.history
+        r.num_draft_hits[rows] = 0 if looked_up is None else looked_up.hits
         passes_s = 0.0
         if self.copy:
             drafted = np.minimum(plan.model, r.room(rows))
@@ -179,26 +180,28 @@ class Controlled(Drafting):
         """Return the slots of running requests; those that have none begin."""
         r = self._requests
         for row in rows[r.slot[rows] < 0].tolist():
-            written = int(r.written[row])
-            r.slot[row] = policy.begin(int(r.problem[row]), written, int(r.most[row]))
-            r.told[row] = written
+            written = int(r.num_written[row])
+            r.slot[row] = policy.begin(
+                int(r.problem[row]), written, int(r.max_tokens[row])
+            )
+            r.num_told[row] = written
         return r.slot[rows]
 
-    def _outcome(self, tick: Ticked, slots: Ints, context: Ints) -> Outcome:
+    def _outcome(self, tick: EngineStep, slots: Ints, context: Ints) -> Outcome:
         """Return what a step brought, and what the steps brought that were left out
         before it.
         """
         r = self._requests
         rows = tick.rows
-        unseen = np.maximum(0, r.written[rows] - tick.got - r.told[rows])
-        r.told[rows] = r.written[rows]
-        length = np.minimum(r.length[rows], r.most[rows])
+        unseen = np.maximum(0, r.num_written[rows] - tick.got - r.num_told[rows])
+        r.num_told[rows] = r.num_written[rows]
+        length = np.minimum(r.num_output_tokens[rows], r.max_tokens[rows])
         return Outcome(
             slots,
             tick.got,
             carried=tick.carried if tick.carried.any() else None,
             by_model=tick.copied if self.copy else None,
-            room=length - 1 - r.written[rows],
+            room=length - 1 - r.num_written[rows],
             context=context,
             unseen=unseen if unseen.any() else None,
             left_out=int(self._walked[tick.engine]),
@@ -216,7 +219,7 @@ class Controlled(Drafting):
         self._walked[engine] = 0
 
     def _copied(
-        self, policy: DraftPolicy, tick: Ticked, drafted: Ints, context: Ints
+        self, policy: DraftPolicy, tick: EngineStep, drafted: Ints, context: Ints
     ) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
         r = self._requests
@@ -226,19 +229,21 @@ class Controlled(Drafting):
             and self.pass_seconds is not None
             and policy.drafts is not None
         )
-        r.copied[rows] = drafted
-        r.copy_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
-        passes = 0.0
-        for place in range(policy.drafts.passes_for(int(drafted.max(initial=0)))):
-            mine = drafted > (0 if self._das.neural else place)
-            count = int(mine.sum())
-            read = float(context[mine].sum())
-            seconds = float(
-                self.pass_seconds(np.array([float(count)]), np.array([read]))[0]
+        r.num_model_tokens[rows] = drafted
+        r.num_model_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
+        passes_s = 0.0
+        num_passes = policy.drafts.passes_for(int(drafted.max(initial=0)))
+        for place in range(num_passes):
+            in_pass = drafted > (0 if self._das.neural else place)
+            num_requests = int(in_pass.sum())
+            context_tokens = float(context[in_pass].sum())
+            of_pass = self.pass_seconds(
+                np.array([float(num_requests)]), np.array([context_tokens])
             )
-            policy.drafts.timed_pass(count, seconds, read)
-            passes += seconds
-        return passes
+            pass_s = float(of_pass[0])
+            policy.drafts.timed_pass(num_requests, pass_s, context_tokens)
+            passes_s += pass_s
+        return passes_s
 
     def _keep_drafting(
         self,
@@ -246,7 +251,7 @@ class Controlled(Drafting):
         rows: Ints,
         kept: Ints,
         search: Search | None,
-        looked_up: Offer | None,
+        looked_up: SimOffer | None,
     ) -> None:
         """Note what requests draft until the policy is asked again. One answer alone
         against those before it is a probe.
@@ -264,7 +269,9 @@ class Controlled(Drafting):
         first_left_out = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)
         cut = kept < np.diff(offsets)
         with np.errstate(divide="ignore"):
-            least = np.log(np.where(cut, first_left_out, search.floor))
-        least[(limits <= 0) & (room > 0)] = np.inf
-        r.least[rows] = least
-        r.limit[rows] = np.where(limits < room, limits, self._das.num_draft_tokens)
+            log_min_chance = np.log(np.where(cut, first_left_out, search.floor))
+        log_min_chance[(limits <= 0) & (room > 0)] = np.inf
+        r.log_min_chance[rows] = log_min_chance
+        r.max_draft_tokens[rows] = np.where(
+            limits < room, limits, self._das.num_draft_tokens
+        )

@@ -14,7 +14,7 @@ from das_adapter.sim.sources import Given
 from das_adapter.sim.steps import Seconds
 
 
-class Ticked(NamedTuple):
+class EngineStep(NamedTuple):
     """The result of one step of one engine."""
 
     engine: int
@@ -25,54 +25,59 @@ class Ticked(NamedTuple):
     carried: Ints
     """Draft tokens that each had in the step, int64 [b]."""
     copied: Ints
-    """Those of the policy copy, int64 [b]."""
+    """Draft tokens of `carried` that the policy copy or a neural drafter made, int64
+    [b].
+    """
     tokens: int
     """Tokens in the forward pass, draft tokens included."""
     seconds: float
+    """Time of the step."""
     timed: bool
     """Whether the step read no prompts."""
 
 
-class Walk(NamedTuple):
-    """How engines go on until their drafter is asked again."""
+class FreeSteps(NamedTuple):
+    """Steps that engines take until their drafter is asked again."""
 
     source: Given
+    """Source of the drafts of these steps."""
     steps: Ints | int
     """Maximum number of steps: of each engine, int64 [engines], or of all."""
-    least: Floats
+    log_min_chance: Floats
     """Logarithm of the chance under which each request's draft ends, float64
     [requests]; inf: no draft.
     """
-    limit: Ints
+    max_draft_tokens: Ints
     """Maximum draft tokens of each request, int64 [requests]."""
     seconds: Seconds
+    """Time of the drafter's own work in each of these steps."""
 
 
 class Drafting:
-    """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied`
-    and `copy_hits`.
+    """A drafter that sets `draft`, `hits`, `copied` and `copy_hits` of running
+    requests.
     """
 
-    def walk(self, rows: Ints) -> Walk | None:
-        """Say how the engines of these running requests may go on without it; None:
-        each step must be asked for.
+    def free_steps(self, rows: Ints) -> FreeSteps | None:
+        """Return the steps that the engines of these running requests may take without
+        asking; None: they must ask in each step.
         """
         return None
 
-    def walked(self, steps: Ints) -> None:
-        """Note how many steps each engine took by itself, int64 [engines]."""
+    def record_free_steps(self, steps: Ints) -> None:
+        """Record how many steps each engine took without asking, int64 [engines]."""
 
     def begin(self, rows: Ints) -> None:
-        """Take requests that were admitted."""
+        """Begin to draft for requests that were admitted."""
 
-    def step(self, ticks: list[Ticked]) -> list[float]:
-        """Take one step of each of some engines and decide on the drafts of the next;
-        return the seconds that this takes each of them.
+    def step(self, results: list[EngineStep]) -> list[float]:
+        """Learn from one step of each of some engines and decide on the drafts of the
+        next; return the seconds that this takes each of them.
         """
         raise NotImplementedError
 
     def end(self, rows: Ints) -> None:
-        """Take requests that ended."""
+        """Forget requests that ended."""
 
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
         """Learn from these finished requests, at a weight sync."""
@@ -91,42 +96,46 @@ class Fixed(Drafting):
         pass_seconds: Seconds | None = None,
         passes: int = 0,
     ) -> None:
-        """A draft of `tokens` takes so many `passes` of `pass_seconds`; None: drafting
-        takes no time.
+        """Draft `tokens` in so many `passes` of `pass_seconds`; None: drafting takes no
+        time.
         """
         self._requests = requests
         self._source = source
         self._tokens = tokens
         self._pass_seconds = pass_seconds
-        self._each = passes
+        self._num_passes = passes
 
-    def walk(self, rows: Ints) -> Walk | None:
-        return Walk(
-            self._source,
-            2**30,
-            np.full(len(rows), -np.inf),
-            np.full(len(rows), self._tokens),
-            self._passes,
+    def free_steps(self, rows: Ints) -> FreeSteps | None:
+        count = len(rows)
+        return FreeSteps(
+            source=self._source,
+            steps=2**30,
+            log_min_chance=np.full(count, -np.inf),
+            max_draft_tokens=np.full(count, self._tokens),
+            seconds=self._draft_seconds,
         )
 
-    def step(self, ticks: list[Ticked]) -> list[float]:
-        rows = np.concatenate([tick.rows for tick in ticks])
-        r = self._requests
-        offer = self._source.offer(rows, np.minimum(self._tokens, r.room(rows)), 0.0)
-        r.draft[rows] = np.diff(offer.offsets)
-        r.hits[rows] = offer.hits
-        counts = np.array([len(tick.rows) for tick in ticks], dtype=float)
-        # as the step read it
-        context = [
-            float((r.prompt[t.rows] + r.written[t.rows] - t.got).sum()) for t in ticks
-        ]
-        passes: list[float] = self._passes(counts, np.array(context)).tolist()
-        return passes
+    def step(self, results: list[EngineStep]) -> list[float]:
+        requests = self._requests
+        rows = np.concatenate([result.rows for result in results])
+        limits = np.minimum(self._tokens, requests.room(rows))
+        offer = self._source.offer(rows, limits, 0.0)
+        requests.num_draft_tokens[rows] = np.diff(offer.offsets)
+        requests.num_draft_hits[rows] = offer.hits
+        counts = list[float]()
+        contexts = list[float]()
+        for result in results:
+            # as the step read it
+            context = requests.context(result.rows) - result.got
+            counts.append(float(len(result.rows)))
+            contexts.append(float(context.sum()))
+        seconds = self._draft_seconds(np.array(counts), np.array(contexts))
+        return [float(value) for value in seconds]
 
-    def _passes(self, requests: Floats, context: Floats) -> Floats:
+    def _draft_seconds(self, requests: Floats, context: Floats) -> Floats:
         if self._pass_seconds is None:
             return np.zeros_like(requests)
-        return self._each * self._pass_seconds(requests, context)
+        return self._num_passes * self._pass_seconds(requests, context)
 
 
 def no_drafts(requests: Requests) -> Fixed:

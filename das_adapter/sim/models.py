@@ -86,7 +86,8 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
         found = dict(model)
         where = "model"
     elif (path := Path(model)).exists():
-        path = path / "config.json" if path.is_dir() else path
+        if path.is_dir():
+            path = path / "config.json"
         try:
             found = json.loads(path.read_text())
             where = str(path)

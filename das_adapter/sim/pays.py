@@ -1,5 +1,5 @@
-"""Would it pay? A user's own recorded rollouts on given hardware, without drafts and
-with das-adapter's.
+"""Say whether drafts would pay: a user's own recorded rollouts on given hardware,
+without drafts and with those of das-adapter.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import numpy as np
 
 from das_adapter.sim.config import parse
 from das_adapter.sim.fleet import BLOCK
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.pipeline import Run
+from das_adapter.sim.rollouts import RecordedResponse
 from das_adapter.sim.simulate import Progress, Simulation, summary
 
-WORTH = 0.03
+MIN_SAVED_SHARE = 0.03
 """Share of the rollout's time that must be saved before drafts are recommended."""
 
 
 def would_it_pay(
-    rollouts: Sequence[Rollout],
+    responses: Sequence[RecordedResponse],
     settings: Mapping[str, Any],
     agreement: float | None = None,
     progress: Progress = lambda _: None,
@@ -29,6 +30,7 @@ def would_it_pay(
     visits.
 
     Args:
+        responses: the dump.
         settings: keys of a `SimConfig` that say what the dump runs on: `model`,
             `hardware`, `pipeline`, ...
         agreement: as in `AcceptanceBlock`; None: nothing is simulated with run-ahead.
@@ -49,41 +51,50 @@ def would_it_pay(
     }
     if agreement is not None:
         blocks["ahead"] = {"drafter": "history", "history": {"run_ahead": "auto"}}
+    longest = max(len(response.tokens) for response in responses)
     content = {
         **settings,
-        "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts))},
+        "rollout": {"cap": max(2, longest)},
         "acceptance": {"history": "index", "agreement": agreement or 0.0},
         "arms": {name: {"das": block} for name, block in blocks.items()},
     }
-    simulation = Simulation(parse(content, "estimate"), rollouts)
+    simulation = Simulation(parse(content, "estimate"), responses)
     runs = simulation.run_all(progress)
     arms = summary(runs)
     off = runs["off"].steps
-    best = "off"
-    for name in blocks:
-        best = (
-            name
-            if arms[name]["rollout_of_first"] <= arms[best]["rollout_of_first"] - WORTH
-            else best
-        )
-    epochs = {}
-    for visit in sorted({round(step.visit) for step in off}):
-        parts = {
-            name: [step for step in run.steps if round(step.visit) == visit]
-            for name, run in runs.items()
-        }
-        epochs[str(visit + 1)] = summary(
-            {name: replace(run, steps=parts[name]) for name, run in runs.items()}
-        )
+    idle = np.average(
+        [step.idle for step in off], weights=[step.rollout_s for step in off]
+    )
     return {
         "arms": arms,
-        "epochs": epochs,
-        "das": blocks[best],
-        "idle": float(
-            np.average(
-                [step.idle for step in off], weights=[step.rollout_s for step in off]
-            )
-        ),
+        "epochs": _by_epoch(runs),
+        "das": blocks[_recommended(arms)],
+        "idle": float(idle),
         "engines": simulation.engines,
         "kv_tokens": simulation.kv_blocks * BLOCK,
     }
+
+
+def _recommended(arms: Mapping[str, Any]) -> str:
+    """Return the arm that takes least time; the first, unless a later one saves
+    enough.
+    """
+    best = "off"
+    for name, arm in arms.items():
+        needed = arms[best]["rollout_of_first"] - MIN_SAVED_SHARE
+        if arm["rollout_of_first"] <= needed:
+            best = name
+    return best
+
+
+def _by_epoch(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """Return a `summary` of the steps of each epoch, by its number."""
+    visits = {round(step.visit) for step in runs["off"].steps}
+    found = {}
+    for visit in sorted(visits):
+        of_epoch = {}
+        for name, run in runs.items():
+            steps = [step for step in run.steps if round(step.visit) == visit]
+            of_epoch[name] = replace(run, steps=steps)
+        found[str(visit + 1)] = summary(of_epoch)
+    return found

@@ -8,96 +8,129 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-_BEGIN = {"slot": -1, "least": np.inf}
+_FIRST_VALUES = {"slot": -1, "log_min_chance": np.inf}
 """Values of new requests, where they are neither given nor 0."""
 
 
+def int_zeros(count: int) -> Ints:
+    """Return so many zeros, int64 [count]."""
+    return np.zeros(count, dtype=np.int64)
+
+
 class Requests:
-    """A row for each request, in the order in which they were made; tokens, counts or
-    seconds, shape (n,).
+    """The requests of a run in columns of tokens, counts or seconds, shape (n,): a row
+    for each request, in the order in which they were made.
     """
 
     problem: Ints
+    """Number of its problem."""
     visit: Ints
-    """How often the problem was visited before."""
+    """Number of times that its problem was visited before."""
     text: Ints
     """Row of its recorded response; -1: it has none."""
-    prompt: Ints
-    length: Ints
+    num_prompt_tokens: Ints
+    """Tokens of its prompt."""
+    num_output_tokens: Ints
     """Tokens that it is going to write."""
-    most: Ints
-    """Tokens that it may write."""
+    max_tokens: Ints
+    """Maximum number of tokens that it may write."""
     version: Ints
     """Weight version at which it was sent."""
     engine: Ints
-    written: Ints
-    told: Ints
-    """Those of these that its engine's policy of drafts knows of."""
-    forwards: Ints
+    """Number of the engine that it was sent to."""
+    num_written: Ints
+    """Tokens that it has written."""
+    num_told: Ints
+    """Tokens of these that its engine's policy of drafts knows of."""
+    num_forwards: Ints
     """Steps that it took part in."""
-    drafted: Ints
-    accepted: Ints
-    preempted: Ints
-    """How often it lost its place."""
-    unread: Ints
+    num_drafted: Ints
+    """Draft tokens that it had in all steps."""
+    num_accepted: Ints
+    """Draft tokens of these that the policy confirmed."""
+    num_preemptions: Ints
+    """Number of times that it was preempted."""
+    num_unread: Ints
     """Tokens that its engine has to read before it continues."""
-    draft: Ints
-    """Tokens of its present draft."""
-    hits: Ints
-    """Those of them that the policy will confirm."""
-    copied: Ints
-    """Draft tokens in place of those, from the policy copy or a neural drafter."""
-    copy_hits: Ints
-    """Those of them that the policy will confirm."""
-    ended: Floats
+    num_draft_tokens: Ints
+    """Tokens of its present draft from the history."""
+    num_draft_hits: Ints
+    """Tokens of `num_draft_tokens` that the policy will confirm."""
+    num_model_tokens: Ints
+    """Draft tokens in place of these, from the policy copy or a neural drafter."""
+    num_model_hits: Ints
+    """Tokens of `num_model_tokens` that the policy will confirm."""
+    ended_s: Floats
+    """When it ended, seconds."""
     slot: Ints
     """Its place in its engine's controller; -1: none."""
-    least: Floats
+    log_min_chance: Floats
     """Logarithm of the chance under which its drafts end until the controller is asked
     again; inf: no draft.
     """
-    limit: Ints
-    """Maximum tokens of these drafts."""
+    max_draft_tokens: Ints
+    """Maximum tokens of its drafts until the controller is asked again."""
     handle: Ints
     """Its handle in its engine's index; 0: none."""
-    indexed: Ints
+    num_indexed: Ints
     """Tokens of it that the index has."""
-    ahead: Ints
-    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of
-    a step to come.
+    num_ahead: Ints
+    """Tokens that were written ahead of it; -1: it is itself written ahead, for a
+    request of a later step.
     """
-    same: Ints
-    """Its first tokens that are the same under the weights before, with the same
-    noise.
+    num_same: Ints
+    """Number of its first tokens that are the same under the weights before, with the
+    same noise.
     """
 
     def __init__(self) -> None:
-        for name, kind in Requests.__annotations__.items():
-            setattr(
-                self, name, np.zeros(0, np.float64 if kind == "Floats" else np.int64)
-            )
+        for name, annotation in Requests.__annotations__.items():
+            dtype: type = np.int64
+            if annotation == "Floats":
+                dtype = np.float64
+            setattr(self, name, np.zeros(0, dtype))
 
     def add(self, **columns: Ints) -> Ints:
-        """Add requests whose `problem`, `visit`, `text`, `prompt`, `length` and `most`
-        are given; return their rows.
+        """Add requests; return their rows.
+
+        Args:
+            columns: `problem`, `visit`, `text`, `num_prompt_tokens`,
+                `num_output_tokens` and `max_tokens`, and others whose values are not
+                the usual ones; int64 [n] each.
         """
+        assert columns.keys() <= Requests.__annotations__.keys()
         first = len(self)
         count = len(columns["problem"])
         for name in Requests.__annotations__:
-            old = getattr(self, name)
-            new = np.asarray(
-                columns.get(name, np.full(count, _BEGIN.get(name, 0))), old.dtype
-            )
-            setattr(self, name, np.append(old, new))
+            column = getattr(self, name)
+            first_values = np.full(count, _FIRST_VALUES.get(name, 0))
+            added = np.asarray(columns.get(name, first_values), column.dtype)
+            setattr(self, name, np.append(column, added))
         return np.arange(first, first + count)
 
     def room(self, rows: Ints) -> Ints:
-        """Return how many draft tokens each request can use: its last token needs no
-        draft.
+        """Return how many draft tokens each request can use, int64 [n]: its last token
+        needs no draft.
         """
-        return np.maximum(
-            np.minimum(self.length[rows], self.most[rows]) - 1 - self.written[rows], 0
-        )
+        end = np.minimum(self.num_output_tokens[rows], self.max_tokens[rows])
+        return np.maximum(end - 1 - self.num_written[rows], 0)
+
+    def context(self, rows: Ints) -> Ints:
+        """Return the tokens of each request's prompt and response, int64 [n]."""
+        return self.num_prompt_tokens[rows] + self.num_written[rows]
+
+    def verified(self, rows: Ints) -> Ints:
+        """Return how many draft tokens each request has in the next step, int64 [n]."""
+        return self.num_draft_tokens[rows] + self.num_model_tokens[rows]
+
+    def unfinished(self, rows: Ints) -> Bools:
+        """Return whether each request has more to write, bool [n]."""
+        return self.num_written[rows] < self.num_output_tokens[rows]
+
+    def clear_drafts(self, rows: Ints | int) -> None:
+        """Drop the drafts of requests."""
+        self.num_draft_tokens[rows] = 0
+        self.num_model_tokens[rows] = 0
 
     def __len__(self) -> int:
         return len(self.problem)

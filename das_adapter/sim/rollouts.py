@@ -9,6 +9,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from das_adapter.core.index.values import Int32, Tokens
 from das_adapter.errors import DasError
 
 Tokenize = Callable[[str], "list[int]"]
+PLAIN_NAMES = ("problem", "response")
+"""Keys of prompt and response in a line that is no host's."""
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """One recorded response."""
+class RecordedResponse:
+    """One response of a recorded rollout."""
 
     problem: int
     """Number of its prompt among those of the file."""
     step: int
+    """Training step that it is of."""
     run: int
     """Policy that wrote it, where a file holds several; responses of one problem, step
     and run are siblings.
@@ -36,49 +40,62 @@ class Rollout:
     tokens: Int32
     """Token ids of the response, shape (n,), n >= 1."""
     ahead: Tokens = ()
-    """What would have been written ahead of it, token ids."""
+    """Text that would have been written ahead of it, token ids."""
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Step and run: responses with the same are written at the same time."""
+        return self.step, self.run
 
 
-def steps_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts of each step, in turn; what several runs wrote in one step
+def steps_of(responses: Iterable[RecordedResponse]) -> list[list[RecordedResponse]]:
+    """Return the responses of each step, in turn; what several runs wrote in one step
     are steps of their own, since none of these policies saw what another wrote.
     """
-
-    def step(r: Rollout) -> tuple[int, int]:
-        return r.step, r.run
-
-    return [
-        list(group)
-        for _, group in itertools.groupby(sorted(rollouts, key=step), key=step)
-    ]
+    batch = attrgetter("batch")
+    ordered = sorted(responses, key=batch)
+    return [list(group) for _, group in itertools.groupby(ordered, key=batch)]
 
 
-def written_ahead(rollouts: Sequence[Rollout], agreement: float) -> list[Rollout]:
-    """Return rollouts with what was written ahead of them: their own tokens up to the
+def written_ahead(
+    responses: Sequence[RecordedResponse], agreement: float
+) -> list[RecordedResponse]:
+    """Return responses with what was written ahead of them: their own tokens up to the
     first that is not the same, as each is with this chance, and then those of a
     response of their problem in another step, if there is one.
     """
     rng = np.random.default_rng(0)
-    found = list[Rollout]()
-    steps: defaultdict[int, dict[tuple[int, int], list[Int32]]] = defaultdict(dict)
-    for r in rollouts:
-        steps[r.problem].setdefault((r.step, r.run), []).append(r.tokens)
-    for r, same in zip(
-        rollouts, rng.geometric(1.0 - agreement, len(rollouts)) - 1, strict=True
-    ):
-        others = [
-            text
-            for step, texts in steps[r.problem].items()
-            if step != (r.step, r.run)
-            for text in texts
-        ]
-        rest = others[rng.integers(len(others))][same:] if others else r.tokens[:0]
-        found.append(replace(r, ahead=np.concatenate([r.tokens[:same], rest])))
+    by_problem: defaultdict[int, list[RecordedResponse]] = defaultdict(list)
+    for response in responses:
+        by_problem[response.problem].append(response)
+    num_same = rng.geometric(1.0 - agreement, len(responses)) - 1
+    found = []
+    for response, same in zip(responses, num_same, strict=True):
+        others = _of_other_batches(response, by_problem[response.problem])
+        rest = response.tokens[:0]
+        if others:
+            other = others[rng.integers(len(others))]
+            rest = other.tokens[same:]
+        ahead = np.concatenate([response.tokens[:same], rest])
+        found.append(replace(response, ahead=ahead))
     return found
 
 
-def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
-    """Read the rollouts of a file, or of all files of a directory.
+def _of_other_batches(
+    response: RecordedResponse, siblings: Iterable[RecordedResponse]
+) -> list[RecordedResponse]:
+    """Return the responses of the same problem in other steps and runs, batch after
+    batch, as they first come.
+    """
+    batches: dict[tuple[int, int], list[RecordedResponse]] = {}
+    for sibling in siblings:
+        batches.setdefault(sibling.batch, []).append(sibling)
+    batches.pop(response.batch)
+    return list(itertools.chain.from_iterable(batches.values()))
+
+
+def read(path: Path, tokenizer: str | None = None) -> list[RecordedResponse]:
+    """Read the responses of a file, or of all files of a directory.
 
     Args:
         path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`,
@@ -95,30 +112,43 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
     """
     try:
         if path.suffix == ".npz":
-            rollouts = _from_arrays(path)
+            responses = _from_arrays(path)
         else:
-            inside = (
-                file
-                for file in sorted(path.glob("*.jsonl"))
-                if not file.name.startswith("val_data_step")
-            )
-            files = list(inside) if path.is_dir() else [path]
-            # numbers in the order in which they are first asked for
-            problems, runs = (
-                defaultdict[str, int](itertools.count().__next__) for _ in range(2)
-            )
-            tokenize = _tokenizer(tokenizer) if tokenizer else None
-            rollouts = [
-                r for file in files for r in _from_lines(file, problems, runs, tokenize)
-            ]
+            responses = _from_files(path, tokenizer)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise DasError(f"{path}: {error}") from None
-    if not rollouts:
+    if not responses:
         raise DasError(f"{path}: found no rollout with a response")
-    return rollouts
+    return responses
 
 
-def _from_arrays(path: Path) -> list[Rollout]:
+def _from_files(path: Path, tokenizer: str | None) -> list[RecordedResponse]:
+    """Read a file of JSON lines, or all of a directory but NeMo-RL's validations."""
+    files = [path]
+    if path.is_dir():
+        files = [
+            file
+            for file in sorted(path.glob("*.jsonl"))
+            if not file.name.startswith("val_data_step")
+        ]
+    problems = _numbers()
+    runs = _numbers()
+    if tokenizer:
+        tokenize = _tokenizer(tokenizer)
+    else:
+        tokenize = None
+    found = list[RecordedResponse]()
+    for file in files:
+        found += _from_lines(file, problems, runs, tokenize)
+    return found
+
+
+def _numbers() -> defaultdict[str, int]:
+    """Return numbers of names, in the order in which they are first asked for."""
+    return defaultdict(itertools.count().__next__)
+
+
+def _from_arrays(path: Path) -> list[RecordedResponse]:
     with np.load(path) as archive:
         lacking = sorted({"ids", "offsets", "problem"} - set(archive.files))
         if lacking:
@@ -126,27 +156,30 @@ def _from_arrays(path: Path) -> list[Rollout]:
         arrays = {name: archive[name] for name in archive.files}
     ids = arrays["ids"].astype(np.int32)
     offsets = arrays["offsets"]
-    problem = arrays["problem"]
-    zero = np.zeros(len(problem), dtype=np.int32)
-    step = arrays.get("step", zero)
-    run = arrays.get("run", zero)
+    problems = arrays["problem"]
+    zero = np.zeros(len(problems), dtype=np.int32)
+    steps = arrays.get("step", zero)
+    runs = arrays.get("run", zero)
     if "prompt_ids" in arrays:
-        prompts = np.split(
-            arrays["prompt_ids"].astype(np.int32), arrays["prompt_offsets"][1:-1]
-        )
+        prompt_ids = arrays["prompt_ids"].astype(np.int32)
+        prompts = np.split(prompt_ids, arrays["prompt_offsets"][1:-1])
     else:
-        prompts = [np.zeros(0, dtype=np.int32)] * (int(problem.max(initial=-1)) + 1)
-    return [
-        Rollout(
-            int(problem[i]),
-            int(step[i]),
-            int(run[i]),
-            prompts[problem[i]],
-            ids[offsets[i] : offsets[i + 1]],
+        num_problems = int(problems.max(initial=-1)) + 1
+        prompts = [np.zeros(0, dtype=np.int32)] * num_problems
+    found = []
+    for i, problem in enumerate(problems.tolist()):
+        tokens = ids[offsets[i] : offsets[i + 1]]
+        if not len(tokens):
+            continue
+        response = RecordedResponse(
+            problem=problem,
+            step=int(steps[i]),
+            run=int(runs[i]),
+            prompt=prompts[problem],
+            tokens=tokens,
         )
-        for i in range(len(problem))
-        if offsets[i] < offsets[i + 1]
-    ]
+        found.append(response)
+    return found
 
 
 def _from_lines(
@@ -154,50 +187,74 @@ def _from_lines(
     problems: dict[str, int],
     runs: dict[str, int],
     tokenize: Tokenize | None,
-) -> Iterator[Rollout]:
-    in_name = re.search(r"step_?(\d+)|^(\d+)\.", path.name)
-    default = int(next(filter(None, in_name.groups()))) if in_name else 0
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8").split("\n"), start=1
-    ):
+) -> Iterator[RecordedResponse]:
+    default_step = _step_in_name(path.name)
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-            prompt, response = _texts(row, tokenize)
-            step = int(row.get("step", default))
+            prompt, tokens = _texts(row, tokenize)
+            step = int(row.get("step", default_step))
         except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
             raise DasError(
                 f"{path}:{number}: no rollout ({error!r}); allowed: veRL's"
                 " input/output, NeMo-RL's token_ids/token_loss_mask, or"
                 " problem/response"
             ) from None
-        if len(response):
-            run = runs[str(row.get("run", row.get("model", "")))]
-            key = str(row.get("problem_id", prompt.tobytes()))
-            yield Rollout(problems[key], step, run, prompt, response)
+        if not len(tokens):
+            continue
+        run = row.get("run", row.get("model", ""))
+        problem = row.get("problem_id", prompt.tobytes())
+        yield RecordedResponse(
+            problem=problems[str(problem)],
+            step=step,
+            run=runs[str(run)],
+            prompt=prompt,
+            tokens=tokens,
+        )
+
+
+def _step_in_name(name: str) -> int:
+    """Return the training step that a file's name tells; 0: it tells none."""
+    found = re.search(r"step_?(\d+)|^(\d+)\.", name)
+    if found is None:
+        return 0
+    return int(found[1] or found[2])
 
 
 def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32]:
-    def ids(text: str) -> Int32:
-        if tokenize is None:
-            raise ValueError(
-                "holds text and no token ids; name the policy's tokenizer (--tokenizer)"
-            )
-        return np.array(tokenize(text), dtype=np.int32)
-
-    # NeMo-RL: one padded sequence, and a mask of what the policy wrote
+    """Return the token ids of the prompt and of the response of a JSON line."""
     if "token_ids" in row:
-        tokens = np.array(row["token_ids"], dtype=np.int32).reshape(-1)
-        written = (
-            np.array(row["token_loss_mask"]).reshape(-1).astype(bool)[: len(tokens)]
+        return _masked_texts(row)
+    prompt, response = ("input", "output") if "output" in row else PLAIN_NAMES
+    return _ids(row[prompt], tokenize), _ids(row[response], tokenize)
+
+
+def _ids(text: str, tokenize: Tokenize | None) -> Int32:
+    if tokenize is None:
+        raise ValueError(
+            "holds text and no token ids; name the policy's tokenizer (--tokenizer)"
         )
-        length = int(np.array(row.get("input_lengths", len(tokens))).reshape(-1)[0])
-        first = int(np.argmax(written)) if written.any() else length
-        return tokens[:first], tokens[:length][written[:length]]
-    if "output" in row:
-        return ids(row["input"]), ids(row["output"])
-    return ids(row["problem"]), ids(row["response"])
+    return np.array(tokenize(text), dtype=np.int32)
+
+
+def _masked_texts(row: dict[str, Any]) -> tuple[Int32, Int32]:
+    """Return prompt and response of NeMo-RL's line: one padded sequence, and a mask of
+    what the policy wrote.
+    """
+    tokens = np.array(row["token_ids"], dtype=np.int32).reshape(-1)
+    lengths = np.array(row.get("input_lengths", len(tokens))).reshape(-1)
+    length = int(lengths[0])
+    mask = np.array(row["token_loss_mask"]).reshape(-1)
+    written = mask.astype(bool)[: len(tokens)]
+    if written.any():
+        first = int(np.argmax(written))
+    else:
+        first = length
+    response = tokens[:length][written[:length]]
+    return tokens[:first], response
 
 
 def _tokenizer(name: str) -> Tokenize:

@@ -1,16 +1,17 @@
-"""Where the requests of a simulation go, and who starts first: the package's own
-routing, or the host's.
+"""The routing of a simulation's requests and the order in which they start: the
+package's own, or the host's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected, LengthLog, Responses
-from das_adapter.core.routing import Replicas, start_order
+from das_adapter.core.routing import Replicas, StartOrder, start_order
 from das_adapter.sim.requests import Ints, Requests
 
 STREAMS = 8
@@ -24,18 +25,22 @@ def arrivals(problems: Iterable[int], rng: np.random.Generator) -> list[int]:
     shared out over streams.
     """
     groups: dict[int, list[int]] = {}
-    for i, problem in enumerate(problems):
-        groups.setdefault(problem, []).append(i)
+    for request, problem in enumerate(problems):
+        groups.setdefault(problem, []).append(request)
     shuffled = list(groups.values())
     rng.shuffle(shuffled)
-    streams = [
-        [i for group in shuffled[s::STREAMS] for i in group][::-1]
-        for s in range(STREAMS)
-    ]
-    found = []
-    while streams := [stream for stream in streams if stream]:
-        found.append(streams[rng.integers(len(streams))].pop())
-    return found
+    streams = []
+    for first in range(STREAMS):
+        own = itertools.chain.from_iterable(shuffled[first::STREAMS])
+        # the last comes first, so that `pop` returns it
+        streams.append(list(own)[::-1])
+    order = list[int]()
+    while True:
+        streams = [stream for stream in streams if stream]
+        if not streams:
+            return order
+        chosen = rng.integers(len(streams))
+        order.append(streams[chosen].pop())
 
 
 class Router:
@@ -46,15 +51,18 @@ class Router:
     def __init__(
         self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0
     ) -> None:
-        self._ours = das.drafter != "none" and das.routing == "longest_first"
+        drafts = das.drafter != "none"
+        self._own_routing = drafts and das.routing == "longest_first"
         self._replicas = Replicas(range(engines), das.shares_history, group, slots)
-        self._orders = [
-            start_order(das, group) if self._ours else None for _ in range(engines)
-        ]
+        self._orders = list[StartOrder]()
+        """Order of each engine's requests; empty: they start as they arrive."""
+        if self._own_routing:
+            orders = [start_order(das, group) for _ in range(engines)]
+            self._orders = [order for order in orders if order is not None]
         self._log = LengthLog()
         self._loads = np.zeros(engines, dtype=np.int64)
         self.rng = np.random.default_rng(seed)
-        """Of the order in which requests arrive."""
+        """Generator of the order in which requests arrive."""
 
     def send(self, requests: Requests, rows: Ints) -> tuple[Ints, Ints]:
         """Return the engine and the priority of each request, int64 [n]; `rows` in the
@@ -63,28 +71,29 @@ class Router:
         engines = np.zeros(len(rows), np.int64)
         priorities = np.zeros(len(rows), np.int64)
         for i, problem in enumerate(requests.problem[rows].tolist()):
-            if self._ours:
+            if self._own_routing:
                 engine = self._replicas.pick(problem)
             else:
                 engine = int(self._loads.argmin())
             self._loads[engine] += 1
             engines[i] = engine
-            if (order := self._orders[engine]) is not None:
-                priorities[i] = order.priority(problem)
+            if self._orders:
+                priorities[i] = self._orders[engine].priority(problem)
         return engines, priorities
 
     def done(self, requests: Requests, rows: Ints) -> None:
-        """Take requests that ended."""
-        for engine, problem in zip(
-            requests.engine[rows].tolist(), requests.problem[rows].tolist(), strict=True
-        ):
+        """Remove requests that ended from the loads of their engines."""
+        engines = requests.engine[rows].tolist()
+        problems = requests.problem[rows].tolist()
+        for engine, problem in zip(engines, problems, strict=True):
             self._loads[engine] -= 1
-            if self._ours:
+            if self._own_routing:
                 self._replicas.done(engine, problem)
 
     def sync(self, version: int, responses: Responses) -> None:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        self._replicas.expected = Expected(self._log.predictions())
-        for order in filter(None, self._orders):
-            order.refresh(self._replicas.expected, version)
+        expected = Expected(self._log.predictions())
+        self._replicas.expected = expected
+        for order in self._orders:
+            order.refresh(expected, version)

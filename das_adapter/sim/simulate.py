@@ -15,14 +15,14 @@ from das_adapter.core.hardware import device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Prior, Roofline
 from das_adapter.errors import ConfigError, DasError
-from das_adapter.sim.config import ArmBlock, SimConfig
+from das_adapter.sim.config import ArmBlock, HardwareBlock, SimConfig
 from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Drafting, Fixed, no_drafts
 from das_adapter.sim.fleet import BLOCK, UNLIMITED, Fleet
 from das_adapter.sim.models import sizes
-from das_adapter.sim.pipeline import Pipeline, Run
+from das_adapter.sim.pipeline import Pipeline, Run, StepResult
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout, read, written_ahead
+from das_adapter.sim.rollouts import RecordedResponse, read, written_ahead
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source
 from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance
@@ -45,69 +45,76 @@ COEFFICIENTS = (
     "attention",
 )
 """Fields of `StepModel` that a line may have."""
+COPY_LONGEST = 16
+"""Maximum number of tokens of a draft of the policy copy."""
+MIN_KV_BLOCKS = 64
+"""Fewest blocks of a KV cache with which an engine is simulated."""
 Progress = Callable[[str], None]
-"""Hears the name of an arm that begins."""
+"""Called with the name of an arm that begins."""
 
 
 class Simulation:
-    """A config with what its arms have in common: step times and recorded rollouts."""
+    """A config with what its arms have in common: step times and recorded responses."""
 
     def __init__(
-        self, config: SimConfig, rollouts: Sequence[Rollout] | None = None
+        self, config: SimConfig, responses: Sequence[RecordedResponse] | None = None
     ) -> None:
-        """Take recorded rollouts, or read those of `rollout.dump`.
+        """Use recorded responses, or read those of `rollout.dump`.
 
         Raises:
             ConfigError, DasError: a value that does not fit, with its key.
         """
         self.config = config
         self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
-        if rollouts is None and config.rollout.dump is not None:
-            rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
-        if config.acceptance.length is None and any(
-            das.drafter == "ngram" for das in self._blocks.values()
-        ):
+        drafters = {das.drafter for das in self._blocks.values()}
+        if responses is None and config.rollout.dump is not None:
+            responses = read(Path(config.rollout.dump), config.rollout.tokenizer)
+        if config.acceptance.length is None and "ngram" in drafters:
             raise ConfigError(
                 "acceptance.length: found null, needed with drafter: ngram"
             )
-        self._ahead = {
+        self._ahead_arms = {
             name for name, das in self._blocks.items() if das.history.run_ahead != "off"
         }
-        if rollouts is not None and self._ahead:
-            rollouts = written_ahead(rollouts, config.acceptance.agreement)
-        self.rollouts = rollouts
-        if rollouts is None and config.acceptance.history != "given":
+        if responses is not None and self._ahead_arms:
+            responses = written_ahead(responses, config.acceptance.agreement)
+        self.responses = responses
+        if responses is None and config.acceptance.history != "given":
             raise ConfigError(
                 "acceptance.history: found index, which needs rollout.dump"
             )
         self.steps = step_times(config)
-        self.engines, rest = divmod(config.hardware.gpus, config.hardware.per_engine)
-        if rest or not self.engines:
-            raise ConfigError(
-                f"hardware: found gpus {config.hardware.gpus}, per_engine"
-                f" {config.hardware.per_engine}: the first must be a multiple of the"
-                " second"
-            )
+        self.engines = _num_engines(config.hardware)
         self.kv_blocks = kv_blocks(config, self.steps)
 
     def run(self, name: str) -> Run:
         """Run an arm."""
-        das = self._blocks[name]
-        (fleet, workload) = self.fleet(name)
+        fleet, workload = self.fleet(name)
         router = Router(
-            das, self.engines, workload.group, fleet.slots, self.config.rollout.seed
+            self._blocks[name],
+            engines=self.engines,
+            group=workload.group,
+            slots=fleet.slots,
+            seed=self.config.rollout.seed,
         )
-        return Pipeline(
-            fleet, workload, router, self.config.pipeline, name in self._ahead
-        ).run()
+        ahead = name in self._ahead_arms
+        pipeline = Pipeline(fleet, workload, router, self.config.pipeline, ahead)
+        return pipeline.run()
 
     def fleet(self, name: str) -> tuple[Fleet, Workload]:
         """Return fresh engines with the drafter of an arm, and the requests to send."""
         requests = Requests()
         workload = self._workload()
         drafting = self._drafting(name, requests, workload)
-        engine = self.config.engine.max_num_seqs, self.kv_blocks
-        return Fleet(self.engines, requests, self.steps, drafting, *engine), workload
+        fleet = Fleet(
+            self.engines,
+            requests,
+            self.steps,
+            drafting,
+            slots=self.config.engine.max_num_seqs,
+            kv=self.kv_blocks,
+        )
+        return fleet, workload
 
     def run_all(self, progress: Progress = lambda _: None) -> dict[str, Run]:
         """Run every arm."""
@@ -118,88 +125,130 @@ class Simulation:
         return found
 
     def _workload(self) -> Workload:
-        r = self.config.rollout
-        rollouts = self.rollouts
+        rollout = self.config.rollout
+        responses = self.responses
+        if responses is None:
+            workload = drawn(rollout)
+        else:
+            lengths = [len(response.tokens) for response in responses]
+            workload = recorded(responses, max([rollout.cap, *lengths]))
         disagreement = 1.0 - self.config.acceptance.agreement
-        longest = max((len(x.tokens) for x in rollouts or ()), default=0)
-        found = (
-            drawn(r) if rollouts is None else recorded(rollouts, max(r.cap, longest))
-        )
-        for number, step in enumerate(found.steps):
-            rng = np.random.default_rng((r.seed, number, 1))
-            step["same"] = rng.geometric(disagreement, len(step["problem"])) - 1
-        return found
+        for number, step in enumerate(workload.steps):
+            rng = np.random.default_rng((rollout.seed, number, 1))
+            first_different = rng.geometric(disagreement, len(step["problem"]))
+            step["num_same"] = first_different - 1
+        return workload
 
     def _drafting(self, name: str, requests: Requests, workload: Workload) -> Drafting:
+        """Return the drafter of an arm.
+
+        Raises:
+            ConfigError: its stride is for other drafters.
+        """
         das = self._blocks[name]
-        stride = self.config.arms[name].stride
         if das.drafter == "none":
             return no_drafts(requests)
-        accept = self.config.acceptance
-        seed = self.config.rollout.seed
-        copy = None
-        passes = None
-        source = Source(requests)
-        if das.uses_history and accept.history == "index":
-            source = Indexed(requests, workload.texts, self.engines, das.history)
-        elif das.uses_history:
-            source = Given(
-                requests, accept.rates, das.num_draft_tokens, seed, accept.agreement
-            )
+        history = self._history(das, requests, workload)
+        model: Given | None = None
+        pass_seconds: Seconds | None = None
         if das.copies_policy:
-            copy = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1)
-            passes = self._copy_pass(das)
-        elif das.neural or das.drafter == "ngram":
-            tokens = das.model_tokens if das.neural else das.num_draft_tokens
-            given = Given(
-                requests,
-                [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]],
-                longest=tokens,
-                seed=seed,
-            )
-            passes = (
-                self.steps.neural_pass(accept.pass_share, das.drafter)
-                if das.neural
-                else None
-            )
-            if (
-                not das.uses_history
-                and das.speculate == "always"
-                and das.budget == "unlimited"
-            ):
+            model = self._copy(requests)
+            pass_seconds = self._copy_pass(das)
+        elif das.neural:
+            share = self.config.acceptance.pass_share
+            model = self._model(das, requests)
+            pass_seconds = self.steps.neural_pass(share, das.drafter)
+            if _in_every_step(das):
+                if das.parallel:
+                    num_passes = 1
+                else:
+                    num_passes = das.model_tokens
                 return Fixed(
-                    requests, given, tokens, passes, 1 if das.parallel else tokens
+                    requests, model, das.model_tokens, pass_seconds, num_passes
                 )
-            source, copy = (source, given) if das.neural else (given, None)
-        if stride > 1 and (copy is not None or not isinstance(source, Given)):
+        elif das.drafter == "ngram":
+            ngrams = self._model(das, requests)
+            if _in_every_step(das):
+                return Fixed(requests, ngrams, das.num_draft_tokens)
+            history = ngrams
+        stride = self.config.arms[name].stride
+        if stride > 1 and (model is not None or not isinstance(history, Given)):
             raise ConfigError(
                 "arms: stride needs acceptance.history given, and no model that drafts"
             )
-        limit = self.config.rollout.cap + self.config.rollout.prompt
-        limit = max(
-            [limit, *(len(r.prompt) + len(r.tokens) for r in self.rollouts or ())]
-        )
         return Controlled(
             das,
             requests,
-            self.engines,
-            limit,
-            source,
-            copy,
-            passes,
-            self._prior(das),
-            stride,
+            engines=self.engines,
+            limit=self._longest_tokens(),
+            history=history,
+            copy=model,
+            pass_seconds=pass_seconds,
+            prior=self._prior(das),
+            stride=stride,
         )
 
+    def _history(
+        self, das: DasConfig, requests: Requests, workload: Workload
+    ) -> Source:
+        """Return the drafts of the history."""
+        accept = self.config.acceptance
+        if not das.uses_history:
+            return Source(requests)
+        if accept.history == "index":
+            return Indexed(requests, workload.texts, self.engines, das.history)
+        return Given(
+            requests,
+            accept.rates,
+            longest=das.num_draft_tokens,
+            seed=self.config.rollout.seed,
+            agreement=accept.agreement,
+        )
+
+    def _copy(self, requests: Requests) -> Given:
+        """Return the drafts of the policy copy."""
+        config = self.config
+        return Given(
+            requests,
+            [[config.acceptance.copy_rate]],
+            longest=COPY_LONGEST,
+            seed=config.rollout.seed + 1,
+        )
+
+    def _model(self, das: DasConfig, requests: Requests) -> Given:
+        """Return the drafts of a neural drafter, or of n-grams."""
+        if das.neural:
+            tokens = das.model_tokens
+        else:
+            tokens = das.num_draft_tokens
+        length = self.config.acceptance.length or 1.0 + 0.5 * tokens
+        rate = rate_of(length, tokens)
+        return Given(
+            requests,
+            [[rate]],
+            longest=tokens,
+            seed=self.config.rollout.seed,
+        )
+
+    def _longest_tokens(self) -> int:
+        """Return the tokens of the longest prompt and response that are possible."""
+        rollout = self.config.rollout
+        longest = rollout.cap + rollout.prompt
+        for response in self.responses or ():
+            tokens = len(response.prompt) + len(response.tokens)
+            longest = max(longest, tokens)
+        return longest
+
     def _prior(self, das: DasConfig) -> Prior | None:
-        """What controllers know before the first step, as in a run."""
+        """Return what controllers know before the first step, as in a run."""
         if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
-        gpu = device(config.hardware.gpu)
-        bytes_per_weight = WEIGHT_BYTES[config.precision]
         roof = Roofline.of(
-            sizes(config.model), gpu, config.hardware.per_engine, bytes_per_weight
+            sizes(config.model),
+            device(config.hardware.gpu),
+            config.hardware.per_engine,
+            WEIGHT_BYTES[config.precision],
         )
         return Prior(roof.line())
 
@@ -207,8 +256,30 @@ class Simulation:
         """Return the time of a pass of the policy copy."""
         if not isinstance(self.steps, Instance):
             return self.steps.copy_pass
-        share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]
+        policy_bytes = WEIGHT_BYTES[self.config.precision]
+        share = WEIGHT_BYTES[das.self.weights] / policy_bytes
         return replace(self.steps, copy_share=share).copy_pass
+
+
+def _in_every_step(das: DasConfig) -> bool:
+    """Say whether vLLM drafts by itself, as many tokens in every step."""
+    always = das.speculate == "always" and das.budget == "unlimited"
+    return always and not das.uses_history
+
+
+def _num_engines(hardware: HardwareBlock) -> int:
+    """Return how many engines there are.
+
+    Raises:
+        ConfigError: the devices make no whole number of engines.
+    """
+    engines, rest = divmod(hardware.gpus, hardware.per_engine)
+    if rest or not engines:
+        raise ConfigError(
+            f"hardware: found gpus {hardware.gpus}, per_engine {hardware.per_engine}:"
+            " the first must be a multiple of the second"
+        )
+    return engines
 
 
 def _das(name: str, arm: ArmBlock) -> DasConfig:
@@ -227,24 +298,27 @@ def step_times(config: SimConfig) -> Steps:
     block = config.steps
     hardware = config.hardware
     if block.kind == "line":
-        line: dict[str, Any] = block.line
-        if not {"base", "token"} <= line.keys() <= {*COEFFICIENTS}:
-            raise ConfigError(
-                f"steps.line: found {line}, allowed: {', '.join(COEFFICIENTS)}; needed:"
-                " base and token"
-            )
-        return Line(StepModel(**line))
-    own = {
-        f"{name}_s": 1e-3 * getattr(block, f"{name}_ms")
-        for name in ("overhead", "draft_overhead", "pass_overhead")
-    }
+        return Line(_line_model(block.line))
     return instance(
         sizes(config.model),
         device(hardware.gpu),
         hardware.per_engine,
         config.precision,
-        **own,
+        overhead_s=1e-3 * block.overhead_ms,
+        draft_overhead_s=1e-3 * block.draft_overhead_ms,
+        pass_overhead_s=1e-3 * block.pass_overhead_ms,
     )
+
+
+def _line_model(line: dict[str, Any]) -> StepModel:
+    """Return the model of a line's coefficients."""
+    needed = {"base", "token"}
+    if not needed <= line.keys() <= {*COEFFICIENTS}:
+        raise ConfigError(
+            f"steps.line: found {line}, allowed: {', '.join(COEFFICIENTS)}; needed:"
+            " base and token"
+        )
+    return StepModel(**line)
 
 
 def kv_blocks(config: SimConfig, steps: Steps) -> int:
@@ -258,13 +332,14 @@ def kv_blocks(config: SimConfig, steps: Steps) -> int:
     if not isinstance(steps, Instance):
         return UNLIMITED
     roof = steps.roof
-    room = MEMORY * device(config.hardware.gpu).memory
-    weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
-    blocks = int((room - weights) / (roof.kv_bytes * BLOCK))
-    if blocks < 64:
+    room_bytes = MEMORY * device(config.hardware.gpu).memory
+    weight_bytes = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
+    block_bytes = roof.kv_bytes * BLOCK
+    blocks = int((room_bytes - weight_bytes) / block_bytes)
+    if blocks < MIN_KV_BLOCKS:
         raise DasError(
-            f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on"
-            " each device: raise hardware.per_engine"
+            f"hardware: the weights take {weight_bytes / 1e9:.0f} of"
+            f" {room_bytes / 1e9:.0f} GB on each device: raise hardware.per_engine"
         )
     return blocks
 
@@ -285,11 +360,11 @@ def rate_of(length: float, tokens: int) -> float:
     high = 1.0
     for _ in range(60):
         rate = 0.5 * (low + high)
-        low, high = (
-            (rate, high)
-            if sum(rate**i for i in range(tokens + 1)) < length
-            else (low, rate)
-        )
+        expected = sum(rate**i for i in range(tokens + 1))
+        if expected < length:
+            low = rate
+        else:
+            high = rate
     return low
 
 
@@ -300,34 +375,35 @@ def summary(runs: dict[str, Run]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     base: dict[str, Any] = {}
     for name, run in runs.items():
-        total = {
-            key: sum(getattr(step, key) for step in run.steps)
-            for key in vars(run.steps[0])
-        }
+        total = _total(run.steps)
         base = base or total
-        found[name] = {
-            key: total[key] / len(run.steps)
-            for key in ("rollout_s", "step_s", "exposed_s", "idle")
-        }
+        figures: dict[str, Any] = {}
+        for key in ("rollout_s", "step_s", "exposed_s", "idle"):
+            figures[key] = total[key] / len(run.steps)
         for key in ("rollout", "step"):
-            found[name][f"{key}_of_first"] = total[f"{key}_s"] / max(
-                base[f"{key}_s"], 1e-12
-            )
-        found[name] |= {
-            key: total[key]
-            for key in ("tokens", "drafted", "accepted", "preempted", "ahead")
-        }
-        found[name]["tokens_per_forward"] = total["tokens"] / max(total["forwards"], 1)
-        found[name]["by_step"] = [
-            vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in run.steps
+            base_s = max(base[f"{key}_s"], 1e-12)
+            figures[f"{key}_of_first"] = total[f"{key}_s"] / base_s
+        for key in ("tokens", "drafted", "accepted", "preempted", "ahead"):
+            figures[key] = total[key]
+        figures["tokens_per_forward"] = total["tokens"] / max(total["forwards"], 1)
+        figures["by_step"] = [
+            vars(step) | {"tokens_per_forward": step.tokens_per_forward}
+            for step in run.steps
         ]
+        found[name] = figures
     return found
+
+
+def _total(steps: Sequence[StepResult]) -> dict[str, Any]:
+    """Return the sum of each figure over the steps of a run."""
+    names = vars(steps[0])
+    return {name: sum(getattr(step, name) for step in steps) for name in names}
 
 
 def simulate(
     config: SimConfig,
-    rollouts: Sequence[Rollout] | None = None,
+    responses: Sequence[RecordedResponse] | None = None,
     progress: Progress = lambda _: None,
 ) -> Any:
     """Run every arm of a config; return `summary`."""
-    return summary(Simulation(config, rollouts).run_all(progress))
+    return summary(Simulation(config, responses).run_all(progress))

@@ -1,4 +1,4 @@
-"""What a request is offered to draft from, and how much of it the policy confirms.
+"""The drafts that requests are offered, and how much of them the policy confirms.
 
 Two sources: chances that are given, and the index itself, over recorded responses that
 are written again.
@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -19,49 +20,73 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.sim.requests import Floats, Ints, Requests
+from das_adapter.sim.requests import Bools, Floats, Ints, Requests, int_zeros
 from das_adapter.sim.texts import Texts, offsets_of
 
 Rates = Sequence[Sequence[float]]
 
 
-class Offer(NamedTuple):
-    """Drafts for some requests, as `core.steps.HistoryDrafts` has them, and what
-    becomes of them.
+class SimOffer(NamedTuple):
+    """Drafts for some requests, as `core.steps.HistoryDrafts` has them, with the number
+    of tokens that the policy would write.
     """
 
     chances: npt.NDArray[np.float32]
+    """Chance of each draft token, request after request."""
     offsets: Ints
+    """Begin of the draft of each request in `chances`, int64 [b + 1]."""
     hits: Ints
     """Leading tokens of each draft that the policy would write, int64 [b]."""
 
 
 class Source:
-    """Where drafts come from; here one that keeps nothing."""
+    """A source of drafts; this one keeps nothing."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
-    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """Draft for running requests of one engine: at most so many tokens each, int64
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
+        """Draft for running requests of one engine: at most `limits` tokens each, int64
         [b], down to this chance. No draft may pass a request's end.
         """
         raise NotImplementedError
 
     def begin(self, rows: Ints) -> None:
-        """Take requests that begin, or continue where they were interrupted."""
+        """Open requests that begin, or continue where they were interrupted."""
 
     def end(self, rows: Ints) -> None:
-        """Take requests that ended."""
+        """Close requests that ended."""
 
     def sync(self, version: int, rows: Ints) -> None:
         """Make these finished requests history, at a weight sync."""
 
 
+@dataclass
+class _RequestsOfSteps:
+    """The requests of engines in their free steps, engine after engine, [n]."""
+
+    rows: Ints
+    engine: Ints
+    """Place of its engine among these engines."""
+    max_draft_tokens: Ints
+    min_chance: Floats
+    """Chance under which its draft ends."""
+    length: Ints
+    """Tokens that it is going to write."""
+    last_draftable: Ints
+    """Tokens after which it needs no draft."""
+
+    def keep(self, kept: Bools) -> None:
+        """Drop all requests but these, bool [n]."""
+        for column in fields(self):
+            values = getattr(self, column.name)
+            setattr(self, column.name, values[kept])
+
+
 class Given(Source):
     """Drafts whose tokens survive with given chances, so that engines can go on without
-    being asked. What a request accepts follows from the seed, the request and its
-    position alone, not from when it is drafted for.
+    asking. What a request accepts follows from the seed, the request and its position
+    alone, not from when it is drafted for.
     """
 
     def __init__(
@@ -72,32 +97,36 @@ class Given(Source):
         seed: int = 0,
         agreement: float = 0.0,
     ) -> None:
-        """Take `rates` and `agreement` as `AcceptanceBlock` has them; no draft has more
-        than `longest` tokens, and with an agreement of 0 none is of what was written
-        ahead.
+        """Make a source with `rates` and `agreement` as `AcceptanceBlock` has them; no
+        draft has more than `longest` tokens, and with an agreement of 0 none is of what
+        was written ahead.
         """
         super().__init__(requests)
-        steps = np.array(
-            [
-                [*visit, *[visit[-1]] * longest][:longest]
-                for visit in (*rates, [agreement])
-            ]
+        visits = (*rates, [agreement])
+        chances = [_repeat_last(visit, longest) for visit in visits]
+        # [visits + 1, longest]; the last row is of text that was written ahead
+        self._survival = np.cumprod(np.array(chances), axis=1)
+        self._seed = np.uint64((seed << 32) % 2**64)
+
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
+        floors = np.full(len(rows), floor)
+        counts, hits, chances = self._drafts(rows, limits, floors)
+        positions = np.arange(chances.shape[1])
+        drafted = positions < counts[:, None]
+        of_drafts = chances[drafted]
+        return SimOffer(
+            chances=of_drafts.astype(np.float32),
+            offsets=offsets_of(counts),
+            hits=hits,
         )
-        self._survival = np.cumprod(steps, axis=1)
-        self._seed = np.uint64(seed << 32 & 2**64 - 1)
 
-    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        counts, hits, chances = self._drafts(rows, limits, np.full(len(rows), floor))
-        there = np.arange(chances.shape[1]) < counts[:, None]
-        return Offer(chances[there].astype(np.float32), offsets_of(counts), hits)
-
-    def walk(
+    def take_free_steps(
         self,
         rows: Ints,
         bounds: Ints,
         steps: Ints,
-        least: Floats,
-        limit: Ints,
+        log_min_chance: Floats,
+        max_draft_tokens: Ints,
         tokens: Floats,
         context: Floats,
     ) -> Ints:
@@ -105,94 +134,160 @@ class Given(Source):
         how often, int64 [engines].
 
         Args:
-            rows: their requests, engine after engine; `bounds`: where each engine's
-                begin, and the end of the last.
-            steps: of each engine at most.
-            least, limit: of each request, as in `Walk`.
-            tokens, context: float64 [engines, most steps], which get those of each
-                step.
+            rows: their requests, engine after engine.
+            bounds: where the requests of each engine begin, and the end of the last,
+                int64 [engines + 1].
+            steps: maximum number of steps of each engine, int64 [engines].
+            log_min_chance, max_draft_tokens: of each request, as in `FreeSteps`.
+            tokens, context: float64 [engines, largest of `steps`], which receive the
+                tokens of each forward pass, and the context that its requests have.
         """
-        r = self._requests
-        at = np.repeat(np.arange(len(steps)), np.diff(bounds))
-        limit = np.where(least < np.inf, limit, 0)
-        lowest = np.exp(least)
-        length = r.length[rows]
-        last = np.minimum(r.length[rows], r.most[rows]) - 1
-        if not (limit.any() or r.draft[rows].any()):
-            taken = np.minimum(
-                steps, np.minimum.reduceat(length - r.written[rows], bounds[:-1])
-            )
-            tokens[:] = np.diff(bounds)[:, None]
-            context[:] = np.add.reduceat(r.prompt[rows] + r.written[rows], bounds[:-1])[
-                :, None
-            ]
-            context += tokens * np.arange(tokens.shape[1])
-            r.written[rows] += taken[at]
-            r.forwards[rows] += taken[at]
-            return taken
-        taken = np.zeros(len(steps), dtype=np.int64)
-        ended = np.zeros(len(steps), dtype=bool)
+        requests = self._requests
+        drafts = log_min_chance < np.inf
+        limits = np.where(drafts, max_draft_tokens, 0)
+        has_draft = requests.num_draft_tokens[rows] > 0
+        if not (limits.any() or has_draft.any()):
+            return self._take_undrafted_steps(rows, bounds, steps, tokens, context)
+        num_engines = len(steps)
+        counts = np.diff(bounds)
+        length = requests.num_output_tokens[rows]
+        end = np.minimum(length, requests.max_tokens[rows])
+        running = _RequestsOfSteps(
+            rows=rows,
+            engine=np.repeat(np.arange(num_engines), counts),
+            max_draft_tokens=limits,
+            min_chance=np.exp(log_min_chance),
+            length=length,
+            last_draftable=end - 1,
+        )
+        taken = int_zeros(num_engines)
+        ended = np.zeros(num_engines, dtype=bool)
         for step in range(tokens.shape[1]):
-            drafted = r.draft[rows]
-            written = r.written[rows]
-            tokens[:, step] = np.bincount(at, 1 + drafted, len(steps))
-            context[:, step] = np.bincount(at, r.prompt[rows] + written, len(steps))
-            got = np.minimum(1 + np.minimum(drafted, r.hits[rows]), length - written)
-            r.written[rows] = written = written + got
-            r.forwards[rows] += 1
-            r.drafted[rows] += drafted
-            r.accepted[rows] += got - 1
-            r.draft[rows], r.hits[rows], _ = self._drafts(
-                rows, np.minimum(limit, last - written), lowest
-            )
-            taken[at] = step + 1
-            ended[at[written >= length]] = True
-            mine = ~(ended | (taken == steps))[at]
-            if not mine.all():
-                rows, at, limit, lowest, length, last = (
-                    of[mine] for of in (rows, at, limit, lowest, length, last)
-                )
-                if not len(rows):
-                    break
+            rows = running.rows
+            engine = running.engine
+            forward_tokens = 1 + requests.num_draft_tokens[rows]
+            context_tokens = requests.context(rows)
+            tokens[:, step] = np.bincount(engine, forward_tokens, num_engines)
+            context[:, step] = np.bincount(engine, context_tokens, num_engines)
+            self._write_and_draft(running)
+            taken[engine] = step + 1
+            finished = requests.num_written[rows] >= running.length
+            ended[engine[finished]] = True
+            stopped = ended | (taken == steps)
+            kept = ~stopped[engine]
+            if not kept.any():
+                break
+            if not kept.all():
+                running.keep(kept)
         return taken
 
+    def _take_undrafted_steps(
+        self, rows: Ints, bounds: Ints, steps: Ints, tokens: Floats, context: Floats
+    ) -> Ints:
+        """Step engines whose requests have no drafts, as `take_free_steps` does."""
+        requests = self._requests
+        begins = bounds[:-1]
+        counts = np.diff(bounds)
+        left = requests.num_output_tokens[rows] - requests.num_written[rows]
+        until_end = np.minimum.reduceat(left, begins)
+        taken = np.minimum(steps, until_end)
+        of_requests = requests.context(rows)
+        context_tokens = np.add.reduceat(of_requests, begins)
+        step_numbers = np.arange(tokens.shape[1])
+        tokens[:] = counts[:, None]
+        context[:] = context_tokens[:, None]
+        # each request adds a token in each step
+        context += tokens * step_numbers
+        of_request = np.repeat(taken, counts)
+        requests.num_written[rows] += of_request
+        requests.num_forwards[rows] += of_request
+        return taken
+
+    def _write_and_draft(self, running: _RequestsOfSteps) -> None:
+        """Take one step of some requests, and draft for their next."""
+        requests = self._requests
+        rows = running.rows
+        drafted = requests.num_draft_tokens[rows]
+        written = requests.num_written[rows]
+        accepted = np.minimum(drafted, requests.num_draft_hits[rows])
+        left = running.length - written
+        got = np.minimum(1 + accepted, left)
+        written = written + got
+        requests.num_written[rows] = written
+        requests.num_forwards[rows] += 1
+        requests.num_drafted[rows] += drafted
+        requests.num_accepted[rows] += got - 1
+        room = running.last_draftable - written
+        limits = np.minimum(running.max_draft_tokens, room)
+        min_chances = running.min_chance
+        counts, hits, _ = self._drafts(rows, limits, min_chances)
+        requests.num_draft_tokens[rows] = counts
+        requests.num_draft_hits[rows] = hits
+
     def _drafts(
-        self, rows: Ints, limits: Ints, lowest: Floats
+        self, rows: Ints, limits: Ints, min_chances: Floats
     ) -> tuple[Ints, Ints, Floats]:
-        """Draft for requests: at most so many tokens each, down to this chance of each,
-        [n]; return how many tokens each has and how many of them the policy would
-        write, int64 [n], and the chances of longer drafts, [n, most].
+        """Draft for requests: at most `limits` tokens each, down to a chance of each,
+        [n].
+
+        Returns:
+            How many tokens each has and how many of them the policy would write, int64
+            [n]; and the chances of drafts of the greatest length, float64 [n, longest].
         """
-        r = self._requests
-        (*visits, _) = self._survival
-        written = r.written[rows]
-        key = _mixed(
-            _mixed(rows.astype(np.uint64) + self._seed) + written.astype(np.uint64)
-        )
-        luck = ((key & np.uint64(2**32 - 1)).astype(np.float64) + 0.5) * 2.0**-32
-        # what diverged is a sibling's, as from a visit before
-        early = written < r.ahead[rows]
-        repeats = early & (written <= r.same[rows]) & (self._survival[-1, 0] > 0.0)
-        known = np.minimum(r.visit[rows] + early, len(visits) - 1)
-        chances = self._survival[np.where(repeats, len(visits), known)]
-        counts = np.minimum(
-            limits, np.where(repeats, r.ahead[rows] - written, chances.shape[1])
-        )
-        counts = np.clip(
-            (chances >= lowest[:, None]).sum(axis=1), 0, np.maximum(counts, 0)
-        )
-        hits = np.where(
-            repeats, r.same[rows] - written, (chances > luck[:, None]).sum(axis=1)
-        )
+        requests = self._requests
+        survival = self._survival
+        num_visits = len(survival) - 1
+        written = requests.num_written[rows]
+        same = requests.num_same[rows]
+        ahead = requests.num_ahead[rows]
+        # after the first token that differs, what was written ahead is the text of a
+        # sibling, as from a visit before
+        in_ahead = written < ahead
+        agrees = survival[-1, 0] > 0.0
+        repeats = in_ahead & (written <= same) & agrees
+        visit = requests.visit[rows] + in_ahead
+        visit = np.minimum(visit, num_visits - 1)
+        chances = survival[np.where(repeats, num_visits, visit)]
+        left_ahead = ahead - written
+        longest = np.where(repeats, left_ahead, chances.shape[1])
+        longest = np.minimum(limits, longest)
+        longest = np.maximum(longest, 0)
+        allowed = chances >= min_chances[:, None]
+        counts = np.clip(allowed.sum(axis=1), 0, longest)
+        luck = self._luck(rows, written)
+        survives = chances > luck[:, None]
+        num_same = same - written
+        hits = np.where(repeats, num_same, survives.sum(axis=1))
         return counts, np.minimum(hits, counts), chances
+
+    def _luck(self, rows: Ints, written: Ints) -> Floats:
+        """Return a number between 0 and 1 for each request at its position, float64
+        [n], the same in each run.
+        """
+        request_key = _mixed(rows.astype(np.uint64) + self._seed)
+        position = written.astype(np.uint64)
+        key = _mixed(request_key + position)
+        low_bits = key & np.uint64(2**32 - 1)
+        middle = low_bits.astype(np.float64) + 0.5
+        return middle * 2.0**-32
+
+
+def _repeat_last(values: Sequence[float], count: int) -> list[float]:
+    """Return the first values, so many; the last goes on where there are fewer."""
+    found = list(values)
+    while len(found) < count:
+        found.append(found[-1])
+    return found[:count]
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return what SplitMix64 makes of numbers."""
+    """Return what SplitMix64 makes of numbers, uint64 [n]."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 class Indexed(Source):
@@ -208,63 +303,72 @@ class Indexed(Source):
         self._policy = HistoryPolicy(history)
         self._store = HistoryStore(tempfile.mkdtemp(prefix="das-sim-"))
         weakref.finalize(self, _remove, self._store)
-        self.indices = [
-            SuffixIndex.attach(self._store.directory) for _ in range(engines)
-        ]
+        directory = self._store.directory
+        self.indices = [SuffixIndex.attach(directory) for _ in range(engines)]
 
     def begin(self, rows: Ints) -> None:
-        r = self._requests
-        for row in rows[r.handle[rows] == 0].tolist():
-            index = self.indices[r.engine[row]]
-            text = self._texts.rollouts[r.text[row]]
-            ahead = text.ahead[: max(0, r.ahead[row])]
-            r.handle[row] = index.open(
-                self._policy.key(int(r.problem[row])), text.prompt, ahead=ahead
+        requests = self._requests
+        unopened = rows[requests.handle[rows] == 0]
+        for row in unopened.tolist():
+            response = self._texts.responses[requests.text[row]]
+            num_ahead = max(0, requests.num_ahead[row])
+            problem = int(requests.problem[row])
+            key = self._policy.key(problem)
+            index = self.indices[requests.engine[row]]
+            requests.handle[row] = index.open(
+                key, response.prompt, ahead=response.ahead[:num_ahead]
             )
 
-    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        r = self._requests
-        index = self.indices[r.engine[rows[0]]]
-        texts = r.text[rows]
-        written = r.written[rows]
-        flat = self._texts.tokens[None]
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
+        requests = self._requests
+        texts = requests.text[rows]
+        written = requests.num_written[rows]
         begins = self._texts.ends[texts]
-        new = rows * 0, begins + r.indexed[rows], begins + written
-        tokens, chances, offsets = index.draft_rows(
-            r.handle[rows], flat, *new, limits, floor
-        ).result()
-        r.indexed[rows] = written
-        return Offer(
-            chances, offsets, self._texts.agreeing(texts, written, tokens, offsets)
+        index = self.indices[requests.engine[rows[0]]]
+        # all texts are one row; each request's new tokens are a span of it
+        found = index.draft_rows(
+            requests.handle[rows],
+            self._texts.tokens[None],
+            np.zeros_like(rows),
+            begins + requests.num_indexed[rows],
+            begins + written,
+            limits,
+            floor,
         )
+        tokens, chances, offsets = found.result()
+        requests.num_indexed[rows] = written
+        hits = self._texts.agreeing(texts, written, tokens, offsets)
+        return SimOffer(chances, offsets, hits)
 
     def end(self, rows: Ints) -> None:
-        r = self._requests
-        for row in rows[r.handle[rows] > 0].tolist():
-            index = self.indices[r.engine[row]]
-            handle = int(r.handle[row])
+        requests = self._requests
+        opened = rows[requests.handle[rows] > 0]
+        for row in opened.tolist():
+            index = self.indices[requests.engine[row]]
+            handle = int(requests.handle[row])
+            tokens = self._texts.responses[requests.text[row]].tokens
             index.extend(
-                handle,
-                self._texts.rollouts[r.text[row]].tokens[
-                    r.indexed[row] : r.written[row]
-                ],
+                handle, tokens[requests.num_indexed[row] : requests.num_written[row]]
             )
-            index.close(handle, keep=self._policy.kept and bool(r.ahead[row] >= 0))
+            own_request = bool(requests.num_ahead[row] >= 0)
+            index.close(handle, keep=self._policy.kept and own_request)
 
     def sync(self, version: int, rows: Ints) -> None:
-        found = (self._texts.rollouts[i] for i in self._requests.text[rows])
-        problems = self._requests.problem[rows].tolist()
-        self.remember(
-            (p, r.tokens.tobytes(), version)
-            for p, r in zip(problems, found, strict=True)
-        )
+        requests = self._requests
+        written = []
+        for row in rows.tolist():
+            response = self._texts.responses[requests.text[row]]
+            problem = int(requests.problem[row])
+            written.append((problem, response.tokens.tobytes(), version))
+        self.remember(written)
 
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
         """Make finished responses history: problem, int32 tokens, weight version."""
         if self._policy.kept:
             self._policy.remember(self._store, written)
-            while self._policy.tidy(self._store):
-                pass
+            unfinished = True
+            while unfinished:
+                unfinished = self._policy.tidy(self._store)
         for index in self.indices:
             index.refresh()
             index.clear_live()

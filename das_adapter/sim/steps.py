@@ -1,4 +1,4 @@
-"""How long an engine's decode step takes: from a fitted line, or from a roofline."""
+"""The time of an engine's decode step: from a fitted line, or from a roofline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from das_adapter.core.roofline import Roofline
 from das_adapter.sim.requests import Floats
 
 Seconds = Callable[[Floats, Floats], Floats]
-"""Times by requests and by the context tokens that these have together, float64 [n]
-each.
+"""Times of steps or passes, by requests and by the context tokens that these have
+together, float64 [n] each.
 """
 PASS_SHARE = 0.05
 """Time of a pass of a neural drafter, as a share of a plain step, where it is not
@@ -31,17 +31,21 @@ HOP_S = 8e-6
 over NVLink, small messages).
 """
 HOP_NETWORK_S = 25e-6
-"""The same between domains."""
+"""Seconds before the first byte of an all-reduce between domains arrives."""
 
 
 class Steps:
     """Step times of an engine. Arguments are of several engines at once, float64
-    [engines]; answers are seconds.
+    [engines]; results are seconds.
     """
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        """Return the times of steps: requests, tokens in the forward pass (1 and the
-        draft of each), tokens of context that all requests have together.
+        """Return the times of steps.
+
+        Args:
+            requests: requests that each engine decodes.
+            tokens: tokens in the forward pass, one and the draft of each request.
+            context: tokens of context that all of its requests have together.
         """
         raise NotImplementedError
 
@@ -54,58 +58,62 @@ class Steps:
         raise NotImplementedError
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        """Return the time of a pass of a neural drafter: a share of a plain step; None:
-        `PASS_SHARE`.
+        """Return the time of a pass of a neural drafter, which takes a share of a plain
+        step; None: `PASS_SHARE`.
         """
         raise NotImplementedError
 
     def _shared_pass(
-        self, part: float, read: float | None = None, extra: float = 0.0
+        self, share: float, context_share: float, extra_s: float = 0.0
     ) -> Seconds:
-        """Return a pass that takes a part of a plain step, `read` of what reading the
-        context takes, and a constant.
+        """Return the time of a pass that takes a share of a plain step, another share
+        of what reading the context takes, and a constant.
         """
 
         def seconds(requests: Floats, context: Floats) -> Floats:
-            short = self.decode(requests, requests, np.zeros_like(requests))
-            reading = self.decode(requests, requests, context) - short
-            return np.asarray(
-                extra + part * short + (part if read is None else read) * reading
-            )
+            no_context = np.zeros_like(requests)
+            short_s = self.decode(requests, requests, no_context)
+            whole_s = self.decode(requests, requests, context)
+            reading_s = whole_s - short_s
+            shared_s = extra_s + share * short_s
+            return np.asarray(shared_s + context_share * reading_s)
 
         return seconds
 
 
 @dataclass(frozen=True)
 class Line(Steps):
-    """A fitted `StepModel`."""
+    """Step times of a fitted `StepModel`."""
 
     model: StepModel
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        return self.model.seconds(tokens, requests, tokens > requests, context)
+        drafted = tokens > requests
+        return self.model.seconds(tokens, requests, drafted, context)
 
     def prefill(self, tokens: Floats) -> Floats:
         return self.model.slope(np.inf) * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        return np.asarray(
-            UNSEEN_PASS * self.model.seconds(requests, requests, False, context)
-        )
+        plain = self.model.seconds(requests, requests, False, context)
+        return np.asarray(UNSEEN_PASS * plain)
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        return self._shared_pass(PASS_SHARE if share is None else share)
+        if share is None:
+            share = PASS_SHARE
+        return self._shared_pass(share, share)
 
 
 @dataclass(frozen=True)
 class Instance(Steps):
-    """The roofline of an engine on one or several devices, with what these exchange,
-    and the engine's own time.
+    """Step times by the roofline of an engine on one or several devices, with what
+    these exchange, and the engine's own time.
     """
 
     roof: Roofline
-    """Of one device's share."""
+    """Roofline of one device's share."""
     layers: int
+    """Layers of the model."""
     waits_s: float = 0.0
     """Seconds of a forward pass before the first byte of each exchange arrives."""
     token_s: float = 0.0
@@ -115,64 +123,75 @@ class Instance(Steps):
     sampling.
     """
     draft_overhead_s: float = 0.0
-    """More of them in a step that verifies drafts."""
+    """Further seconds of a step that verifies drafts."""
     pass_overhead_s: float = 0.0
     """Seconds of a drafting model's pass that no kernel accounts for."""
     copy_share: float = 0.25
     """Bytes of the policy copy's linear layers, as a share of the policy's."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        b = np.maximum(requests, 1e-9)
-        kernels = (
-            self.roof.seconds(requests, context / b, tokens / b - 1.0)
-            + self.token_s * tokens
-        )
-        weights = float(self.roof.reading(1))
-        host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
-        return np.asarray(
-            np.where(requests > 0, kernels + self.waits_s, weights) + host
-        )
+        count = np.maximum(requests, 1e-9)
+        context_each = context / count
+        drafts_each = tokens / count - 1.0
+        kernels_s = self.roof.seconds(requests, context_each, drafts_each)
+        kernels_s = kernels_s + self.token_s * tokens
+        weights_s = float(self.roof.reading(1))
+        drafted = tokens > requests
+        host_s = self.overhead_s + self.draft_overhead_s * drafted
+        device_s = np.where(requests > 0, kernels_s + self.waits_s, weights_s)
+        return np.asarray(device_s + host_s)
 
     def prefill(self, tokens: Floats) -> Floats:
-        return (
-            tokens * self.roof.dense_flops / self.roof.hardware.flops
-            + self.token_s * tokens
-        )
+        flops = tokens * self.roof.dense_flops
+        kernels_s = flops / self.roof.hardware.flops
+        return kernels_s + self.token_s * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        passes = self.roof.seconds(
-            requests, context / np.maximum(requests, 1e-9), 0.0, self.copy_share
-        )
-        return passes + self.token_s * requests + self.waits_s + self.pass_overhead_s
+        context_each = context / np.maximum(requests, 1e-9)
+        kernels_s = self.roof.seconds(requests, context_each, 0.0, self.copy_share)
+        exchanged_s = kernels_s + self.token_s * requests + self.waits_s
+        return exchanged_s + self.pass_overhead_s
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        part = PASS_SHARE if share is None else share
-        one_layer = "eagle3" in drafter or "mtp" in drafter
-        return self._shared_pass(
-            part, 1.0 / self.layers if one_layer else part, self.pass_overhead_s
-        )
+        if share is None:
+            share = PASS_SHARE
+        context_share = share
+        if "eagle3" in drafter or "mtp" in drafter:
+            # of all layers that read the context it has one
+            context_share = 1.0 / self.layers
+        return self._shared_pass(share, context_share, self.pass_overhead_s)
 
 
 def instance(
     sizes: dict[str, Any], device: Device, devices: int, precision: str, **own: Any
 ) -> Instance:
-    """Return the roofline of a model on so many devices; `own`: further fields of
-    `Instance`.
+    """Return the step times of a model on so many devices.
+
+    Args:
+        sizes: as `models.sizes` returns them.
+        devices: devices of one engine.
+        precision: `bf16` or `fp8`.
+        own: further fields of `Instance`.
     """
-    fast = replace(
-        device, flops=device.flops * (device.fp8 if precision == "fp8" else 1.0)
-    )
-    one = 1.0 if precision == "fp8" else 2.0
+    fp8 = precision == "fp8"
+    speed_up = 1.0
+    weight_bytes = 2.0
+    if fp8:
+        speed_up = device.fp8
+        weight_bytes = 1.0
+    fast = replace(device, flops=device.flops * speed_up)
     layers = sizes["num_hidden_layers"]
-    roof = Roofline.of(sizes, fast, devices, one)
+    roof = Roofline.of(sizes, fast, devices, weight_bytes)
     if devices < 2:
         return Instance(roof, layers, **own)
     # two exchanges in each layer: rings of hidden states in 16 bits
-    size = 4.0 * sizes["hidden_size"]
-    rate, wait = (
-        (device.link, HOP_S)
-        if devices <= device.domain
-        else (min(device.link, NETWORK), HOP_NETWORK_S)
-    )
-    token_s = 2 * layers * (devices - 1) / devices * size / rate
-    return Instance(roof, layers, 2 * layers * wait, token_s, **own)
+    exchanged_bytes = 4.0 * sizes["hidden_size"]
+    num_exchanges = 2 * layers
+    if devices <= device.domain:
+        rate = device.link
+        hop_s = HOP_S
+    else:
+        rate = min(device.link, NETWORK)
+        hop_s = HOP_NETWORK_S
+    token_s = num_exchanges * (devices - 1) / devices * exchanged_bytes / rate
+    return Instance(roof, layers, num_exchanges * hop_s, token_s, **own)

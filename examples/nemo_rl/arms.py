@@ -21,9 +21,9 @@ from typing import Any
 
 from das_adapter.commands.output import print_table
 from das_adapter.cpu.environment import cpu_env
-from das_adapter.tools import compare
-from das_adapter.tools.provenance import RUN, provenance, save
-from das_adapter.tools.run_logs import read
+from das_adapter.reports import compare
+from das_adapter.reports.provenance import RUN, provenance, save
+from das_adapter.reports.run_logs import read
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "++policy.generation.das"

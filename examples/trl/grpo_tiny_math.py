@@ -334,7 +334,7 @@ def by_epoch(
 
 def main() -> None:
     """Train both arms, and compare them."""
-    from das_adapter.tools.provenance import RUN, provenance, save
+    from das_adapter.reports.provenance import RUN, provenance, save
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from das_adapter.cpu.environment import cpu_env
-from das_adapter.tools.provenance import RUN, provenance, save
+from das_adapter.reports.provenance import RUN, provenance, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"

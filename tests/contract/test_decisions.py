@@ -10,7 +10,7 @@ import pytest
 from requested import OFF, requests, tokens, two_rounds
 
 from das_adapter.protocol.decision_log import read
-from das_adapter.tools import run_series
+from das_adapter.reports import run_series
 
 
 @pytest.mark.one_build

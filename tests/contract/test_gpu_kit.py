@@ -333,7 +333,7 @@ def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
     )
     minutes = {part: float(each) for part, each in helped.items()}
     assert minutes["gate"] * 60 > 2 * (
-        2 * 80 + len(gate.gate_points(engines.Plan("7b"))) * gate.ENOUGH_S
+        2 * 80 + len(gate.gate_points(engines.Plan("7b"))) * gate.ROUNDS_S
     )
     assert sum(minutes.values()) <= 24 < run.ALL_S / 60
     assert f"{sum(minutes.values()):g} minutes by the estimates" in table
@@ -465,7 +465,7 @@ def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(gate, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(gate, "ROUNDS_S", 0.0)
 
     def arm(name: str, seconds: float) -> Any:
         def run(*_: Any) -> float:
@@ -478,7 +478,7 @@ def test_slow_seconds_of_a_machine_meet_all_arms_and_all_orders(
         {"stock": arm("stock", 1.0), "history": arm("history", 1.0)}, TINY, 1, 16
     )
     assert asked[2:10] == ["stock", "history", "history", "stock"] * 2
-    assert len(rounds) == gate.FEW  # no more where there is no time
+    assert len(rounds) == gate.MIN_ROUNDS  # no more where there is no time
     assert not gate.in_turn(
         {"stock": arm("stock", math.nan), "history": arm("history", 1.0)}, TINY, 1, 16
     )
@@ -532,7 +532,7 @@ def test_what_went_wrong_in_any_rollout_of_an_arm_is_told() -> None:
     told = iter(
         [alike | {"seconds": 1.0, "unforced": 2, "error": "boom", "draft_tokens": 7}]
         + [alike | {"seconds": 1.0, "unforced": 0, "error": None, "draft_tokens": 0}]
-        * replay.MANY
+        * replay.MAX_ROLLOUTS
     )
     arm = replay.in_turn(
         lambda *_: next(told), lambda *_: {"seconds": 2.0}, [], [], once=False
@@ -542,7 +542,7 @@ def test_what_went_wrong_in_any_rollout_of_an_arm_is_told() -> None:
         arm["error"],
         arm["draft_tokens"],
         len(arm["rollouts"]),
-    ) == (2, "boom", 7, replay.FEW)
+    ) == (2, "boom", 7, replay.MIN_ROLLOUTS)
     assert arm["of_stock"] == [0.5, 0.0] and arm["propose_share"] is None
 
 

@@ -50,7 +50,7 @@ from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.messages import Refresh
-from das_adapter.tools import run_logs
+from das_adapter.reports import run_logs
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]

@@ -13,8 +13,8 @@ import ray  # noqa: E402
 from verl.utils.tracking import Tracking  # noqa: E402
 
 from das_adapter.protocol.metrics import Counters  # noqa: E402
+from das_adapter.reports import run_logs  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
-from das_adapter.tools import run_logs  # noqa: E402
 from das_adapter.verl import training  # noqa: E402
 
 V1 = {

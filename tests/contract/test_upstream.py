@@ -1,6 +1,4 @@
-"""The patches of docs/upstream, against the newest vLLM build of the test
-environment.
-"""
+"""The patches of patches/vllm, against the newest vLLM build of the test environment."""
 
 from __future__ import annotations
 
@@ -12,9 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import NEWEST
 
-PATCHES = sorted(
-    (Path(__file__).resolve().parents[2] / "docs" / "upstream" / "vllm").glob("*.patch")
-)
+ROOT = Path(__file__).resolve().parents[2]
+PATCHES = sorted((ROOT / "patches" / "vllm").glob("*.patch"))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)

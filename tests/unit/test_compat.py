@@ -10,7 +10,7 @@ import pytest
 
 from das_adapter import compat, tried
 from das_adapter.errors import UnsupportedHost
-from das_adapter.tools.doctor import examine
+from das_adapter.reports.doctor import examine
 
 VERSIONS = Path(__file__).resolve().parents[2] / "docs/versions.md"
 

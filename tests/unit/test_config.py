@@ -878,7 +878,7 @@ def test_there_are_shipped_blocks_of_both_hosts() -> None:
 def test_pages_have_the_tables_of_keys_that_the_models_give() -> None:
     for page in reference.PAGES:
         assert reference.update(page) == page.read_text(), (
-            "run python tools/reference.py"
+            "run python scripts/reference.py"
         )
 
 

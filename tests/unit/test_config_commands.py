@@ -20,7 +20,7 @@ from das_adapter.cli import main
 from das_adapter.config import NEEDS, DasConfig, parse
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
-from das_adapter.tools import configs
+from das_adapter.reports import configs
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS: list[dict[str, Any]] = [

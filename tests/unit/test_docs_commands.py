@@ -252,7 +252,7 @@ def test_what_is_typed_into_das_adapter_runs(
 @pytest.mark.parametrize(
     ("target", "runs"),
     [
-        ("env", "tools/requirements.py"),
+        ("env", "scripts/requirements.py"),
         ("demo", "examples/verl/demo.py"),
         ("test", "-m pytest -n 2"),
         ("docs", "mkdocs build"),
@@ -260,7 +260,7 @@ def test_what_is_typed_into_das_adapter_runs(
         ("wheel", "-m pytest tests/wheel -m wheel"),
         ("long", "-m long"),
         ("hosts", "-m hosts"),
-        ("matrix", "tools/matrix.py --run"),
+        ("matrix", "scripts/matrix.py --run"),
     ],
 )
 def test_make_runs_files_that_exist(target: str, runs: str) -> None:
@@ -269,5 +269,7 @@ def test_make_runs_files_that_exist(target: str, runs: str) -> None:
         command, cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     assert runs in said
-    named = set(re.findall(r"(?<![\w/.-])(?:tests|tools|examples|csrc)/[\w./]+", said))
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:tests|scripts|examples|csrc)/[\w./]+", said)
+    )
     assert named and all((ROOT / path).exists() for path in named), named

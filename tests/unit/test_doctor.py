@@ -9,8 +9,8 @@ import pytest
 from das_adapter import compat
 from das_adapter.engine.runner import HOST_PLANS, ONE_LENGTH
 from das_adapter.protocol.engine_args import RUNNER_VARIABLE
-from das_adapter.tools import doctor
-from das_adapter.tools.doctor import equality, examine
+from das_adapter.reports import doctor
+from das_adapter.reports.doctor import equality, examine
 
 
 def test_the_installed_package_is_sound() -> None:

@@ -30,7 +30,7 @@ BY_EPOCH = "comparison.history.rollout_ratio_by_epoch"
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_figures_are_those_of_the_result_files(page: Path) -> None:
     text = page.read_text()
-    assert figures.update(text) == text, "run python tools/reference.py"
+    assert figures.update(text) == text, "run python scripts/reference.py"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_readmes_picture_shows_the_result_files() -> None:
         figures.values(figures.result(f"{name}.json"), BY_EPOCH)
         for name in ("demo", "epochs")
     ]
-    assert list(drawn.values()) == ratios, "run python tools/reference.py"
+    assert list(drawn.values()) == ratios, "run python scripts/reference.py"
 
 
 def test_a_figure_is_a_value_a_series_a_range_a_quotient_or_a_speed_up() -> None:

@@ -14,11 +14,13 @@ from click.testing import CliRunner
 from das_adapter.cli import main
 from das_adapter.config import parse
 from das_adapter.sim import pays
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import RecordedResponse
 
 GROUPS = workload.synthetic(problems=6, samples=4, mean_tokens=60, seed=3)
 DUMP = [
-    Rollout(r.problem, step, 0, r.prompt, r.tokens) for step in range(3) for r in GROUPS
+    RecordedResponse(r.problem, step, 0, r.prompt, r.tokens)
+    for step in range(3)
+    for r in GROUPS
 ]
 """Three epochs that repeat the first."""
 
@@ -37,7 +39,7 @@ def test_history_pays_when_problems_come_back() -> None:
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
     unlike = [
-        Rollout(
+        RecordedResponse(
             i,
             0,
             0,

@@ -99,8 +99,8 @@ def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
         for job in jobs
     }
     for job in ("wheels", "sdist"):
-        assert "python3 tools/release.py --repository" in runs[job], job
-    assert "python3 tools/release.py --tag" in runs["ready"]
+        assert "python3 scripts/release.py --repository" in runs[job], job
+    assert "python3 scripts/release.py --tag" in runs["ready"]
     assert "ready" in jobs["publish"]["needs"]
     assert "mike deploy" in runs["site"] and "ready" in jobs["site"]["needs"]
     assert {"ubuntu-latest", "ubuntu-24.04-arm"} == set(
@@ -120,7 +120,9 @@ def test_the_site_is_made_where_the_package_is_not_installed() -> None:
         .get("PYTHONPATH", "/")
         .replace("${{ github.workspace }}", str(ROOT))
     )
-    path = os.pathsep.join([given, sysconfig.get_path("purelib"), str(ROOT / "tools")])
+    path = os.pathsep.join(
+        [given, sysconfig.get_path("purelib"), str(ROOT / "scripts")]
+    )
     made = [sys.executable, "-P", "-S", "-c", "import docs_hooks"]
     done = subprocess.run(
         made,

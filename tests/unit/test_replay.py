@@ -22,14 +22,14 @@ from replay import replay
 
 from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
-from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.sim.rollouts import RecordedResponse, read
 
 POEM = list(range(11, 51))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"
 
 
-def rollout(step: int, tokens: list[int], problem: int = 0) -> Rollout:
-    return Rollout(
+def rollout(step: int, tokens: list[int], problem: int = 0) -> RecordedResponse:
+    return RecordedResponse(
         problem, step, 0, np.array([1, 2], np.int32), np.array(tokens, np.int32)
     )
 
@@ -212,7 +212,7 @@ def test_visits_and_hits_are_counted_by_problem() -> None:
 def test_a_smaller_history_is_thinned_out_and_all_problems_still_hit() -> None:
     rollouts = workload.synthetic(problems=6, samples=6, mean_tokens=150)
     rollouts = [
-        Rollout(r.problem, epoch * 6 + r.problem, 0, r.prompt, r.tokens)
+        RecordedResponse(r.problem, epoch * 6 + r.problem, 0, r.prompt, r.tokens)
         for epoch in (0, 1)
         for r in rollouts
     ]
@@ -242,7 +242,9 @@ def test_a_smaller_history_is_thinned_out_and_all_problems_still_hit() -> None:
 @pytest.mark.parametrize("setting", workload.SETTINGS)
 def test_a_drafter_writes_the_whole_of_every_target(setting: str) -> None:
     rollouts = workload.synthetic(problems=3, samples=3, mean_tokens=60)
-    rollouts += [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts]
+    rollouts += [
+        RecordedResponse(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts
+    ]
     found = workload.groups(rollouts)
     assert len(found) == 6
     figures = accepted(Ours(), found, setting, 8, at_once=4)

@@ -24,7 +24,7 @@ from das_adapter.protocol.decision_log import (
     WeightSyncRecord,
     read,
 )
-from das_adapter.tools import report, run_series
+from das_adapter.reports import report, run_series
 
 BROWSER = next(
     filter(

@@ -85,9 +85,9 @@ def engine_of(lengths: list[int], slots: int) -> Fleet:
     rows = requests.add(
         problem=np.arange(n),
         text=np.full(n, -1),
-        prompt=np.zeros(n, np.int64),
-        length=np.array(lengths),
-        most=np.full(n, 1000),
+        num_prompt_tokens=np.zeros(n, np.int64),
+        num_output_tokens=np.array(lengths),
+        max_tokens=np.full(n, 1000),
     )
     found = Fleet(1, requests, Line(StepModel(**LINE)), no_drafts(requests), slots)
     found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
@@ -115,7 +115,7 @@ def test_engines_that_step_together_and_in_turns_agree() -> None:
     def ends(slack: float) -> np.ndarray:
         one = sent(small(), "history")
         one.run(slack=slack)
-        return one.requests.ended
+        return one.requests.ended_s
 
     assert np.array_equal(ends(0.0), ends(np.inf))
 
@@ -242,18 +242,18 @@ def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any]) -> None:
             r = one.requests
             running = one.running
             assert (np.bincount(r.engine[running], minlength=2) <= one.slots).all()
-            held = -(-(r.prompt + r.written)[running] // 16)
+            held = -(-(r.num_prompt_tokens + r.num_written)[running] // 16)
             assert (np.bincount(r.engine[running], held, 2) <= one.kv_blocks).all()
-            assert (r.written <= r.length).all()
+            assert (r.num_written <= r.num_output_tokens).all()
         assert not one.used_blocks().any() and (one.busy_s <= one.clock + 1e-9).all()
         if changed == {"engine__kv_tokens": 480}:
-            assert r.preempted.sum() > 0
-        assert sum(s.tokens for s in run.steps) == run.requests.length.sum()
+            assert r.num_preemptions.sum() > 0
+        assert sum(s.tokens for s in run.steps) == run.requests.num_output_tokens.sum()
         for r in (one.requests, run.requests):
-            assert np.array_equal(r.written, r.length) and np.array_equal(
-                r.forwards + r.accepted, r.written
-            )
-            assert (r.accepted <= r.drafted).all() and (r.ended > 0).all()
+            assert np.array_equal(
+                r.num_written, r.num_output_tokens
+            ) and np.array_equal(r.num_forwards + r.num_accepted, r.num_written)
+            assert (r.num_accepted <= r.num_drafted).all() and (r.ended_s > 0).all()
         if changed.get("pipeline__kind") == "async":
             assert len(run.steps) == changed["rollout__steps"] and sum(
                 s.requests for s in run.steps
@@ -360,20 +360,21 @@ def test_engines_that_go_on_by_themselves_do_what_they_do_step_by_step(
             r, source, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context, 4
         )
         rows = r.add(**work.steps[0])
-        r.ahead[::2] = r.length[::2] // 2
+        r.num_ahead[::2] = r.num_output_tokens[::2] // 2
         one.submit(rows, rows % 2, rows * 0, 0.0)
         one.run()
         return one
 
-    walked = end()
-    monkeypatch.setattr(Fixed, "walk", lambda *_: None)
+    by_themselves = end()
+    monkeypatch.setattr(Fixed, "free_steps", lambda *_: None)
     stepped = end()
-    for column in ("written", "forwards", "drafted", "accepted", "preempted"):
+    names = ("written", "forwards", "drafted", "accepted", "preemptions")
+    for column in (f"num_{name}" for name in names):
         assert np.array_equal(
-            getattr(walked.requests, column), getattr(stepped.requests, column)
+            getattr(by_themselves.requests, column), getattr(stepped.requests, column)
         ), column
-    assert walked.requests.ended == pytest.approx(stepped.requests.ended)
-    assert walked.busy_s == pytest.approx(stepped.busy_s)
+    assert by_themselves.requests.ended_s == pytest.approx(stepped.requests.ended_s)
+    assert by_themselves.busy_s == pytest.approx(stepped.busy_s)
 
 
 def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
@@ -421,18 +422,18 @@ def test_what_idle_engines_write_ahead_shortens_the_next_steps() -> None:
         assert all(0.3 * step.tokens < step.ahead <= step.tokens for step in later)
         assert rollout_s(ahead) < rollout_s(history) < rollout_s(by_arm["off"]), chance
         r = ahead.requests
-        real = ahead.requests.ahead >= 0
+        real = ahead.requests.num_ahead >= 0
         assert (
             sum(step.tokens for step in ahead.steps)
-            == r.length[real].sum()
-            == history.requests.length.sum()
+            == r.num_output_tokens[real].sum()
+            == history.requests.num_output_tokens.sum()
         )
-        assert (r.written[real] == r.length[real]).all() and (
-            r.ahead[real] <= r.length[real]
+        assert (r.num_written[real] == r.num_output_tokens[real]).all() and (
+            r.num_ahead[real] <= r.num_output_tokens[real]
         ).all()
         assert (
-            r.written[~real].sum() == r.ahead[real].sum()
-            and not r.ended[r.written < r.length].any()
+            r.num_written[~real].sum() == r.num_ahead[real].sum()
+            and not r.ended_s[r.num_written < r.num_output_tokens].any()
         )
     same, other = (
         runs[chance]["ahead"].steps[-1].tokens_per_forward for chance in (0.9999, 0.5)
@@ -539,7 +540,7 @@ def test_groups_that_stay_together_draft_as_on_one_replica() -> None:
         }
         r = Simulation(parse(SMALL | keys), WRITTEN).run("a").requests
         places = set(zip(r.problem.tolist(), r.engine.tolist(), strict=True))
-        return len(places) / len(set(r.problem.tolist())), int(r.accepted.sum())
+        return len(places) / len(set(r.problem.tolist())), int(r.num_accepted.sum())
 
     (spread, fewer) = run(4, "least_loaded")
     (together, kept) = run(4, "longest_first")

@@ -33,7 +33,7 @@ from das_adapter.engine.worker import WorkerState
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.metrics import figures
-from das_adapter.tools import run_series
+from das_adapter.reports import run_series
 
 DRAFTED = 3
 PLAIN_S = 0.01

@@ -25,9 +25,9 @@ def test_the_record_has_every_tried_version_and_all_that_is_relied_on(
     known = tried.recorded(host)
     watched = tried.watched(host)
     assert list(known) and set(known) == set(compat.HOSTS[host].tried), (
-        "run tools/digests.py"
+        "run scripts/digests.py"
     )
-    assert set().union(*known.values()) <= set(watched), "run tools/digests.py"
+    assert set().union(*known.values()) <= set(watched), "run scripts/digests.py"
     never = {path for path, (_, whole) in watched.items() if whole} - set().union(
         *known.values()
     )
@@ -42,7 +42,9 @@ def test_the_record_is_that_of_the_installed_version(host: str) -> None:
     version = found.installed.split("+")[0]
     if version not in compat.HOSTS[host].tried:
         pytest.skip(f"{host} {version} is not one of the tried versions")
-    assert tried.digests(host) == tried.recorded(host)[version], "run tools/digests.py"
+    assert tried.digests(host) == tried.recorded(host)[version], (
+        "run scripts/digests.py"
+    )
     assert found.state == "tried"
 
 

@@ -160,7 +160,7 @@ def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> No
         bin_, python, str(ROOT / "tests/wheel/draft_once.py")
     )
     doctor = (
-        "import das_adapter.tools.doctor as d; print(*(f'{f.name} {f.state}' for f in"
+        "import das_adapter.reports.doctor as d; print(*(f'{f.name} {f.state}' for f in"
         " d.examine()), sep=', ')"
     )
     assert {"das-adapter ok", "native core ok", "vllm broken"} <= set(

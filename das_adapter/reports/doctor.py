@@ -24,12 +24,12 @@ from das_adapter.engine.runner import (
     STOCK_NOISE,
 )
 from das_adapter.errors import ConfigError, DasError, UnsupportedHost
-from das_adapter.tools.configs import placement
+from das_adapter.reports.configs import placement
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     state: str
@@ -118,7 +118,10 @@ def _left_out(host: str) -> Iterator[Finding]:
     if v2:
         found |= compat.unavailable(compat.V2_RUNNER)
     for feature, gone in found.items():
-        state = "broken" if feature == features.V1_RUNNER and not v2 else "absent"
+        if feature == features.V1_RUNNER and not v2:
+            state = "broken"
+        else:
+            state = "absent"
         yield Finding(feature, state, f"{host} lacks {', '.join(map(str, gone))}")
 
 

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 ENGINE = ("das_adapter/core", "das_adapter/engine", "csrc")
-"""What the figures of an engine depend on."""
+"""Code that the figures of an engine depend on."""
 RUN = (*ENGINE, "das_adapter/service", "das_adapter/protocol")
-"""What those of a training run depend on, beside its host's hooks."""
+"""Code that the figures of a training run depend on, beside its host's hooks."""
+LINE = 120
+"""Columns of a line that is not split into rows."""
+LONG = 1000
+"""Columns of a value whose lists are split into rows too."""
 PACKAGES = (
     "das-adapter",
     "vllm",
@@ -41,40 +45,51 @@ def written(value: Any, indent: int = 0) -> str:
     but plain values and lists.
     """
     plain = json.dumps(value)
-    inner = "\n" + " " * (indent + 1)
-    parts = (
-        list(value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else []
-    )
-    nested = (dict, list) if isinstance(value, list) or len(plain) > 1000 else dict
-    if len(plain) + indent <= 120 or not any(
-        isinstance(part, nested) for part in parts
-    ):
+    if len(plain) + indent <= LINE or not _has_rows(value, len(plain)):
         return plain
-    texts = [written(part, indent + 1) for part in parts]
+    if isinstance(value, dict):
+        parts = value.values()
+    else:
+        parts = value
+    rows = [written(part, indent + 1) for part in parts]
+    begin, end = "[]"
+    if isinstance(value, dict):
+        begin, end = "{}"
+        names = [json.dumps(str(name)) for name in value]
+        rows = [f"{name}: {row}" for name, row in zip(names, rows, strict=True)]
+    line_break = "\n" + " " * indent
+    inside = f",{line_break} ".join(rows)
+    return f"{begin}{line_break} {inside}{line_break}{end}"
+
+
+def _has_rows(value: Any, length: int) -> bool:
+    """Say whether a value has parts that are written in rows of their own.
+
+    Args:
+        length: of the value as one line.
+    """
     if isinstance(value, list):
-        return "[" + inner + ("," + inner).join(texts) + inner[:-1] + "]"
-    rows = [
-        f"{json.dumps(str(name))}: {text}"
-        for name, text in zip(value, texts, strict=True)
-    ]
-    return "{" + inner + ("," + inner).join(rows) + inner[:-1] + "}"
+        return any(isinstance(part, dict | list) for part in value)
+    if not isinstance(value, dict):
+        return False
+    rows: Any = dict
+    if length > LONG:
+        rows = (dict, list)
+    return any(isinstance(part, rows) for part in value.values())
 
 
 def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
     """Return what made the result: this process; `measures`: paths of the code that it
     depends on. Its revision is the last commit that changed them.
     """
+    versions: dict[str, str] = {}
+    for package in reversed([*distributions()]):
+        if package.name in PACKAGES:
+            # the first of several replaces those after it
+            versions[package.name] = package.version
     return {
         "command": " ".join(["python", *_arguments()]),
-        "versions": {
-            d.name: d.version
-            for d in reversed([*distributions()])
-            if d.name in PACKAGES
-        },  # the first counts
+        "versions": versions,
         "revision": _revision(measures),
         "measures": [*measures],
         "hardware": _hardware(),
@@ -99,27 +114,30 @@ def _revision(measures: Sequence[str]) -> str:
 
 
 def _arguments() -> list[str]:
-    """The command line, less where the result was written to and this machine's
+    """Return the command line without the place of the result and this machine's
     directories.
     """
-    at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
-    words = (
-        word
-        for word in [*sys.argv[:at], *sys.argv[at + 2 :]]
-        if not word.startswith("--out=")
-    )
-    return [Path(word).name if Path(word).is_absolute() else word for word in words]
+    words = list[str]()
+    after_out = False
+    for word in sys.argv:
+        if not after_out and word != "--out" and not word.startswith("--out="):
+            path = Path(word)
+            words.append(path.name if path.is_absolute() else word)
+        after_out = word == "--out"
+    return words
 
 
 def _hardware() -> dict[str, Any]:
     """Return processor, cores, GPU (None: torch sees none) and system."""
     import torch
 
-    name = re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    cpu = name[1] if name else platform.processor()
+    cpu_info = Path("/proc/cpuinfo").read_text()
+    name = re.search("model name\\s*: (.*)", cpu_info)
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
     return {
-        "cpu": cpu,
+        "cpu": name[1] if name else platform.processor(),
         "cores": os.cpu_count(),
         "gpu": gpu,
         "system": platform.platform(),

@@ -1,7 +1,7 @@
 """Lay the Python of a vLLM release that has no CPU build over the libraries of the
 newest CPU build.
 
-    python tools/newer.py --newest .venv/newest --out .venv/newer
+    python scripts/newer.py --newest .venv/newest --out .venv/newer
 
 The release is the one in constraints/newer.txt. Its metadata says that it is a CPU
 build of that version.

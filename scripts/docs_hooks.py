@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT / "scripts"))
 import figures  # noqa: E402
 
 PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")

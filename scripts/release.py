@@ -1,5 +1,5 @@
 """Check that a release is ready: version, changelog, citation and tag agree. `python
-tools/release.py --help`.
+scripts/release.py --help`.
 """
 
 from __future__ import annotations

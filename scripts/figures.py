@@ -1,4 +1,4 @@
-"""The figures of the pages, from benchmarks/results/; `python tools/reference.py`
+"""The figures of the pages, from benchmarks/results/; `python scripts/reference.py`
 writes them.
 
 `<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a

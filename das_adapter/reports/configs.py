@@ -124,35 +124,40 @@ def placement(
     if das is None:
         return {"engines": f"{host or 'vLLM'} as it is: nothing of das-adapter runs"}
     v1 = _runner(das, arguments, triton is not False)
-    where = (
-        ""
-        if triton
-        else ", where vLLM finds a device that Triton compiles for; else V1"
-    )
+    if triton:
+        where = ""
+    else:
+        where = ", where vLLM finds a device that Triton compiles for; else V1"
     found = {"model runner": v1 or f"V2{where}"}
     if das.in_every_step:
         found["drafts"] = f"{das.num_draft_tokens} tokens in every step, as vLLM has it"
     elif das.drafter != "none" and v1:
-        looked_up = "; texts are searched on the host" if das.looked_up else ""
+        if das.looked_up:
+            looked_up = "; texts are searched on the host"
+        else:
+            looked_up = ""
         found["drafts"] = (
             f"up to {das.num_draft_tokens} tokens, each request its own"
             f" number{looked_up}"
         )
     elif das.drafter != "none":
         lengths = ", ".join(map(str, draft_lengths(das)))
-        each = (
-            "each request its own number where attention allows it, else "
-            if das.keyed
-            else ""
-        )
+        if das.keyed:
+            each = "each request its own number where attention allows it, else "
+        else:
+            each = ""
         found["drafts"] = (
             f"made on the device; {each}one for all requests of a step: 0, {lengths}"
         )
     if das.shares_history:
-        saved = (
-            "saved in checkpoints" if host and das.saves_history else "in no checkpoint"
-        )
-        writer = "Ray actor" if host else "process"
+        if host and das.saves_history:
+            saved = "saved in checkpoints"
+        else:
+            saved = "in no checkpoint"
+        if host:
+            writer = "Ray actor"
+        else:
+            writer = "process"
         found["history"] = (
             f"written by one {writer} on each node, in its shared memory; {saved}"
         )

@@ -1,10 +1,10 @@
 """Write the record of what the code of the tried versions does,
 `das_adapter/tried_digests.json`.
 
-    python tools/digests.py [HOST:VERSION=DIRECTORY ...]
+    python scripts/digests.py [HOST:VERSION=DIRECTORY ...]
 
 Without arguments: of the versions of vLLM in `compat.HOSTS`, whose wheels
-`tools/matrix.py` unpacks into build/matrix, and of the other hosts that are installed
+`scripts/matrix.py` unpacks into build/matrix, and of the other hosts that are installed
 here. DIRECTORY is the package itself, such as a checkout's `nemo_rl`. What is not
 computed again keeps its digests.
 """

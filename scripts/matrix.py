@@ -1,6 +1,6 @@
 """Hold das-adapter against several versions of vLLM, and print a table.
 
-    python tools/matrix.py [--run] [--torch DIR] [VERSION ...]
+    python scripts/matrix.py [--run] [--torch DIR] [VERSION ...]
 
 Each version's wheel (the CPU build, else the GPU one) is unpacked into build/matrix.
 Its symbols and signatures are checked from its sources; with --run, the contract tests
@@ -55,7 +55,7 @@ V2_TESTS = (
 )
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
-"""Of vLLM's V1 model runner, where other engines run V2."""
+"""Test of vLLM's V1 model runner, where other engines run V2."""
 V2_RANKS = (
     "tests/contract/test_ranks.py"
     "::test_data_parallel_ranks_write_stock_vllms_tokens_on_v2[experts]"
@@ -87,17 +87,17 @@ V2_NIGHTLY = {
     ),
     "history+dflash": (),
 }
-"""Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`. Of each
-drafter that runs there, beside `CONTROLLED` for all that have weights of their own.
+"""Tests of vLLM's V2 model runner, by drafter that runs there; they take its build from
+`DAS_TEST_NEWEST`. Drafters with weights of their own have `CONTROLLED` besides.
 """
 VERL = (
     "tests/e2e/test_verl.py"
     "::test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history"
 )
 VERLS = "0.29.0"
-"""Of vLLM, on veRL's main branch."""
+"""Version of vLLM on veRL's main branch."""
 NEWER = Path(sys.prefix) / "newer"
-"""What newer.py makes."""
+"""Build that newer.py makes."""
 ON_V2 = """
 import sys
 from das_adapter.config import DasConfig
