@@ -12,7 +12,7 @@ import numpy as np
 from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import WINDOW, HistoryPolicy
+from das_adapter.core.history import WINDOW, HistoryRules
 from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
 
@@ -67,7 +67,7 @@ def replay(
         window: visits of a problem that are kept.
     """
     index = OwnHistory() if index is None else index
-    policy = HistoryPolicy(history or HistoryConfig(), window)
+    policy = HistoryRules(history or HistoryConfig(), window)
     largest = 0
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])

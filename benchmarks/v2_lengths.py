@@ -283,7 +283,7 @@ def plain(texts: list[Text], model: StepModel) -> float:
     """Return what vLLM takes without drafts."""
     left = np.sort([text.length for text in texts])
     running = len(left) - np.searchsorted(left, np.arange(left[-1]), side="right")
-    return float(model.plain(running).sum())
+    return float(model.plain_seconds(running).sum())
 
 
 def seconds(requests: int, model: StepModel, own: bool, **das: Any) -> float:
@@ -317,7 +317,9 @@ def main(
     rows: dict[str, list[Any]] = {kind: [] for kind in budget}
     for name in policy:
         without, one, own = captured(
-            Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
+            Roofline.from_config(sizes(name), DEVICES["h100"])
+            .step_model()
+            .at_context(PROMPT + MEDIAN)
         )
         for count in requests:
             off = sum(plain(texts, without) for texts in batches(count)[1:])

@@ -262,14 +262,14 @@ def kept(
     them at a weight sync.
     """
     from das_adapter.config import HistoryConfig
-    from das_adapter.core.history import HistoryPolicy
+    from das_adapter.core.history import HistoryRules
     from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
     past = [
         Trajectory(problem + problems, text.tobytes(), version)
         for problem, text in rollouts
     ]
-    HistoryPolicy(HistoryConfig()).remember(store, past)
+    HistoryRules(HistoryConfig()).add_and_seal(store, past)
     history = Published(str(store.directory), store.generation)
     return Refresh(version + 1, history, responses(past).tobytes()).payload()
 

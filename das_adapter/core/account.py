@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Literal, get_args
 
 from das_adapter.config import Speculate
-from das_adapter.core.backoff import Backoff, Rest
+from das_adapter.core.backoff import Backoff, RolloutRest
 from das_adapter.core.plain_time import LOSS, PlainTime
 from das_adapter.core.steps import Floats, Ints, TimedStep
 
@@ -95,7 +95,7 @@ class Account:
         """
         self.probe_wait = PROBE_STEPS
         self._speculate = speculate
-        self._rest, self.model_rest = Rest(), Rest()
+        self._rest, self.model_rest = RolloutRest(), RolloutRest()
         """Of all drafting; of the model that drafts."""
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
@@ -193,14 +193,14 @@ class Account:
     # What is told
 
     def timed(self, step: TimedStep, predicted: float | None) -> None:
-        """As `PlainTime.take`."""
+        """As `PlainTime.record_step`."""
         plain = self._waited["plain"]
         drawn = self._waited["drafted"]
         self._waited = {
             "plain": plain + 1 if step.drafted else 0,
             "drafted": 0 if step.drafted else drawn + 1,
         }
-        self.time.take(step, predicted)
+        self.time.record_step(step, predicted)
         self.model(took=step.drafting_seconds * step.asked)
         self._drafted_steps += step.drafted
         guarded = self._speculate != "always" and self.time.batch.steps >= GUARD_STEPS
@@ -209,9 +209,9 @@ class Account:
                 self.stop(reason)
 
     def count(self, slots: Ints, steps: Floats) -> None:
-        """As `PlainTime.count`; these steps are not `timed`."""
+        """As `PlainTime.record_baseline_steps`; these steps are not `timed`."""
         self._waited["drafted"] += int(steps[0])
-        self.time.count(slots, steps)
+        self.time.record_baseline_steps(slots, steps)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its
@@ -236,7 +236,7 @@ class Account:
         """Judge the rollout that a weight sync ends, and begin the next. Two weight
         syncs without a step between them are one.
         """
-        if self.time.passed or self._model_took:
+        if self.time.passed_s or self._model_took:
             self._judge(model_may_rest)
         self.forget()
 
@@ -261,7 +261,7 @@ class Account:
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
-            "time_saved_s": self.time.saved(),
+            "time_saved_s": self.time.saved_s(),
             "of_stock": (
                 self.time.of_stock() if self._speculate == "auto" else None
             ),  # else the user decides
@@ -278,7 +278,7 @@ class Account:
         """
         batch = self.time.batch
         for _ in range(2):
-            saved = self.time.saved_in(batch)
+            saved = self.time.batch_saved_s(batch)
             if saved >= -GUARD_LOSS * batch.drafted_seconds - LOSS * batch.seconds:
                 return None
             self.time.engine.fit()
@@ -293,17 +293,17 @@ class Account:
             return
         took = self._model_took
         saved = self._model_saved
-        reason = self.time.compare()
-        lost = model_may_rest and took - saved > LOSS * self.time.total()
+        reason = self.time.explain_loss()
+        lost = model_may_rest and took - saved > LOSS * self.time.plain_s()
         words = (
             f"its passes took {took:.2f} s of a rollout, and its tokens saved"
             f" {saved:.2f} s"
             if lost
             else None
         )
-        if self.model_rest.judge(words, saved - took if took else None):
+        if self.model_rest.judge_rollout(words, saved - took if took else None):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge(
-            reason or None, None if reason is None else self.time.saved()
+        if self._rest.judge_rollout(
+            reason or None, None if reason is None else self.time.saved_s()
         ):
             self._news = f"das: drafting rests for a while: {reason}"

@@ -34,16 +34,16 @@ class Backoff:
         step: int,
         batch: int = 0,
         again_soon: bool = False,
-        enough: float = math.inf,
+        max_wait: float = math.inf,
     ) -> None:
-        """Note that the work was done, and whether it brought anything; `enough`: steps
-        that it is worth waiting for at most.
+        """Note that the work was done. `again_soon`: whether it brought anything;
+        `max_wait`: steps that it is worth waiting for at most.
         """
         self._batch = batch
         if again_soon:
             self._next, self._wait = step + self._first // 2, self._first
         else:
-            wait = math.ceil(min(self._wait, max(self._first, enough)))
+            wait = math.ceil(min(self._wait, max(self._first, max_wait)))
             self._next, self._wait = step + wait, min(2 * wait, self._most)
 
     def restart(self) -> None:
@@ -52,7 +52,7 @@ class Backoff:
         self._next = 0
 
 
-class Rest:
+class RolloutRest:
     """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost more than
     the last ones had saved.
     """
@@ -72,7 +72,7 @@ class Rest:
         self._next = 1
         self._balance = 0.0  # seconds
 
-    def judge(self, lost: str | None, saved: float | None) -> bool:
+    def judge_rollout(self, lost: str | None, saved: float | None) -> bool:
         """Take the end of a rollout: why it has lost, if it has, and the seconds that
         it saved, None: not known; one at rest is not judged. Return whether the next is
         at rest that would not have been.

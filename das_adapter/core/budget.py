@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import beyond
+from das_adapter.core.length import chance_ended_by
 from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
@@ -77,7 +77,7 @@ def das_budgets(
     return np.minimum(drafts / rounds, most)
 
 
-def kept_worth(
+def prefix_worth(
     worth: Floats, chances: Chances, offsets: Ints, *keep: Ints
 ) -> list[Floats]:
     """Return the expected worth of the first `keep` tokens of each draft, seconds [b],
@@ -112,13 +112,15 @@ def allocate(
     tokens = len(chances)
     if cut:
         keep = np.empty(requests, dtype=np.int64)
-        gain = native().allocate(chances, offsets, worth, model.costs(requests), keep)
+        gain = native().allocate(
+            chances, offsets, worth, model.native_costs(requests), keep
+        )
     else:
         keep = np.diff(offsets)
         cost = model.step(requests + tokens, requests, tokens > 0) - model.step(
             requests, requests, False
         )
-        gain = float(kept_worth(worth, chances, offsets, keep)[0].sum()) - cost
+        gain = float(prefix_worth(worth, chances, offsets, keep)[0].sum()) - cost
     return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain)
 
 
@@ -142,7 +144,7 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     """
     longest = max(1.0, float(edges[-1] - lengths.min())) + 1.0
     to_come = np.exp(np.linspace(0.0, math.log(longest), POINTS))
-    done = beyond(cdf, edges, lengths, lengths[:, None] + to_come)
+    done = chance_ended_by(cdf, edges, lengths, lengths[:, None] + to_come)
     log = np.log(np.maximum(done, 1e-12))
     others = np.exp(log.sum(axis=0) - log)
     last: Floats = (

@@ -61,7 +61,7 @@ class Outlook:
         np.cumsum([verified, accepted], axis=2, out=self._sums[:, :, 1:])
         self._longest = np.count_nonzero(verified, axis=1)
 
-    def tokens(self, least: Floats) -> tuple[Floats, Floats, Ints]:
+    def tokens_above(self, least: Floats) -> tuple[Floats, Floats, Ints]:
         """Return how many tokens of a draft of each length are verified and accepted on
         average where those end whose chance is under `least`, float64 [b, n + 1] both;
         and how many can be, int64 [b].
@@ -72,7 +72,7 @@ class Outlook:
 
 
 @functools.lru_cache(maxsize=256)
-def alike(rate: float, most: int) -> Outlook:
+def uniform_outlook(rate: float, most: int) -> Outlook:
     """Return what drafts of `most` tokens are going to bring whose tokens all have one
     chance.
     """
@@ -101,7 +101,7 @@ class Confidence:
         """
         return np.asarray(self._kinds.rate, dtype=np.float32)
 
-    def verified(self, kinds: Kinds, tried: Ints, accepted: Ints) -> None:
+    def record_verified(self, kinds: Kinds, tried: Ints, accepted: Ints) -> None:
         """Learn from drafts: `kinds`, uint8 [b, n], of their tokens, of which so many
         were reached and accepted, int64 [b].
         """
@@ -116,7 +116,7 @@ class Confidence:
         """As `AcceptanceRate.forget`, for each kind."""
         self._kinds.forget()
 
-    def drafted(self, kinds: Kinds, most: int) -> None:
+    def record_drafts(self, kinds: Kinds, most: int) -> None:
         """Take the kinds of a step's drafts, uint8 [b, n], into the outlook, for drafts
         of `most` tokens: those beyond n survive as such tokens of longer drafts did.
         Which tokens were verified says nothing of the others, for those were surer.

@@ -28,7 +28,13 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
+from das_adapter.core.planners import (
+    DraftCandidates,
+    plan_everything,
+    plan_one_length,
+    plan_own_lengths,
+    shortest_sufficient_length,
+)
 from das_adapter.core.requests import PACE_STEPS, RequestTable
 from das_adapter.core.steps import (
     Chances,
@@ -127,7 +133,7 @@ class Controller:
         """
         self.common = None
         if sizes:
-            self.times.draft_in(sizes)
+            self.times.set_drafted_sizes(sizes)
 
     # Requests
 
@@ -154,7 +160,7 @@ class Controller:
 
     def close(self, slot: int) -> None:
         """Close the slot of a request that ended."""
-        self.account.time.close(slot)
+        self.account.time.end_request(slot)
         self._last_end = self.account.now
         self._running -= 1
         self.requests.close(slot)
@@ -165,7 +171,7 @@ class Controller:
         self.lengths.refit()
         self._curve.sync()
         self.times.fit()
-        self.account.sync(self.drafts is not None and not self.drafts.always)
+        self.account.sync(self.drafts is not None and not self.drafts.passes_every_step)
         if self.drafts is not None:
             self.drafts.sync()
         self._settle()
@@ -212,7 +218,7 @@ class Controller:
         ):
             worth = table.worth[slots]
             training = table.record[slots]
-            saved = self.drafts.verified(
+            saved = self.drafts.record_verified(
                 decoded.by_model, decoded.got, worth, training, decoded.kinds
             )
             self.account.model(saved=saved)
@@ -230,7 +236,7 @@ class Controller:
         mean = (
             0.0 if decoded.context is None else sum(decoded.context.tolist()) / running
         )
-        self._model = self.times.model.at(mean)
+        self._model = self.times.model.at_context(mean)
         if self.drafts is not None:
             self.drafts.context = mean
         limits = self._draft_limits(slots, decoded.room, decoded.context)
@@ -258,7 +264,8 @@ class Controller:
         model = None if self.account.model_rest.reason else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(
-            slots, Offer(search.limits, chances, offsets, model, search.floor, cut)
+            slots,
+            DraftCandidates(search.limits, chances, offsets, model, search.floor, cut),
         )
 
     def value(self, slots: Ints, context: Ints | None, ahead: int = 0) -> None:
@@ -284,7 +291,7 @@ class Controller:
         ) / PACE_STEPS
         self.times.keep_fitted()
         if self.account.time.batch.refilled != self._refilling:
-            self.account.time.settle(self._refilling)
+            self.account.time.begin_batch(self._refilling)
         self.account.timed(step, predicted)
         return predicted
 
@@ -313,8 +320,8 @@ class Controller:
         now = self.account.now
         self.value(slots, context)
         if self._policy == "optimal":
-            return self.requests.limits(
-                slots, room, self._most, self._model.marginal(running)
+            return self.requests.draft_limits(
+                slots, room, self._most, self._model.marginal_price(running)
             )
         most: Ints = np.minimum(room, self._most)
         if self._policy == "das":  # a fraction of a token in that share of the steps
@@ -328,7 +335,7 @@ class Controller:
         np.maximum(most, 0, out=most)
         return most
 
-    def _share_out(self, slots: Ints, offer: Offer) -> StepPlan:
+    def _share_out(self, slots: Ints, offer: DraftCandidates) -> StepPlan:
         """Decide how many tokens of each draft are verified, and for whom the model
         drafts instead.
         """
@@ -339,28 +346,30 @@ class Controller:
         model = self._model
         found = None
         if self.always:
-            plan = everything(offer)
+            plan = plan_everything(offer)
             account.decided(running, True, False)
         else:
             plain = account.probe("plain")
             common = self.common
             worth = self.requests.worth[slots]
             found = (
-                one_length(offer, worth, model, common)
+                plan_one_length(offer, worth, model, common)
                 if common
-                else own_lengths(offer, worth, model)
+                else plan_own_lengths(offer, worth, model)
             )
             total = found.total
             drafting = model.step(running + total, running, total > 0) + found.passes_s
             gain = found.gain / drafting if total else None
-            drafts = account.draws(running, gain, offer.cut) and not plain and total > 0
+            drafts = (
+                account.draws(running, gain, offer.by_worth) and not plain and total > 0
+            )
             plan = found if drafts else StepPlan.nothing(running)
             unseen = (
                 not drafts
-                and offer.drafts is not None
-                and offer.drafts.untried(model.step(running, running, False))
+                and offer.drafter is not None
+                and offer.drafter.may_pay_untried(model.step(running, running, False))
             )
-            there = len(offer.chances) > 0 or offer.drafts is not None
+            there = len(offer.chances) > 0 or offer.drafter is not None
             probing = account.probe("drafted", unseen) and there
             if probing:
                 by_model = unseen or not len(offer.chances)
@@ -380,7 +389,7 @@ class Controller:
         # as much as the device finds by then
         newest = limits if self.always and self._looks_up else plan.history
         kept, asked = (
-            np.full_like(keep, enough(keep, self.common))
+            np.full_like(keep, shortest_sufficient_length(keep, self.common))
             for keep in (newest, plan.model)
         )
         return StepPlan(kept, asked)
@@ -455,5 +464,5 @@ class Controller:
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""
-        self.account.time.settle()
+        self.account.time.begin_batch()
         self._last_end = self._last_refill = _NEVER

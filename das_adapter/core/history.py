@@ -25,7 +25,7 @@ the policy.
 """
 
 
-class HistoryPolicy:
+class HistoryRules:
     """The `history:` block as rules."""
 
     def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
@@ -36,7 +36,7 @@ class HistoryPolicy:
         """
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
-        """Sum of what the slices of `tidy` did so far."""
+        """Sum of what the slices of `shrink_slice` did so far."""
 
     @property
     def kept(self) -> bool:
@@ -53,16 +53,16 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(
+    def add_and_seal(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
     ) -> None:
         """Take finished trajectories, and seal them: the visits of their problems
-        beyond the window are dropped. Arguments as in `take`.
+        beyond the window are dropped. Arguments as in `add_trajectories`.
         """
-        self.take(store, trajectories)
+        self.add_trajectories(store, trajectories)
         store.seal(self.window)
 
-    def take(
+    def add_trajectories(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
     ) -> None:
         """Add finished trajectories: (problem, int32 token ids of the response, weight
@@ -87,13 +87,13 @@ class HistoryPolicy:
             )
 
     def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
-        """Return whether a trajectory, as in `take`, is sealed in a store."""
+        """Return whether a trajectory is sealed in a store; see `add_trajectories`."""
         problem, text, version = trajectory
         return len(text) % 4 == 0 and store.has(
             self.key(problem), np.frombuffer(text, dtype=np.int32), version
         )
 
-    def tidy(self, store: HistoryStore, room: float = math.inf) -> bool:
+    def shrink_slice(self, store: HistoryStore, room: float = math.inf) -> bool:
         """Do a slice of thinning out what exceeds the byte budget; return whether there
         is more. The log says at the end what went. `room`: bytes that the store's files
         may take, which are at most four times as many as the history's: engines map

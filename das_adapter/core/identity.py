@@ -97,7 +97,7 @@ class MediaHashes:
         what was returned.
         """
 
-    def of_row(self, items: Sequence[Any]) -> list[str]:
+    def hash_row(self, items: Sequence[Any]) -> list[str]:
         """Return the hashes of a row's items, as `media_hash` does."""
         before, values_before, hashes = self._before
         if len(items) == len(before) and all(map(operator.is_, items, before)):

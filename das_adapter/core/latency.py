@@ -66,7 +66,7 @@ class StepModel:
     drafted_sizes: tuple[int, ...] | None = None
     """The same of steps with drafts; None: there is no difference."""
 
-    def costs(
+    def native_costs(
         self, requests: int
     ) -> tuple[float, float, float, float, float, tuple[int, ...]]:
         """Return what the native `allocate` is told of the costs of tokens beside so
@@ -78,9 +78,16 @@ class StepModel:
             first = self.step(requests, requests, True) - self.step(
                 requests, requests, False
             )
-        return self.token, self.bend, self.knee, first, self.launch, self.captured(True)
+        return (
+            self.token,
+            self.bend,
+            self.knee,
+            first,
+            self.launch,
+            self.captured_sizes(True),
+        )
 
-    def captured(self, drafted: bool) -> tuple[int, ...]:
+    def captured_sizes(self, drafted: bool) -> tuple[int, ...]:
         """Return the sizes of steps with drafts, or without."""
         return (
             self.sizes
@@ -88,7 +95,7 @@ class StepModel:
             else self.drafted_sizes
         )
 
-    def at(self, context: float) -> StepModel:
+    def at_context(self, context: float) -> StepModel:
         """Fold a fixed context length, tokens a request, into the token and request
         coefficients.
         """
@@ -124,26 +131,26 @@ class StepModel:
             return _padded(n, self.sizes)
         return np.where(drafted, _padded(n, self.drafted_sizes), _padded(n, self.sizes))
 
-    def largest(self, drafted: bool) -> float:
+    def largest_graph(self, drafted: bool) -> float:
         """Return the most tokens that a graph holds, of steps with drafts or
         without.
         """
-        sizes = self.captured(drafted)
+        sizes = self.captured_sizes(drafted)
         return sizes[-1] if sizes else math.inf
 
-    def launched(
+    def exceeds_graphs(
         self, tokens: npt.ArrayLike, drafted: npt.ArrayLike
     ) -> npt.NDArray[np.bool_]:
         """Return whether steps have more tokens than any graph holds."""
         return np.asarray(tokens) > np.where(
-            drafted, self.largest(True), self.largest(False)
+            drafted, self.largest_graph(True), self.largest_graph(False)
         )
 
-    def size(self, tokens: float, drafted: bool = False) -> float:
+    def padded_size(self, tokens: float, drafted: bool = False) -> float:
         """Return the tokens that one step of so many computes, with drafts or
         without.
         """
-        sizes = self.captured(drafted)
+        sizes = self.captured_sizes(drafted)
         at = bisect_left(sizes, tokens)
         return sizes[at] if at < len(sizes) else tokens
 
@@ -162,7 +169,7 @@ class StepModel:
         s = np.asarray(context, dtype=float)
         bent = self.bend * np.maximum(0.0, n - self.knee)
         read = self.context * s + self.attention * s * n / np.maximum(b, 1e-9)
-        once = self.draft * np.asarray(drafted) + self.launch * self.launched(
+        once = self.draft * np.asarray(drafted) + self.launch * self.exceeds_graphs(
             tokens, drafted
         )
         return np.asarray(
@@ -173,17 +180,17 @@ class StepModel:
         self, tokens: float, requests: float, drafted: bool, context: float = 0.0
     ) -> float:
         """Return the seconds of one step, for plain numbers."""
-        n = self.size(tokens, drafted)
+        n = self.padded_size(tokens, drafted)
         bent = self.bend * (n - self.knee) if n > self.knee else 0.0
         read = (
             (self.context + self.attention * n / requests) * context if context else 0.0
         )
         once = (self.draft if drafted else 0.0) + (
-            self.launch if tokens > self.largest(drafted) else 0.0
+            self.launch if tokens > self.largest_graph(drafted) else 0.0
         )
         return self.base + self.token * n + bent + self.request * requests + read + once
 
-    def plain(self, requests: npt.ArrayLike) -> Floats:
+    def plain_seconds(self, requests: npt.ArrayLike) -> Floats:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
@@ -193,11 +200,11 @@ class StepModel:
         """
         return self.token + (self.bend if tokens >= self.knee else 0.0)
 
-    def marginal(self, tokens: float) -> float:
+    def marginal_price(self, tokens: float) -> float:
         """Return the seconds that one more draft token adds to a step of `tokens`: none
         where it takes the place of padding.
         """
-        return self.slope(tokens) if self.size(tokens, True) == tokens else 0.0
+        return self.slope(tokens) if self.padded_size(tokens, True) == tokens else 0.0
 
 
 def _padded(n: Floats, sizes: tuple[int, ...]) -> Floats:
@@ -254,7 +261,7 @@ class StepTimes:
         self.known = not self._assumed
         """Whether there was a prior, or a step."""
         self.observed = 0
-        self.surprise = 0.0
+        self.recent_error = 0.0
         """Relative error of the last few predictions since the last fit: large outside
         the fitted range, or where times scatter.
         """
@@ -265,7 +272,7 @@ class StepTimes:
         self._error = 0.0
         self._judged = 0
 
-    def assume(self, model: StepModel) -> None:
+    def set_prior(self, model: StepModel) -> None:
         """Take how times relate to each other, before the first step, in place of
         `ASSUMED`.
         """
@@ -273,7 +280,7 @@ class StepTimes:
             model, sizes=self._prior.sizes, launch=self._prior.launch
         )
 
-    def draft_in(self, sizes: tuple[int, ...]) -> None:
+    def set_drafted_sizes(self, sizes: tuple[int, ...]) -> None:
         """Take `StepModel.drafted_sizes` of the engine, before its first step."""
         self.model, self._prior = (
             replace(model, drafted_sizes=sizes) for model in (self.model, self._prior)
@@ -298,11 +305,11 @@ class StepTimes:
             error = min(1.0, abs(predicted / seconds - 1.0))
             self._error += error
             self._judged += 1
-            self.surprise += (error - self.surprise) / 8
+            self.recent_error += (error - self.recent_error) / 8
         self.observed += 1
         mean = context / max(requests, 1)
-        launched = tokens > self._prior.largest(drafted)
-        tokens = int(self._prior.size(tokens, drafted))
+        launched = tokens > self._prior.largest_graph(drafted)
+        tokens = int(self._prior.padded_size(tokens, drafted))
         key = (
             _eighths(tokens),
             _eighths(requests),
@@ -321,7 +328,7 @@ class StepTimes:
         cell.seconds.append(seconds)
         return predicted
 
-    def take_error(self) -> float | None:
+    def pop_error(self) -> float | None:
         """Return the mean relative error of the predictions since the last call, each
         made before its step was fitted; None: there were none.
         """
@@ -334,7 +341,7 @@ class StepTimes:
         time after twice as many.
         """
         since = self.observed - self._fitted_at
-        surprised = self.surprise > SURPRISE
+        surprised = self.recent_error > SURPRISE
         usual = min(max(16, self._fitted_at), MANY)
         if not self.known or since >= (
             min(self._patience, usual) if surprised else usual
@@ -353,7 +360,7 @@ class StepTimes:
         """
         self._fitted_at = self.observed
         self._patience = SOON
-        self.surprise = 0.0
+        self.recent_error = 0.0
         found = [(c, key) for key, c in self._cells.items() if len(c.seconds) >= 2]
         few = len({key[:4] for _, key in found}) < self._kinds
         if few:
@@ -368,7 +375,7 @@ class StepTimes:
         )
         alike = bool(cells) and n.max() < 1.1 * n.min()
         # then these times say what it costs
-        seen = bool(np.any(self._prior.launched(n, drafted)))
+        seen = bool(np.any(self._prior.exceeds_graphs(n, drafted)))
         prior = replace(self._prior, launch=0.0) if seen else self._prior
         if cells and (few or (alike and not self._assumed)):
             self.model = prior.scaled(
@@ -392,7 +399,7 @@ class StepTimes:
         model, prior = (
             replace(known, launch=0.0) for known in (self.model, self._prior)
         )
-        far = model.size(2 * n, True)
+        far = model.padded_size(2 * n, True)
         rise = prior.step(far, b, True, s) / prior.step(n, b, True, s)
         short = rise * model.step(n, b, True, s) - model.step(far, b, True, s)
         if short > 0:
@@ -428,7 +435,7 @@ def fit(
     t = np.asarray(seconds, dtype=float)
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
-    out = np.broadcast_to(prior.launched(tokens, drafted), t.shape)
+    out = np.broadcast_to(prior.exceeds_graphs(tokens, drafted), t.shape)
     columns = {
         "base": np.ones_like(n),
         "token": n,

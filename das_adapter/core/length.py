@@ -129,14 +129,14 @@ class LengthModel:
         """Return the chance that a response of the problem is at most `edges` long,
         shape (GRID,); 1 at the last.
         """
-        seen = self.own(problem)
+        seen = self.lengths_of(problem)
         if not len(seen):
             return self._population
         return (len(seen) * self._smooth(seen) + self.POPULATION * self._population) / (
             len(seen) + self.POPULATION
         )
 
-    def own(self, problem: int) -> Floats:
+    def lengths_of(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
         return _all(self._lengths.get(problem, {}))
 
@@ -147,7 +147,7 @@ class LengthModel:
         if not self._everyone:
             return {}
         prior = self.POPULATION * float(_all(self._everyone).mean())
-        own = {problem: self.own(problem) for problem in self._lengths}
+        own = {problem: self.lengths_of(problem) for problem in self._lengths}
         return {
             problem: (prior + float(seen.sum())) / (self.POPULATION + len(seen))
             for problem, seen in own.items()
@@ -201,7 +201,7 @@ class LengthLog:
         return self._model.expected()
 
 
-class Expected:
+class ExpectedLengths:
     """Expected lengths of responses, in tokens; a problem that is not known counts as
     the mean of the known.
     """
@@ -218,7 +218,7 @@ class Expected:
         return self._lengths.get(problem, self.mean)
 
 
-def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
+def chance_ended_by(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
     """Return the chance that a response is at most `at` long, given that it is longer
     than `lengths`.
 
@@ -240,7 +240,7 @@ def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
 
 def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     """Return the mean tokens still to come, given the tokens that are there, shape
-    (b,). Arguments as in `beyond`.
+    (b,). Arguments as in `chance_ended_by`.
     """
     return np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
 
@@ -255,7 +255,7 @@ def classes(
     place of its majority class.
     """
     at = np.broadcast_to(np.asarray(bounds, dtype=float), (len(lengths), 2))
-    short, medium = beyond(cdf, edges, lengths, at).T
+    short, medium = chance_ended_by(cdf, edges, lengths, at).T
     likely: npt.NDArray[np.int64] = np.argmax(
         np.stack([short, medium - short, 1.0 - medium]), axis=0
     )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.confidence import Confidence, Kinds, Outlook, alike
+from das_adapter.core.confidence import Confidence, Kinds, Outlook, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
 
@@ -35,21 +35,26 @@ class ModelDrafts:
         self,
         most: int,
         narrows: bool = True,
-        always: int = 0,
+        passes_every_step: int = 0,
         follows: bool = False,
         parallel: bool = False,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests
-        whose drafts are not complete; `always`: passes in every step, with drafts or
-        without; `follows`: whether it reads in a pass what the policy verifies, also
-        where the history has drafted that; `parallel`: whether one pass drafts all
-        tokens; `lengths`: that its drafts have, rising, `most` among them; None:
-        any.
         """
-        self.most = most
+        Args:
+            most: tokens of a draft.
+            narrows: whether a pass is only for the requests whose drafts are not
+                complete.
+            passes_every_step: passes in every step, with drafts or without.
+            follows: whether the model reads in a pass what the policy verifies, also
+                where the history has drafted that.
+            parallel: whether one pass drafts all tokens.
+            lengths: lengths that its drafts may have, rising, `most` among them; None:
+                any.
+        """
+        self.max_draft_tokens = most
         self.narrows = narrows
-        self.always = always
+        self.passes_every_step = passes_every_step
         self.follows = follows
         self._parallel = parallel
         self._lengths = [n for n in lengths or range(1, most + 1) if n <= most]
@@ -62,7 +67,7 @@ class ModelDrafts:
         """Its tokens that were verified in training rollouts, and those accepted, since
         somebody took the counts.
         """
-        self.made = 0
+        self.passes_made = 0
         """Forward passes since then."""
 
     def sync(self) -> None:
@@ -71,7 +76,7 @@ class ModelDrafts:
         self.confidence.forget()
         self.passes.fit()
 
-    def verified(
+    def record_verified(
         self,
         drafted: Ints,
         got: Ints,
@@ -89,37 +94,37 @@ class ModelDrafts:
         accepted = np.minimum(drafted[mine], got[mine] - 1)
         self.acceptance.observe(tried, accepted)
         if kinds is not None:
-            self.confidence.verified(
+            self.confidence.record_verified(
                 kinds[mine], np.minimum(tried, accepted + 1), accepted
             )
         self.counts += tried @ training[mine], accepted @ training[mine]
         return float(accepted @ worth[mine])
 
-    def expect(self, passes: StepModel | None) -> None:
+    def set_pass_prior(self, passes: StepModel | None) -> None:
         """Take what a pass costs by a roofline; None: it is not known."""
         self.passes = StepTimes(passes, kinds=1)
 
-    def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+    def record_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take the time of one forward pass; `context`: tokens of context that all its
         requests have together.
         """
         self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
-    def drafted_with(self, kinds: Kinds) -> None:
+    def record_draft_kinds(self, kinds: Kinds) -> None:
         """Take the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
-        self.confidence.drafted(kinds, self.most)
+        self.confidence.record_drafts(kinds, self.max_draft_tokens)
 
     @property
     def outlook(self) -> Outlook:
         """What its drafts are going to bring: where nobody says how sure it is, all are
         alike.
         """
-        return self.confidence.outlook or alike(
-            round(self.acceptance.rate, 3), self.most
+        return self.confidence.outlook or uniform_outlook(
+            round(self.acceptance.rate, 3), self.max_draft_tokens
         )
 
-    def lengths(self, least_chance: float) -> Sequence[int]:
+    def lengths_above(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with
         less than this chance.
         """
@@ -129,39 +134,44 @@ class ModelDrafts:
             if self.outlook.survival[length - 1] >= least_chance
         ]
 
-    def drafted(self, tokens: int) -> int:
+    def draft_length(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are
         wanted.
         """
         return (
-            min(self.most, next((n for n in self._lengths if n >= tokens), tokens))
+            min(
+                self.max_draft_tokens,
+                next((n for n in self._lengths if n >= tokens), tokens),
+            )
             if tokens
             else 0
         )
 
     def passes_for(self, tokens: int) -> int:
         """Return in how many passes it drafts so many tokens for each request."""
-        return min(tokens, 1) if self._parallel else self.drafted(tokens)
+        return min(tokens, 1) if self._parallel else self.draft_length(tokens)
 
-    def seconds(self, drafted: Ints, plain: float) -> float:
+    def passes_s(self, drafted: Ints, plain: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape
         (b,), beyond those of every step; `plain`: a step of the policy.
         """
-        passes = range(self.always, self.passes_for(int(drafted.max(initial=0))))
+        passes = range(
+            self.passes_every_step, self.passes_for(int(drafted.max(initial=0)))
+        )
         if not self.passes.known:
             return UNSEEN_PASS * plain * len(passes)
-        model = self.passes.model.at(self.context)
+        model = self.passes.model.at_context(self.context)
         requests = [
             int(np.count_nonzero(drafted > (step if self.narrows else 0)))
             for step in passes
         ]
         return sum(model.step(n, n, False) for n in requests)
 
-    def untried(self, plain: float) -> bool:
+    def may_pay_untried(self, plain: float) -> bool:
         """Return whether it may be worth its passes, which only its first drafts can
-        tell; `plain` as in `seconds`.
+        tell; `plain` as in `passes_s`.
         """
         return (
             not self.acceptance.known
-            and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
+            and self.passes_s(np.ones(1, dtype=np.int64), plain) < plain
         )

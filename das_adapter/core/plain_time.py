@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.latency import StepTimes
-from das_adapter.core.requests import with_room
+from das_adapter.core.requests import with_slots
 from das_adapter.core.steps import Floats, Ints, TimedStep
 
 Seconds = Callable[[Floats], Floats]
@@ -52,7 +52,7 @@ class _Batch:
     """Of all steps."""
     context: float = 0.0
     """Tokens of their context."""
-    widest: int = 1
+    max_requests: int = 1
     refilled: bool = False
     """Whether requests arrive while others end."""
     shares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -67,7 +67,7 @@ class _Batch:
     """By requests: baseline steps, their seconds and context."""
 
     @property
-    def usual(self) -> float:
+    def mean_context(self) -> float:
         """Tokens of context that a request had, on average."""
         return self.context / max(1, self.requests)
 
@@ -78,7 +78,9 @@ class _Batch:
         """
         if self.refilled:
             return _total(self.shares, step)
-        whole = seconds_of(np.append(self.written, self.finished), self.widest, step)
+        whole = seconds_of(
+            np.append(self.written, self.finished), self.max_requests, step
+        )
         return whole - _total(
             {requests: kind[0] for requests, kind in self.baseline.items()}, step
         )
@@ -104,19 +106,19 @@ class PlainTime:
 
     def restart(self) -> None:
         """Begin a rollout, at a weight sync."""
-        self.passed = 0.0
+        self.passed_s = 0.0
         """Seconds of all steps."""
         self.batch = _Batch()
         self._batches = deque([self.batch], maxlen=BATCHES)
 
-    def settle(self, refilled: bool = False) -> None:
+    def begin_batch(self, refilled: bool = False) -> None:
         """Begin another batch, or one that is `refilled`."""
         if self.batch.steps or self.batch.baseline:
             self.batch = _Batch()
             self._batches.append(self.batch)
         self.batch.refilled = refilled
 
-    def take(self, step: TimedStep, predicted: float | None) -> None:
+    def record_step(self, step: TimedStep, predicted: float | None) -> None:
         """Take a step; `predicted`: its seconds by the engine's latency model, a
         drafter's passes apart.
         """
@@ -131,14 +133,16 @@ class PlainTime:
             mean = step.context / requests
             self._seen = min(self._seen[0], requests), max(self._seen[1], requests)
             self._read = min(self._read[0], mean), max(self._read[1], mean)
-            self.count(slots, np.array((1.0, step.seconds, step.context)))
+            self.record_baseline_steps(
+                slots, np.array((1.0, step.seconds, step.context))
+            )
             return
         seconds = step.seconds + step.drafting_seconds
         passes = step.drafting_seconds
         seconds = (
             seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
         )
-        self.add(seconds)
+        self.add_seconds(seconds)
         batch.drafted_seconds += seconds * step.drafted
         batch.steps += 1
         batch.requests += requests
@@ -146,22 +150,22 @@ class PlainTime:
         self._write(slots, got)
         batch.shares[requests] += int(np.add.reduce(got)) / requests
 
-    def count(self, slots: Ints, steps: Floats) -> None:
+    def record_baseline_steps(self, slots: Ints, steps: Floats) -> None:
         """Count baseline steps, in each of which these requests got a token: their
         number, their seconds and their context, float64 [3].
         """
         self._write(slots, int(steps[0]))
         self.batch.baseline[len(slots)] += steps
-        self.passed += float(steps[1])
+        self.passed_s += float(steps[1])
 
-    def add(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """Add to the time that is held against plain decoding, as of a drafter in a
         step that also read prompts.
         """
         self.batch.seconds += seconds
-        self.passed += seconds
+        self.passed_s += seconds
 
-    def close(self, slot: int) -> None:
+    def end_request(self, slot: int) -> None:
         """Take the end of a request."""
         written = self.batch.written
         if slot < len(written):
@@ -173,27 +177,27 @@ class PlainTime:
         """Whether enough baseline steps were timed."""
         return len(self._samples) >= LEAST_SAMPLES
 
-    def total(self) -> float:
+    def plain_s(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps
         alone where nothing is known.
         """
         known = (
             batch.plain(plain)
             for batch in self._batches
-            if (plain := self._plain(batch.usual)) is not None
+            if (plain := self._plain(batch.mean_context)) is not None
         )
         return self._unasked()[1] + sum(known)
 
-    def saved(self) -> float:
+    def saved_s(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
-        return sum(map(self.saved_in, self._batches))
+        return sum(map(self.batch_saved_s, self._batches))
 
-    def saved_in(self, batch: _Batch) -> float:
+    def batch_saved_s(self, batch: _Batch) -> float:
         """Return the seconds that drafts saved in one batch."""
-        plain = self._plain(batch.usual)
+        plain = self._plain(batch.mean_context)
         return 0.0 if plain is None else batch.plain(plain) - batch.seconds
 
-    def compare(self) -> str | None:
+    def explain_loss(self) -> str | None:
         """Compare the rollout so far with what its tokens would have taken where no
         drafter is asked: say why it has lost, which it has where it took longer beyond
         doubt; empty: it has not; None: too little is known.
@@ -207,7 +211,7 @@ class PlainTime:
         if steps + unasked < LEAST_STEPS or not self.known:
             return None
         seconds = seconds + baseline
-        plain = self.total()
+        plain = self.plain_s()
         scatter = (
             float(np.std(self._ratios()))
             * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
@@ -233,18 +237,18 @@ class PlainTime:
         seconds = self._unasked()[1]
         for batch in self._batches:
             seconds += batch.seconds
-            plain += batch.plain(self._baseline(batch.usual))
+            plain += batch.plain(self._baseline(batch.mean_context))
             for requests, (steps, _, context) in batch.baseline.items():
                 plain += steps * model.step(requests, requests, False, context / steps)
         return float(seconds / (share * plain)) if plain else None
 
     def _write(self, slots: Ints, got: Ints | int) -> None:
         batch = self.batch
-        batch.widest = max(batch.widest, len(slots))
+        batch.max_requests = max(batch.max_requests, len(slots))
         try:
             batch.written[slots] += got
         except IndexError:
-            batch.written = with_room(batch.written, int(slots.max()) + 1)
+            batch.written = with_slots(batch.written, int(slots.max()) + 1)
             batch.written[slots] += got
 
     def _unasked(self) -> tuple[float, float]:
@@ -259,7 +263,11 @@ class PlainTime:
         steps.
         """
         if not self.known:
-            return self.engine.model.at(context).plain if self.engine.known else None
+            return (
+                self.engine.model.at_context(context).plain_seconds
+                if self.engine.known
+                else None
+            )
         plain = self._baseline(context)
         share = float(np.mean(self._ratios()))
         return lambda requests: plain(requests) * share
@@ -271,16 +279,16 @@ class PlainTime:
         """
         engine = self.engine.model
         read = float(np.clip(context, *self._read))
-        baseline = self.baseline.model.at(read)
-        there = engine.at(read)
-        here = engine.at(context)
+        baseline = self.baseline.model.at_context(read)
+        there = engine.at_context(read)
+        here = engine.at_context(context)
 
         def plain(requests: npt.ArrayLike) -> Floats:
             near = np.clip(requests, *self._seen)
             return (
-                baseline.plain(near)
-                * here.plain(requests)
-                / np.maximum(there.plain(near), 1e-12)
+                baseline.plain_seconds(near)
+                * here.plain_seconds(requests)
+                / np.maximum(there.plain_seconds(near), 1e-12)
             )
 
         return plain

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.budget import allocate, kept_worth
+from das_adapter.core.budget import allocate, prefix_worth
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
@@ -17,7 +17,7 @@ from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 _FREE = StepModel(base=0.0, token=0.0)
 
 
-class Offer(NamedTuple):
+class DraftCandidates(NamedTuple):
     """What there is to draft in a step of b requests."""
 
     limits: Ints
@@ -27,54 +27,63 @@ class Offer(NamedTuple):
     """The history's drafts: survival chance of each token, shape (n,); request i's are
     `chances[o[i]:o[i + 1]]`.
     """
-    drafts: ModelDrafts | None
+    drafter: ModelDrafts | None
     """Of the model that drafts as well; None: none does."""
-    floor: float
+    min_chance: float
     """Chance under which a draft ends."""
-    cut: bool
+    by_worth: bool
     """Whether tokens that are worth less than they cost are left out; else budgets are
     fixed.
     """
 
 
-def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
+def plan_own_lengths(
+    candidates: DraftCandidates, worth: Floats, model: StepModel
+) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the
     history or from the model; under fixed budgets all of them, and say what that gains.
     `worth`, `model`: see `allocate`.
     """
-    found = allocate(offer.chances, offer.offsets, worth, model, offer.cut)
+    found = allocate(
+        candidates.chances, candidates.offsets, worth, model, candidates.by_worth
+    )
     running = len(worth)
     # it reads in a pass what is verified
-    if offer.drafts is not None and offer.drafts.follows and found.total:
-        passes = offer.drafts.seconds(
+    if candidates.drafter is not None and candidates.drafter.follows and found.total:
+        passes = candidates.drafter.passes_s(
             np.ones(running, dtype=np.int64), model.step(running, running, False)
         )
         found = found._replace(gain=found.gain - passes, passes_s=passes)
-    return with_model(offer, found, worth, model)
+    return add_model_drafts(candidates, found, worth, model)
 
 
-def one_length(
-    offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]
+def plan_one_length(
+    candidates: DraftCandidates, worth: Floats, model: StepModel, lengths: Sequence[int]
 ) -> StepPlan:
     """Give all requests the one of the `lengths`, rising, that is worth most; under
     fixed budgets the one that these need. Where there is a model, it drafts for all or
     for nobody: then each request has the better draft of both.
     """
-    running = len(offer.limits)
-    found = offer.offsets[1:] - offer.offsets[:-1]
-    drafts = offer.drafts
-    nothing = np.zeros_like(offer.limits)
+    running = len(candidates.limits)
+    found = candidates.offsets[1:] - candidates.offsets[:-1]
+    drafts = candidates.drafter
+    nothing = np.zeros_like(candidates.limits)
     plain = model.step(running, running, False)
     best = StepPlan(nothing, nothing)
     mine = nothing
     theirs = np.zeros((running, 1))
     if drafts is not None:
-        mine = np.minimum(offer.limits, drafts.most)
+        mine = np.minimum(candidates.limits, drafts.max_draft_tokens)
         theirs = worth[:, None] * np.append(0.0, drafts.outlook.survival.cumsum())
-    needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
-    tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
-    kept = kept_worth(
-        worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried)
+    needed = shortest_sufficient_length(
+        np.minimum(candidates.limits, np.maximum(found, mine)), lengths
+    )
+    tried = [n for n in lengths if n <= needed and (n == needed or candidates.by_worth)]
+    kept = prefix_worth(
+        worth,
+        candidates.chances,
+        candidates.offsets,
+        *(np.minimum(found, n) for n in tried),
     )
     for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
@@ -83,66 +92,76 @@ def one_length(
             # where the history drafts, a model that follows reads what was drafted, in
             # a pass
             if drafts is not None:
-                each = min(length, drafts.most) if by_model else int(drafts.follows)
-                passes = drafts.seconds(np.full_like(offer.limits, each), plain)
+                each = (
+                    min(length, drafts.max_draft_tokens)
+                    if by_model
+                    else int(drafts.follows)
+                )
+                passes = drafts.passes_s(np.full_like(candidates.limits, each), plain)
             if by_model:
                 saved = np.maximum(
                     saved, theirs[np.arange(running), np.minimum(mine, length)]
                 )
             gain = float(np.add.reduce(saved)) - passes - verified
-            if gain > best.gain or not offer.cut:
-                same = np.full_like(offer.limits, length)
+            if gain > best.gain or not candidates.by_worth:
+                same = np.full_like(candidates.limits, length)
                 best = StepPlan(
                     *((nothing, same) if by_model else (same, nothing)), gain, passes
                 )
     return best
 
 
-def everything(offer: Offer) -> StepPlan:
+def plan_everything(candidates: DraftCandidates) -> StepPlan:
     """Verify all that there is; the model drafts for the requests for which it brings
     more tokens.
     """
-    found = np.diff(offer.offsets)
+    found = np.diff(candidates.offsets)
     nothing = np.zeros_like(found)
-    return with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
+    return add_model_drafts(
+        candidates, StepPlan(found, nothing), np.ones(len(found)), _FREE
+    )
 
 
-def enough(keep: Ints, lengths: Sequence[int]) -> int:
+def shortest_sufficient_length(keep: Ints, lengths: Sequence[int]) -> int:
     """Return the shortest of the lengths that is enough for each request."""
     most = int(np.maximum.reduce(keep, initial=0))
     return next((n for n in lengths if n >= most), most) if most else 0
 
 
-def with_model(
-    offer: Offer, found: StepPlan, worth: Floats, model: StepModel
+def add_model_drafts(
+    candidates: DraftCandidates, found: StepPlan, worth: Floats, model: StepModel
 ) -> StepPlan:
     """Let the model draft, equally many tokens at most, for the requests for which it
     is worth more than what was `found`, which stands where that gains nothing; under
     fixed budgets the longest, gain or not, for those for which it is worth more.
-    Arguments as in `own_lengths`.
+    Arguments as in `plan_own_lengths`.
     """
-    drafts = offer.drafts
+    drafts = candidates.drafter
     batch = len(worth)
     best = found
     if drafts is None:
         return found
-    lengths = drafts.lengths(offer.floor)
-    if not offer.cut:
+    lengths = drafts.lengths_above(candidates.min_chance)
+    if not candidates.by_worth:
         lengths = lengths[-1:]
-        best = found._replace(gain=found.gain if len(offer.chances) else -np.inf)
-    (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
+        best = found._replace(gain=found.gain if len(candidates.chances) else -np.inf)
+    (theirs,) = prefix_worth(
+        worth, candidates.chances, candidates.offsets, found.history
+    )
     slope = model.slope(batch + found.total)
     steep = model.slope(np.inf)
     room = model.knee - batch
-    plan = _priced(offer, drafts, found.history, theirs, worth, model, lengths, slope)
+    plan = _priced(
+        candidates, drafts, found.history, theirs, worth, model, lengths, slope
+    )
     if (
         plan is not None
-        and offer.cut
+        and candidates.by_worth
         and drafts.confidence.outlook
         and found.total < room < plan.total
     ):
         dear = _priced(
-            offer, drafts, found.history, theirs, worth, model, lengths, steep
+            candidates, drafts, found.history, theirs, worth, model, lengths, steep
         )
         if dear is not None and dear.gain > plan.gain:
             plan = dear
@@ -150,7 +169,7 @@ def with_model(
                 free := int(room) - dear.total
             ) > 0:  # tokens that are worth less cost nothing up to there
                 more = (
-                    np.minimum(dear.longest * (dear.history == 0), offer.limits)
+                    np.minimum(dear.longest * (dear.history == 0), candidates.limits)
                     - dear.model
                 )
                 shares = np.rint(more.cumsum() * min(1.0, free / max(1, more.sum())))
@@ -161,7 +180,7 @@ def with_model(
 
 
 def _priced(
-    offer: Offer,
+    candidates: DraftCandidates,
     drafts: ModelDrafts,
     history: Ints,
     theirs: Floats,
@@ -178,10 +197,11 @@ def _priced(
         return None
     batch = len(worth)
     # chance of tokens worth verifying
-    least = price / np.maximum(worth, 1e-12) if offer.cut else np.zeros(batch)
-    verified, accepted, longest = drafts.outlook.tokens(least)
+    least = price / np.maximum(worth, 1e-12) if candidates.by_worth else np.zeros(batch)
+    verified, accepted, longest = drafts.outlook.tokens_above(least)
     drafted = np.minimum(
-        np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64)
+        np.minimum(candidates.limits, longest)[:, None],
+        np.array(lengths, dtype=np.int64),
     )
     verified = np.take_along_axis(verified, drafted, 1)
     accepted = np.take_along_axis(accepted, drafted, 1)
@@ -195,7 +215,7 @@ def _priced(
     tokens = (
         np.add.reduce(np.where(chosen, verified, history[:, None])).round().tolist()
     )
-    passes = [drafts.seconds(column, plain) for column in asked.T]
+    passes = [drafts.passes_s(column, plain) for column in asked.T]
     costs = (model.step(batch + n, batch, n > 0) - plain for n in tokens)
     gains = [
         value - cost - own

@@ -11,7 +11,7 @@ from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
 from das_adapter.core.steps import Floats, Ints
 
-NOBODY: Ints = np.zeros(0, dtype=np.int64)
+EMPTY_INTS: Ints = np.zeros(0, dtype=np.int64)
 PACE_STEPS = 16
 """Steps over which a request's tokens per step are averaged."""
 
@@ -20,7 +20,7 @@ _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
-def follow(
+def advance_lengths(
     slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints
 ) -> tuple[Ints, Ints] | None:
     """Bring the lengths of a batch's requests forward by a step: of each its slot, the
@@ -37,7 +37,7 @@ def follow(
 Column = TypeVar("Column", bound=npt.NDArray[Any])
 
 
-def with_room(column: Column, slots: int) -> Column:
+def with_slots(column: Column, slots: int) -> Column:
     """Return a column [slots, ...] with at least so many slots, new ones 0; if it
     grows, to twice its size or more.
     """
@@ -112,10 +112,14 @@ class RequestTable:
         """
         if self._native is not None:
             self._native.advance(
-                slots, got, NOBODY if carried is None else carried, PACE_STEPS, curve
+                slots,
+                got,
+                EMPTY_INTS if carried is None else carried,
+                PACE_STEPS,
+                curve,
             )
 
-    def limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
+    def draft_limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
         """Return the most draft tokens of each request: as many as there is `room` for,
         `most`, and none where a token is not worth more than it costs, seconds.
         """
@@ -123,7 +127,7 @@ class RequestTable:
         self._native.limits(slots, room, most, cost, limits)
         return limits
 
-    def skip(self, slots: Ints, tokens: Ints) -> None:
+    def record_baseline_steps(self, slots: Ints, tokens: Ints) -> None:
         """Take the tokens, one a step, of steps at whose end no drafter was asked,
         int64 [requests].
         """
@@ -137,7 +141,7 @@ class RequestTable:
         more = max(64, slots)
         self._free += range(slots + more - 1, slots - 1, -1)
         for column in self.__annotations__:
-            setattr(self, column, with_room(getattr(self, column), slots + more))
+            setattr(self, column, with_slots(getattr(self, column), slots + more))
         self._native = native().Columns(
             **{name: getattr(self, name) for name in _NATIVE}
         )

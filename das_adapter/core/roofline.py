@@ -16,7 +16,7 @@ from das_adapter.core.latency import StepModel, fit
 from das_adapter.core.steps import Floats
 
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
+"""Model types of Hugging Face configs whose sizes `Roofline.from_config` reads."""
 
 COPY_SHARE = {"int4": 0.27, "int8": 0.51, "fp8": 0.5}
 """Bytes of a policy copy's linear weights, scales included, as a share of the policy's
@@ -53,7 +53,7 @@ class Roofline:
     """
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: Mapping[str, Any],
         hardware: Device,
@@ -128,12 +128,14 @@ class Roofline:
         """
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
         read = (
-            self.reading(b * (d + 1), share)
+            self.weights_s(b * (d + 1), share)
             + self.kv_bytes * b * s / self.hardware.bandwidth
         )
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
 
-    def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
+    def step_model(
+        self, context: float = 1024.0, share: float | None = None
+    ) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights'
         read time, then a line; with experts, of which each token reads more, the best
         two lines up to 1024 tokens. `context`: tokens of a request's context at which a
@@ -144,15 +146,15 @@ class Roofline:
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
             seconds = np.maximum(
-                self.reading(tokens, share), self._compute(tokens, context)
+                self.weights_s(tokens, share), self._compute(tokens, context)
             )
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, context=kv)
-        read = float(self.reading(1, share))
+        read = float(self.weights_s(1, share))
         token = float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, context=kv)
 
-    def reading(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
+    def weights_s(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
         """Return the seconds in which the weights are read for so many tokens, a policy
         copy's with its `share`: of the experts those that any token chooses, if each
         token's choice is independent and even.

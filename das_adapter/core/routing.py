@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected
+from das_adapter.core.length import ExpectedLengths
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -46,9 +46,9 @@ turns: most tools answer earlier.
 """
 
 
-def rounds(
+def predict_rounds(
     problem: int,
-    expected: Expected,
+    expected: ExpectedLengths,
     siblings: bool,
     growing: float,
     finished: float = 0.0,
@@ -94,7 +94,7 @@ class Replicas(Generic[Name]):
         that come at once, where `pick` is not told how many; `slots`: requests that a
         replica runs at once.
         """
-        self.expected = Expected()
+        self.expected = ExpectedLengths()
         """Lengths of the responses that are asked for from now on."""
         self.turns = False
         """Whether trajectories have come back for further turns."""
@@ -118,7 +118,7 @@ class Replicas(Generic[Name]):
         self._peak = 0.0
         self._expected = math.inf
 
-    def expect(self, work: float) -> None:
+    def set_expected_work(self, work: float) -> None:
         """Take the most work that will be in flight at once, in decode steps. It is
         taken to be endless in the first burst, and in later ones what the burst before
         had; a burst ends when no request is in flight.
@@ -149,7 +149,7 @@ class Replicas(Generic[Name]):
         self._begin(problem)
         return self._places[problem].pop(0)
 
-    def stay(self, replica: Name, problem: int) -> None:
+    def add_request(self, replica: Name, problem: int) -> None:
         """Count a request that has its replica already: the next turn of a
         trajectory.
         """
@@ -158,7 +158,7 @@ class Replicas(Generic[Name]):
             self._begin(problem)
             self._join(replica, problem)
 
-    def done(self, replica: Name, problem: int) -> None:
+    def remove_request(self, replica: Name, problem: int) -> None:
         """Take off a request that ended."""
         self._leave(replica, problem)
         self._ended[replica] = time.monotonic()
@@ -201,7 +201,7 @@ class Replicas(Generic[Name]):
         """Return what a request adds to the time of all decode steps, in steps, beside
         `others` of its problem.
         """
-        steps = rounds(problem, self.expected, self._siblings, others)
+        steps = predict_rounds(problem, self.expected, self._siblings, others)
         return max(
             steps / self._slots, steps / REQUESTS + self.expected[problem] / TOKENS
         )
@@ -258,7 +258,9 @@ class Replicas(Generic[Name]):
 
     def _rounds(self, problem: int, samples: int) -> float:
         waves = max(1, math.ceil(samples / self._slots))
-        return rounds(problem, self.expected, self._siblings, samples - 1) * waves
+        return (
+            predict_rounds(problem, self.expected, self._siblings, samples - 1) * waves
+        )
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
@@ -282,7 +284,7 @@ class Turn:
     worker: int
 
 
-def following(
+def match_next_turns(
     turns: Iterable[Turn],
     problems: Sequence[int],
     prompts: Sequence[npt.NDArray[np.int64]],
@@ -319,9 +321,9 @@ def _shared(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
     return int(differ.argmax()) if differ.any() else tokens
 
 
-def plan(
+def distribute_batch(
     problems: Sequence[int],
-    expected: Expected,
+    expected: ExpectedLengths,
     workers: int,
     siblings: bool = True,
     slots: float = math.inf,
@@ -350,7 +352,7 @@ def plan(
     )
     replicas = Replicas(range(workers), siblings, slots=slots)
     replicas.expected = expected
-    replicas.expect(
+    replicas.set_expected_work(
         sum(
             len(rows) * replicas.work(problem, len(rows) - 1)
             for problem, rows in groups
@@ -358,7 +360,7 @@ def plan(
     )
     shares: list[list[int]] = [[] for _ in range(workers)]
     for row, worker in begun.items():
-        replicas.stay(worker, problems[row])
+        replicas.add_request(worker, problems[row])
         shares[worker].append(row)
     for problem, rows in groups:
         for row in rows:
@@ -387,12 +389,12 @@ class StartOrder:
         """
         self._siblings = siblings
         self._group = group
-        self._expected = Expected()
+        self._expected = ExpectedLengths()
         self._version = 0
         self._started: Counter[int] = Counter()
         """Requests by problem, since the weight sync."""
 
-    def refresh(self, expected: Expected | None, version: int) -> None:
+    def refresh(self, expected: ExpectedLengths | None, version: int) -> None:
         """Take what is expected (None: what was before) and the weight version, at a
         weight sync.
         """
@@ -407,9 +409,9 @@ class StartOrder:
         """
         others = self._group - 1
         about = (problem, self._expected, self._siblings)
-        steps = rounds(*about, others)
+        steps = predict_rounds(*about, others)
         if begun or not self._started[problem]:
-            steps += others * (steps - rounds(*about, others - 1, finished=1))
+            steps += others * (steps - predict_rounds(*about, others - 1, finished=1))
         self._started[problem] += not begun
         self._group = max(self._group, self._started[problem])
         return self._version * 2**32 - round(1000 * steps)

@@ -102,7 +102,7 @@ class EngineController:
         known = before_the_first_step(config, vllm_config)
         sizes = captured_tokens(vllm_config)
         if known and drafts is not None:
-            drafts.expect(known.passes)
+            drafts.set_pass_prior(known.passes)
         self.controller = Controller(
             config,
             vllm_config.model_config.max_model_len,
@@ -112,7 +112,7 @@ class EngineController:
             sizes,
         )
         if known is None:
-            self.controller.times.assume(assumed())
+            self.controller.times.set_prior(assumed())
 
     # Requests
 
@@ -281,7 +281,7 @@ class EngineController:
             answer["generation"] = self.history.refresh(message)
         account = self.controller.account
         model = self.controller.times.model
-        saved = account.time.saved()
+        saved = account.time.saved_s()
         stopped = account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
@@ -311,14 +311,14 @@ class EngineController:
         told = self._told
         self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
-        stats["latency_model_error"] = self.controller.times.take_error()
+        stats["latency_model_error"] = self.controller.times.pop_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = (
                 self.drafts.counts.tolist()
             )
-            self.drafts.counts[:], stats["drafter_passes"], self.drafts.made = (
+            self.drafts.counts[:], stats["drafter_passes"], self.drafts.passes_made = (
                 0,
-                self.drafts.made,
+                self.drafts.passes_made,
                 0,
             )
             if self.config.copies_policy:

@@ -21,7 +21,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing
-from das_adapter.core.length import Expected
+from das_adapter.core.length import ExpectedLengths
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.ahead import Ahead
 from das_adapter.nemo_rl.checkpoint import save_history
@@ -108,8 +108,8 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         prompts = _texts(data["input_ids"], data["input_lengths"])
-        begun = routing.following(before, problems, prompts)
-        plan = routing.plan(
+        begun = routing.match_next_turns(before, problems, prompts)
+        plan = routing.distribute_batch(
             problems, self._predict(), self.dp_size, self._siblings, self._slots, begun
         )
         result = super().generate(Planned(data, plan), greedy=greedy)
@@ -156,7 +156,7 @@ class DasVllmGeneration(VllmGeneration):
                 yield result
         finally:
             with _counting:
-                self._replicas.done(shard, label.problem)
+                self._replicas.remove_request(shard, label.problem)
 
     def attach_fleet_health(self, monitor: Any, selector: Any) -> None:
         """Have NeMo-RL's fleet health choose the workers of single samples, among those
@@ -258,7 +258,7 @@ class DasVllmGeneration(VllmGeneration):
             )
         return why is not None
 
-    def _predict(self) -> Expected:
+    def _predict(self) -> ExpectedLengths:
         if self._longest_first:
             self._replicas.expected = (
                 ledger.expected(timeout=10) or self._replicas.expected

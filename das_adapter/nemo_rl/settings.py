@@ -171,4 +171,4 @@ def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
         [item for name in MEDIA if name in data for item in data[name][row] or ()]
         for row in range(rows)
     )
-    return [_hashes.of_row(row) if row else [] for row in items]
+    return [_hashes.hash_row(row) if row else [] for row in items]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 from ray._private import state
 
-from das_adapter.core.length import Expected, LengthLog, Responses
+from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("das_adapter")
@@ -136,12 +136,12 @@ def answers(calls: Sequence[ray.ObjectRef], timeout: float, what: str) -> list[A
     return found
 
 
-def expected(timeout: float) -> Expected | None:
+def expected(timeout: float) -> ExpectedLengths | None:
     """Ask for what is expected; None, with a line in the log, where the ledger does not
     answer.
     """
     try:
-        return Expected(ask(running().expected.remote(), timeout))
+        return ExpectedLengths(ask(running().expected.remote(), timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning(
             "das: no new predicted lengths; those from before stand: %r", error

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
@@ -55,7 +55,7 @@ class Writer:
         """Take over the history that an earlier writer left in the directory, or begin
         one; `beside`: see `room`. Raises as `HistoryStore`.
         """
-        self.policy = HistoryPolicy(config)
+        self.policy = HistoryRules(config)
         self.lock = threading.RLock()
         """Of texts on their way, from `read` to `keep`; held for a moment."""
         self.altered = False
@@ -129,7 +129,7 @@ class Writer:
                 texts = [
                     text for text in texts if not self.policy.has(self.store, text)
                 ]
-            self.policy.take(self.store, texts)
+            self.policy.add_trajectories(self.store, texts)
             self._kept.append(file)
             if not texts:  # they go elsewhere, or are published
                 self._done([file])
@@ -146,7 +146,7 @@ class Writer:
                 if self._grown:  # thinning merges as well: no problem is written twice
                     left = room(self.directory, self._beside, size_of(self.directory))
                     self._grown = False  # before, since others may publish meanwhile
-                    if self.policy.tidy(self.store, left):
+                    if self.policy.shrink_slice(self.store, left):
                         self._grown = True
                 else:
                     more = self.store.work(self.policy.window, every=crowded)

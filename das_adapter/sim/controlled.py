@@ -82,7 +82,7 @@ class Controlled(Drafting):
             else None
         )
         if model is not None and prior is not None:
-            model.expect(prior.passes)
+            model.set_pass_prior(prior.passes)
         return Controller(das, limit, prior and prior.steps, model)
 
     def walk(self, rows: Ints) -> Walk | None:
@@ -201,7 +201,7 @@ class Controlled(Drafting):
             seconds = float(
                 self.pass_seconds(np.array([float(count)]), np.array([read]))[0]
             )
-            controller.drafts.timed_pass(count, seconds, read)
+            controller.drafts.record_pass(count, seconds, read)
             passes += seconds
         return passes
 

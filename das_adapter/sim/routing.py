@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected, LengthLog, Responses
+from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.core.routing import Replicas, start_order
 from das_adapter.sim.requests import Ints, Requests
 
@@ -80,11 +80,11 @@ class Router:
         ):
             self._loads[engine] -= 1
             if self._ours:
-                self._replicas.done(engine, problem)
+                self._replicas.remove_request(engine, problem)
 
     def sync(self, version: int, responses: Responses) -> None:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        self._replicas.expected = Expected(self._log.predictions())
+        self._replicas.expected = ExpectedLengths(self._log.predictions())
         for order in filter(None, self._orders):
             order.refresh(self._replicas.expected, version)

@@ -198,10 +198,10 @@ class Simulation:
         config = self.config
         gpu = device(config.hardware.gpu)
         bytes_per_weight = WEIGHT_BYTES[config.precision]
-        roof = Roofline.of(
+        roof = Roofline.from_config(
             sizes(config.model), gpu, config.hardware.per_engine, bytes_per_weight
         )
-        return Prior(roof.line())
+        return Prior(roof.step_model())
 
     def _copy_pass(self, das: DasConfig) -> Seconds:
         """Return the time of a pass of the policy copy."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.sim.requests import Floats, Ints, Requests
@@ -205,7 +205,7 @@ class Indexed(Source):
     ) -> None:
         super().__init__(requests)
         self._texts = texts
-        self._policy = HistoryPolicy(history)
+        self._policy = HistoryRules(history)
         self._store = HistoryStore(tempfile.mkdtemp(prefix="das-sim-"))
         weakref.finalize(self, _remove, self._store)
         self.indices = [
@@ -262,8 +262,8 @@ class Indexed(Source):
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
         """Make finished responses history: problem, int32 tokens, weight version."""
         if self._policy.kept:
-            self._policy.remember(self._store, written)
-            while self._policy.tidy(self._store):
+            self._policy.add_and_seal(self._store, written)
+            while self._policy.shrink_slice(self._store):
                 pass
         for index in self.indices:
             index.refresh()

@@ -127,7 +127,7 @@ class Instance(Steps):
             self.roof.seconds(requests, context / b, tokens / b - 1.0)
             + self.token_s * tokens
         )
-        weights = float(self.roof.reading(1))
+        weights = float(self.roof.weights_s(1))
         host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
         return np.asarray(
             np.where(requests > 0, kernels + self.waits_s, weights) + host
@@ -164,7 +164,7 @@ def instance(
     )
     one = 1.0 if precision == "fp8" else 2.0
     layers = sizes["num_hidden_layers"]
-    roof = Roofline.of(sizes, fast, devices, one)
+    roof = Roofline.from_config(sizes, fast, devices, one)
     if devices < 2:
         return Instance(roof, layers, **own)
     # two exchanges in each layer: rings of hidden states in 16 bits

@@ -86,7 +86,7 @@ class DasLoadBalancer(_Stock):
         problem = -self._acquired if label.problem is None else label.problem
         server = self._request_id_to_server.get(request_id)
         if server in self._inflight_requests:
-            self._replicas.stay(server, problem)
+            self._replicas.add_request(server, problem)
         else:
             in_group = (
                 self._longest_first and label.record and label.problem is not None
@@ -101,7 +101,7 @@ class DasLoadBalancer(_Stock):
         """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
         if problems := self._problems.pop(request_id or "", None):
-            self._replicas.done(server_id, problems.pop())
+            self._replicas.remove_request(server_id, problems.pop())
             if problems:
                 self._problems[request_id or ""] = problems
 

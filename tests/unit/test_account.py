@@ -17,7 +17,7 @@ from das_adapter.core.account import (
     State,
     collapsed,
 )
-from das_adapter.core.backoff import Rest
+from das_adapter.core.backoff import RolloutRest
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
@@ -89,7 +89,7 @@ def rollout(
         seconds = seconds + took
         drafted = asked and asking > 1.0
     for slot in slots.tolist():
-        account.time.close(slot)
+        account.time.end_request(slot)
     return seconds, unasked
 
 
@@ -277,8 +277,8 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
     rests = list[bool]()
     for asking, pace in [(1.3, 2)] * 2 + [(1.08, 1)] * 5:
         rollout(account, asking, pace)
-        balance = Rest.FADE * balance + account.time.saved()
-        assert bool(account.time.compare()) == (pace == 1)
+        balance = RolloutRest.FADE * balance + account.time.saved_s()
+        assert bool(account.time.explain_loss()) == (pace == 1)
         rests.append(bool(judged(account)))
         assert rests[-1] == (balance < 0)
     assert rests == [False] * 6 + [True]
@@ -287,9 +287,9 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.time.add(0.01 * seconds)
+    account.time.add_seconds(0.01 * seconds)
     assert judged(account) is None
-    account.time.add(0.06 * rollout(account, asking=1.0)[0])
+    account.time.add_seconds(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 
@@ -317,7 +317,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
         account.ask(8, False)
-        account.time.take(
+        account.time.record_step(
             timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False),
             None,
         )
@@ -332,14 +332,14 @@ def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
     rollout(account, asking=1.0)
     account.timed(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
     # it counts as one step more
-    assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)
+    assert account.time.saved_s() >= -1.1 * PLAIN.step(8, 8, False)
     assert judged(account) is None
 
 
 def test_a_few_steps_are_no_evidence() -> None:
     account = make()
     rollout(account, asking=1.5, tokens=LEAST_STEPS // 2)
-    assert account.time.compare() is None
+    assert account.time.explain_loss() is None
     assert judged(account) is None
 
 
@@ -412,7 +412,7 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
     account = make(model=PLAIN)
     for step in range(GUARD_STEPS):
         if step == GUARD_STEPS - 1:
-            account.time.settle()
+            account.time.begin_batch()
         account.timed(
             timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None
         )
@@ -451,9 +451,9 @@ def test_plain_seconds_are_those_of_a_round_by_round_replay() -> None:
         SIMPLE.step(n, n, False)
         for n in (sum(x >= r for x in lengths) for r in range(1, 21))
     )
-    assert seconds_of(lengths, 4, SIMPLE.plain) == pytest.approx(replay)
-    assert seconds_of([], 4, SIMPLE.plain) == 0.0
-    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain) == pytest.approx(
+    assert seconds_of(lengths, 4, SIMPLE.plain_seconds) == pytest.approx(replay)
+    assert seconds_of([], 4, SIMPLE.plain_seconds) == 0.0
+    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain_seconds) == pytest.approx(
         2 * 10 * SIMPLE.step(2, 2, False)
     )
 
@@ -462,15 +462,15 @@ def written(*got: int) -> PlainTime:
     """Five drafted steps of 1.5 s, in which requests get so many tokens each."""
     time = make(model=SIMPLE).time
     for _ in range(5):
-        time.take(timed_step(np.array(got), 1.5, True), None)
+        time.record_step(timed_step(np.array(got), 1.5, True), None)
     return time
 
 
 def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> None:
     time = written(2, 4)
-    time.close(0)
+    time.end_request(0)
     plain = 10 * 1.2 + 10 * 1.1
-    assert time.saved() == pytest.approx(plain - 5 * 1.5)
+    assert time.saved_s() == pytest.approx(plain - 5 * 1.5)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -484,16 +484,16 @@ def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_t
     alone = np.zeros(1, dtype=int)
     seconds = PLAIN.step(1, 1, False)
     for _ in range(10):
-        account.time.take(timed_step(np.array([10, 1]), 0.012, True), None)
-    account.time.close(0)
+        account.time.record_step(timed_step(np.array([10, 1]), 0.012, True), None)
+    account.time.end_request(0)
     singly = 20 if together else 90
     for _ in range(singly):
         account.timed(TimedStep(alone + 1, alone + 1, 1, seconds, asked=False), None)
     if singly < 90:
         account.count(alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0]))
     plain = 100 * PLAIN.step(2, 2, False)
-    assert account.time.total() == pytest.approx(plain, rel=0.01)
-    assert account.time.saved() == pytest.approx(
+    assert account.time.plain_s() == pytest.approx(plain, rel=0.01)
+    assert account.time.saved_s() == pytest.approx(
         plain - 0.12 - 90 * seconds, abs=0.01 * plain
     )
     assert account.time.of_stock() == pytest.approx(
@@ -508,9 +508,9 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
     got = ONE.copy()
     got[0] = 8  # the longest alone is drafted for, and ends with the others
     for _ in range(100):
-        account.time.take(timed_step(got, 0.02, True), None)
-    assert account.time.compare() is not None
-    assert account.time.total() == pytest.approx(
+        account.time.record_step(timed_step(got, 0.02, True), None)
+    assert account.time.explain_loss() is not None
+    assert account.time.plain_s() == pytest.approx(
         100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1
     )
 
@@ -523,17 +523,17 @@ def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
     time = PlainTime(StepTimes(bound))
     for requests in [176, 180, 184, 188, 192, 192, 192, 192] * LEAST_STEPS:
         step = bound.step(requests, requests, False)
-        time.take(
+        time.record_step(
             timed_step(np.ones(requests, dtype=int), step, False, asked=False), None
         )
-    time.settle()
+    time.begin_batch()
     seconds = 50 * bound.step(4, 4, False)
     for _ in range(50):
-        time.take(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
-    assert time.compare() == ""
-    assert time.saved() == pytest.approx(seconds, rel=0.05)
+        time.record_step(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
+    assert time.explain_loss() == ""
+    assert time.saved_s() == pytest.approx(seconds, rel=0.05)
     assert time.of_stock() == pytest.approx(
-        time.passed / (time.passed + seconds), rel=0.05
+        time.passed_s / (time.passed_s + seconds), rel=0.05
     )
 
 
@@ -542,20 +542,20 @@ def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
     model = StepModel(base=0.01, token=0.0, context=1e-6)
     time = PlainTime(StepTimes(model))
     for context in [1000, 1100, 1200, 1300] * LEAST_STEPS:
-        time.take(
+        time.record_step(
             timed_step(
                 ONE, model.step(8, 8, False, context), False, context, asked=False
             ),
             None,
         )
-    time.settle()
+    time.begin_batch()
     plain = 100 * model.step(8, 8, False, 40_000)
     for _ in range(50):
-        time.take(
+        time.record_step(
             timed_step(2 * ONE, model.step(8, 8, False, 40_000), True, 40_000), None
         )
-    assert time.compare() == ""
-    assert time.saved() == pytest.approx(0.5 * plain, rel=0.05)
+    assert time.explain_loss() == ""
+    assert time.saved_s() == pytest.approx(0.5 * plain, rel=0.05)
 
 
 def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> (
@@ -567,9 +567,9 @@ def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone
     account.sync()
     for _ in range(3 * BATCHES):
         for _ in range(10):
-            account.time.take(
+            account.time.record_step(
                 timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None
             )
-        account.time.close(0)
-        account.time.settle()
+        account.time.end_request(0)
+        account.time.begin_batch()
     assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)

@@ -175,7 +175,7 @@ def test_what_is_saved_is_what_is_reported() -> None:
     off = rollout(lengths, MEMORY_BOUND, None).seconds
     controller = warm(make(), lengths, MEMORY_BOUND)
     on = rollout(lengths, MEMORY_BOUND, controller).seconds
-    assert controller.account.time.saved() == pytest.approx(off - on, abs=0.05 * off)
+    assert controller.account.time.saved_s() == pytest.approx(off - on, abs=0.05 * off)
 
 
 def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
@@ -183,7 +183,7 @@ def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() ->
     off = rollout(lengths, MEMORY_BOUND, None).seconds
     controller = warm(make(), lengths, MEMORY_BOUND)
     on = sum(rollout(lengths, MEMORY_BOUND, controller).seconds for _ in range(3))
-    assert controller.account.time.saved() == pytest.approx(
+    assert controller.account.time.saved_s() == pytest.approx(
         3 * off - on, abs=0.05 * 3 * off
     )
 
@@ -283,7 +283,7 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
     controller = make()
     on = rollout(lengths, truth, controller, at_once=8)
     assert on.seconds < 0.55 * off.seconds
-    assert controller.account.time.saved() == pytest.approx(
+    assert controller.account.time.saved_s() == pytest.approx(
         off.seconds - on.seconds, rel=0.1
     )
 
@@ -293,7 +293,7 @@ def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
     controller = Controller(DasConfig(), limit=2048, prior=MEMORY_BOUND)
     lengths = np.array([500] + [40] * 36)
     seconds = rollout(lengths, MEMORY_BOUND, controller, chance=0.01, at_once=4).seconds
-    assert controller.account.time.saved() == pytest.approx(0.0, abs=0.02 * seconds)
+    assert controller.account.time.saved_s() == pytest.approx(0.0, abs=0.02 * seconds)
 
 
 @pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
@@ -394,6 +394,6 @@ def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
     assert table.pace[unasked] > 3.5
     for _ in range(30):
         table.advance(asked, np.array([1]), None, curve)
-    table.skip(unasked, np.array([30]))
+    table.record_baseline_steps(unasked, np.array([30]))
     for column in (table.written, table.pace, table.load):
         assert column[unasked] == pytest.approx(column[asked])

@@ -266,7 +266,7 @@ def test_what_was_told_of_a_rollout_before_the_weight_sync_is_not_told_again_beh
     first = engine.lengths.stats()
     told = first["time_saved_s"]
     engine.rollout(64, drafted_s=1.1 * PLAIN_S)
-    saved = engine.lengths.engine.controller.account.time.saved()
+    saved = engine.lengths.engine.controller.account.time.saved_s()
     engine.lengths.refresh(Refresh(1))
     engine.lengths.refresh(Refresh(2))
     second = engine.lengths.stats()
@@ -283,7 +283,7 @@ def test_seconds_saved_are_told_once_however_often_the_host_asks() -> None:
         for _ in range(2):
             engine.rollout(192, drafted_s=1.1 * PLAIN_S, silent_steps=40)
             told.append(engine.lengths.stats()["time_saved_s"])
-        saved += engine.lengths.engine.controller.account.time.saved()
+        saved += engine.lengths.engine.controller.account.time.saved_s()
         engine.lengths.refresh(Refresh(version))
     told.append(engine.lengths.stats()["time_saved_s"])
     assert sum(told) == pytest.approx(saved) and saved > 1.0
@@ -539,7 +539,7 @@ def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -
     time = engine.lengths.engine.controller.account.time
     unasked = [seconds for seconds, asked in engine.timed if not asked]
     counted, seconds, _ = time.batch.baseline[4]
-    assert asked + counted == 399 and time.passed == pytest.approx(
+    assert asked + counted == 399 and time.passed_s == pytest.approx(
         399 * PLAIN_S + asked * 0.001
     )
     assert counted > 200 > len(unasked) > 30 and max(unasked) == pytest.approx(PLAIN_S)
@@ -647,7 +647,7 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
         some.times.observed <= ours.times.observed
         and roughly.engine.counters == together.engine.counters
     )
-    assert some.account.time.passed == pytest.approx(ours.account.time.passed)
+    assert some.account.time.passed_s == pytest.approx(ours.account.time.passed_s)
     assert some.account.figures()["of_stock"] == pytest.approx(
         ours.account.figures()["of_stock"], rel=0.03
     )

@@ -14,7 +14,7 @@ from das_adapter.core.length import (
     LengthClass,
     LengthLog,
     LengthModel,
-    beyond,
+    chance_ended_by,
     classes,
     expected_remaining,
 )
@@ -98,7 +98,10 @@ def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
     )
     assert later < early
     assert (
-        beyond(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[0, 0] == 1.0
+        chance_ended_by(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[
+            0, 0
+        ]
+        == 1.0
     )
 
 
@@ -149,8 +152,8 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits(
     model = LengthModel(4096)
     model.observe(log.since(0))
     model.observe(rows((1, 100, 4)))  # it arrives late, and two later visits are known
-    assert model.own(1).tolist() == [1000, 1000]
-    assert model.own(2).tolist() == [100, 100, 100]
+    assert model.lengths_of(1).tolist() == [1000, 1000]
+    assert model.lengths_of(2).tolist() == [100, 100, 100]
 
 
 def test_what_is_remembered_of_a_problem_takes_little_more_than_its_lengths() -> None:
@@ -168,7 +171,7 @@ def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:
     for tokens in (100, 300):
         model.observe(np.full(2**18, np.array((1, tokens, 0), RESPONSE)))
     model.refit()
-    assert np.array_equal(model.own(1), np.full(2**18, 300.0))
+    assert np.array_equal(model.lengths_of(1), np.full(2**18, 300.0))
     assert model.bounds == (300.0, 300.0)
 
 

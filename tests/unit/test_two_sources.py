@@ -78,11 +78,11 @@ def rollout(
             for of in (plan.history, plan.model)
         )
         if controller.drafts and (
-            longest := max(int(plan.model.max()), controller.drafts.always)
+            longest := max(int(plan.model.max()), controller.drafts.passes_every_step)
         ):
             asked = max(1, int(np.count_nonzero(plan.model)))
             drafting = longest * of_pass.step(asked, 0, False)
-            controller.drafts.timed_pass(asked, drafting / longest)
+            controller.drafts.record_pass(asked, drafting / longest)
         seconds += took + drafting
         controller.timed(TimedStep(at, got, tokens, took, drafting))
         for i in [i for i in live if done[i] >= lengths[i]]:
@@ -140,7 +140,7 @@ def rollouts(
     for version in range(count):
         rests += "s" if controller.account.model_rest.reason else "-"
         read = 0.0 if controller.account.model_rest.reason else reading
-        controller.account.time.add(read)
+        controller.account.time.add_seconds(read)
         controller.account.model(took=read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
         controller.sync(

@@ -264,7 +264,7 @@ class DraftLengths:
             account.count(slots, others)
             if training := int(np.count_nonzero(requests.record[slots])):
                 self.engine.counters.add(training, steps, busy)
-            requests.skip(slots, steps * one)
+            requests.record_baseline_steps(slots, steps * one)
         return True
 
     def _take(
@@ -316,7 +316,7 @@ class DraftLengths:
             kinds = step.kinds.numpy()
             self.texts.hear_kinds(step.req_ids, kinds)
             if not self.engine.rehearsing:
-                self.engine.drafts.drafted_with(kinds)
+                self.engine.drafts.record_draft_kinds(kinds)
 
     def _looks(self, requests: int) -> bool:
         """Return whether the next unscheduled step looks up what there is, while
@@ -351,7 +351,7 @@ class DraftLengths:
             if taken.asked:
                 controller.learn(decoded)
             else:
-                controller.requests.skip(decoded.slots, decoded.got)
+                controller.requests.record_baseline_steps(decoded.slots, decoded.got)
 
     def refresh(self, message: Refresh) -> Refreshed:
         with self._lock:
@@ -415,7 +415,7 @@ class DraftLengths:
         by_model = 0
         if drafts is not None:
             wanted = max(plan.longest, int(plan.model.max(initial=0)))
-            by_model = drafts.drafted(wanted)
+            by_model = drafts.draft_length(wanted)
         most = np.zeros(len(slots), dtype=np.int64) if search is None else search.limits
         if own:  # the device gives them to whom its newest drafts promise most
             total = int(most.sum()) if controller.always else total
@@ -447,9 +447,9 @@ class DraftLengths:
         passes = sum(call.passes for call in step.calls)
         drafting = sum(call.seconds for call in step.calls)
         if drafts is not None:
-            drafts.made += passes
+            drafts.passes_made += passes
             for call in (call for call in step.calls if call.usual):
-                drafts.timed_pass(call.requests, call.seconds / call.passes)
+                drafts.record_pass(call.requests, call.seconds / call.passes)
         seconds = 0.0 if self._last is None else now - self._last - drafting
         if step.decodes and seconds > 0 and sums.requests:
             asked = (
