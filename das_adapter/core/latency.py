@@ -190,6 +190,16 @@ class StepModel:
         )
         return self.base + self.token * n + bent + self.request * requests + read + once
 
+    def plain_step(self, requests: float) -> float:
+        """Return the seconds of one step without drafts."""
+        return self.step(requests, requests, False)
+
+    def verifying_s(self, requests: float, num_draft_tokens: float) -> float:
+        """Return the seconds that draft tokens add to a step."""
+        tokens = requests + num_draft_tokens
+        drafted_s = self.step(tokens, requests, num_draft_tokens > 0)
+        return drafted_s - self.plain_step(requests)
+
     def plain_seconds(self, requests: npt.ArrayLike) -> Floats:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
