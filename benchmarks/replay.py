@@ -12,7 +12,8 @@ import numpy as np
 from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import WINDOW, HistoryRules
+from das_adapter.core.history import HistoryRules
+from das_adapter.core.tuning import HISTORY_WINDOW
 from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
 
@@ -54,7 +55,7 @@ def replay(
     budget: int = 8,
     history: HistoryConfig | None = None,
     index: OwnHistory | None = None,
-    window: int = WINDOW,
+    window: int = HISTORY_WINDOW,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
 

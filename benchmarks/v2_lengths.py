@@ -32,8 +32,9 @@ from provenance import provenance, save
 from vllm.config import CUDAGraphMode
 
 from das_adapter.config import DasConfig, parse
+from das_adapter.core import tuning
 from das_adapter.core.hardware import DEVICES
-from das_adapter.core.latency import LAUNCH, StepModel
+from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.lengths import DraftLengths, Step
@@ -245,7 +246,9 @@ def captured(model: StepModel) -> list[StepModel]:
         tuple(sorted(engine.compilation_config.cudagraph_capture_sizes))
         for engine in engines
     ]
-    off, one, own = (replace(model, sizes=each, launch=LAUNCH) for each in captures)
+    off, one, own = (
+        replace(model, sizes=each, launch=tuning.LAUNCH_S) for each in captures
+    )
     drafted = {
         d.num_tokens
         for d in engines[-1]._capture_descs[CUDAGraphMode.FULL]

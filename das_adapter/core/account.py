@@ -10,42 +10,10 @@ from enum import Enum
 from typing import Any, Literal, get_args
 
 from das_adapter.config import Speculate
+from das_adapter.core import tuning
 from das_adapter.core.backoff import Backoff, RolloutRest
-from das_adapter.core.plain_time import LOSS, PlainTime
+from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.steps import Floats, Ints, TimedStep
-
-MARGIN = 0.05
-"""Predicted gain of a step, as a share of its time, at which drafting begins. The
-latency model errs by some percent: a smaller gain would switch it to and fro.
-"""
-LEAST_GAIN = 0.02
-"""Minimum predicted gain of a drafted step, as a fraction of its time: step times vary
-by about as much.
-"""
-LOOK_STEPS = 32
-"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at
-most this many, and at most as many as keep looks to their share of the time.
-"""
-LOOK_S, LOOK_REQUEST_S = 4e-5, 3e-6
-"""Seconds that the host takes to look, and for each request
-(`results/controller_overhead.json`, `index.json`).
-"""
-LOOK_SHARE = 0.002
-"""See `Account.look_share`."""
-PROBE_STEPS, RARE_STEPS = 128, 1024
-"""After so many drafted steps, or plain ones, one is taken the other way; where only
-probes draft, the wait doubles.
-"""
-GUARD_STEPS, GUARD_LOSS = 64, 0.1
-"""Drafted steps between two looks at the time saved, and least steps of the batch; the
-loss that stops drafting, as a share of the drafted steps' time, beside `LOSS` of that
-of all steps: by so much may what plain ones take be wrong.
-"""
-COLLAPSE_RATE, COLLAPSE_DRAFTS = 0.02, 400
-"""Accepted tokens for each draft below which drafts are useless, of at least so many
-drafts. What is free in a step is filled with tokens that are hardly ever accepted:
-their number says nothing.
-"""
 
 
 class State(Enum):
@@ -70,7 +38,7 @@ def collapsed(drafts: float, accepted: float) -> str | None:
     """Say that drafts are useless, given their number and that of their tokens that
     were accepted; None: they are not.
     """
-    if drafts < COLLAPSE_DRAFTS or accepted >= COLLAPSE_RATE * drafts:
+    if drafts < tuning.COLLAPSE_DRAFTS or accepted >= tuning.COLLAPSE_RATE * drafts:
         return None
     return (
         f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
@@ -88,12 +56,12 @@ class Account:
         """Why, where there is more to say."""
         self.now = 0
         """Decode steps since the engine's start."""
-        self.look = Backoff(2, LOOK_STEPS)
-        self.look_share = LOOK_SHARE
+        self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
+        self.look_share = tuning.LOOK_SHARE
         """Share of the time that looks may take while nothing is worth drafting; 0:
         they are as rare as can be.
         """
-        self.probe_wait = PROBE_STEPS
+        self.probe_wait = tuning.PROBE_STEPS
         self._speculate = speculate
         self._rest, self.model_rest = RolloutRest(), RolloutRest()
         """Of all drafting; of the model that drafts."""
@@ -140,13 +108,15 @@ class Account:
         time, None: there is nothing to draft; `optimal`: whether the drafts were chosen
         for it.
         """
-        worth = gain is not None and gain >= LEAST_GAIN
+        worth = gain is not None and gain >= tuning.LEAST_GAIN
         if self._speculate == "always":
             return worth or not optimal
         if self._speculate == "auto":
-            self._on = gain is not None and gain >= (0.0 if self._on else MARGIN)
+            self._on = gain is not None and gain >= (0.0 if self._on else tuning.MARGIN)
         else:
-            self._on = running <= self._speculate * (1.25 if self._on else 1.0)
+            self._on = running <= self._speculate * (
+                tuning.STAY_ON_FACTOR if self._on else 1.0
+            )
         return self._on and (worth or not optimal)
 
     def due(self, kind: Probe, unseen: bool = False) -> bool:
@@ -154,7 +124,7 @@ class Account:
         such step is known, and no step is waited for.
         """
         if kind == "plain":
-            return self._waited[kind] >= PROBE_STEPS
+            return self._waited[kind] >= tuning.PROBE_STEPS
         return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(
             self._speculate, str
         )
@@ -165,7 +135,7 @@ class Account:
         if due:
             self._waited[kind] = 0
             if kind == "drafted" and not unseen:
-                self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
+                self.probe_wait = min(2 * self.probe_wait, tuning.RARE_STEPS)
         return due
 
     def decided(
@@ -181,9 +151,13 @@ class Account:
         known.
         """
         if drafted and not probing:
-            self.probe_wait = PROBE_STEPS
+            self.probe_wait = tuning.PROBE_STEPS
         share = self.look_share * seconds
-        enough = (LOOK_S + LOOK_REQUEST_S * running) / share if share else math.inf
+        enough = (
+            (tuning.LOOK_S + tuning.LOOK_REQUEST_S * running) / share
+            if share
+            else math.inf
+        )
         self.look.done(self.now, running, drafted or probing, enough)
         nothing = State.PROBING if probing or plain else State.RESTING
         if self.state not in _OVER:  # since the drafter was asked
@@ -203,8 +177,10 @@ class Account:
         self.time.record_step(step, predicted)
         self.model(took=step.drafting_seconds * step.asked)
         self._drafted_steps += step.drafted
-        guarded = self._speculate != "always" and self.time.batch.steps >= GUARD_STEPS
-        if guarded and step.drafted and self._drafted_steps % GUARD_STEPS == 0:
+        guarded = (
+            self._speculate != "always" and self.time.batch.steps >= tuning.GUARD_STEPS
+        )
+        if guarded and step.drafted and self._drafted_steps % tuning.GUARD_STEPS == 0:
             if reason := self._loss():
                 self.stop(reason)
 
@@ -243,7 +219,7 @@ class Account:
     def forget(self) -> None:
         """Begin the next rollout, and judge nothing by the one before."""
         self._restart()
-        self.probe_wait = PROBE_STEPS
+        self.probe_wait = tuning.PROBE_STEPS
         self.look.restart()
         self.state, self.reason = (
             (State.RESTING if self._rest.reason else State.DRAFTING),
@@ -279,7 +255,11 @@ class Account:
         batch = self.time.batch
         for _ in range(2):
             saved = self.time.batch_saved_s(batch)
-            if saved >= -GUARD_LOSS * batch.drafted_seconds - LOSS * batch.seconds:
+            if (
+                saved
+                >= -tuning.GUARD_LOSS * batch.drafted_seconds
+                - tuning.ROLLOUT_LOSS * batch.seconds
+            ):
                 return None
             self.time.engine.fit()
         return (
@@ -294,7 +274,9 @@ class Account:
         took = self._model_took
         saved = self._model_saved
         reason = self.time.explain_loss()
-        lost = model_may_rest and took - saved > LOSS * self.time.plain_s()
+        lost = (
+            model_may_rest and took - saved > tuning.ROLLOUT_LOSS * self.time.plain_s()
+        )
         words = (
             f"its passes took {took:.2f} s of a rollout, and its tokens saved"
             f" {saved:.2f} s"

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from das_adapter.config import Budget, DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
@@ -35,7 +36,7 @@ from das_adapter.core.planners import (
     plan_own_lengths,
     shortest_sufficient_length,
 )
-from das_adapter.core.requests import PACE_STEPS, RequestTable
+from das_adapter.core.requests import RequestTable
 from das_adapter.core.steps import (
     Chances,
     Decoded,
@@ -47,24 +48,6 @@ from das_adapter.core.steps import (
     TimedStep,
 )
 
-REPLAN_STEPS = 64
-"""Steps after which the worth of a token is computed anew, at the latest; after an
-arrival 2, 4, 8, ...
-"""
-PROBE_REQUESTS = 4
-"""Maximum number of requests drafted for in a probe step: the same ones each time, for
-a neural drafter has to read what they have written since.
-"""
-REFILL_STEPS = 64
-"""Steps for which a request that took another's place makes the batch one that
-refills.
-"""
-LEAST_CHANCE = 0.005
-"""Chance under which no draft token is considered."""
-FIXED_CHANCE = 0.15
-"""The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a
-token that is rejected six times out of seven is not worth its place in the step.
-"""
 GOLDEN = 0.618034
 """Successive multiples of it are spread evenly between whole numbers."""
 _NEVER = -(2**30)
@@ -73,7 +56,9 @@ _NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
 
 def least_chance(budget: Budget) -> float:
     """Return the chance under which a draft ends, as far as that never changes."""
-    return {"optimal": LEAST_CHANCE, "unlimited": 0.0}.get(budget, FIXED_CHANCE)
+    return {"optimal": tuning.LEAST_CHANCE, "unlimited": 0.0}.get(
+        budget, tuning.FIXED_CHANCE
+    )
 
 
 class Controller:
@@ -118,8 +103,8 @@ class Controller:
         self._last_end = self._last_refill = (
             _NEVER  # steps in which a request left, in which another took its place
         )
-        self._replan = Backoff(4, REPLAN_STEPS)
-        self._least_chance = LEAST_CHANCE
+        self._replan = Backoff(tuning.REPLAN_FIRST_STEPS, tuning.REPLAN_STEPS)
+        self._least_chance = tuning.LEAST_CHANCE
         self._model = self.times.model  # the latency model at the batch's context
         self._drafting_seconds = 0.0  # a step's, lately
 
@@ -288,7 +273,7 @@ class Controller:
         )
         self._drafting_seconds += (
             step.drafting_seconds - self._drafting_seconds
-        ) / PACE_STEPS
+        ) / tuning.PACE_STEPS
         self.times.keep_fitted()
         if self.account.time.batch.refilled != self._refilling:
             self.account.time.begin_batch(self._refilling)
@@ -310,7 +295,7 @@ class Controller:
 
     @property
     def _refilling(self) -> bool:
-        return self.account.now - self._last_refill < REFILL_STEPS
+        return self.account.now - self._last_refill < tuning.REFILL_STEPS
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there
@@ -374,7 +359,11 @@ class Controller:
             if probing:
                 by_model = unseen or not len(offer.chances)
                 offered = limits if by_model else np.diff(offer.offsets)
-                count = running if unseen else min(PROBE_REQUESTS, running / 4)
+                count = (
+                    running
+                    if unseen
+                    else min(tuning.PROBE_REQUESTS, tuning.PROBE_BATCH_SHARE * running)
+                )
                 ranks = np.argsort(np.argsort(np.where(offered > 0, slots, 2**30)))
                 some = np.minimum(offered, ranks < count)  # those in the lowest slots
                 plan = (
@@ -426,7 +415,7 @@ class Controller:
         dearest = float(worth.max())
         running = len(slots)
         self._least_chance = max(
-            LEAST_CHANCE,
+            tuning.LEAST_CHANCE,
             min(model.slope(running), model.slope(np.inf)) / max(dearest, 1e-12),
         )
 

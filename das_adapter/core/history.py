@@ -12,31 +12,27 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core import tuning
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.index.values import ALL, Shrunk
 
 logger = logging.getLogger("das_adapter")
 
-WINDOW = 8
-"""Visits of a problem that are drafted from, the newest: a visit is a weight version
-that wrote rollouts of it. A run that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of
-the time without drafts: the number matters little, and older visits stray further from
-the policy.
-"""
-
 
 class HistoryRules:
-    """The `history:` block as rules."""
+    """The rules that the `history:` block asks for."""
 
-    def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
+    def __init__(
+        self, config: HistoryConfig, window: int = tuning.HISTORY_WINDOW
+    ) -> None:
         self.config = config
         self.window = ALL if config.scope == "global" else window
-        """Visits that are kept; with `global` every step is one of the only problem,
-        and segments and bytes are the limit.
+        """Visits of a problem that are kept. With `global` there is one problem, which
+        every step visits: bytes are the limit there.
         """
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
-        """Sum of what the slices of `shrink_slice` did so far."""
+        """Sum of what the slices of `shrink_slice` did, int64 [4] as `Shrunk`."""
 
     @property
     def kept(self) -> bool:

@@ -15,15 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.confidence import Confidence, Kinds, Outlook, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
-
-UNSEEN_PASS = 0.4
-"""Time of a pass of the model before one was timed, where no roofline tells, as a share
-of the policy's decode step.
-"""
 
 
 class ModelDrafts:
@@ -159,7 +155,7 @@ class ModelDrafts:
             self.passes_every_step, self.passes_for(int(drafted.max(initial=0)))
         )
         if not self.passes.known:
-            return UNSEEN_PASS * plain * len(passes)
+            return tuning.UNSEEN_PASS * plain * len(passes)
         model = self.passes.model.at_context(self.context)
         requests = [
             int(np.count_nonzero(drafted > (step if self.narrows else 0)))

@@ -7,15 +7,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
 from das_adapter.core.steps import Floats, Ints
 
 EMPTY_INTS: Ints = np.zeros(0, dtype=np.int64)
-PACE_STEPS = 16
-"""Steps over which a request's tokens per step are averaged."""
-
-
 _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
@@ -115,7 +112,7 @@ class RequestTable:
                 slots,
                 got,
                 EMPTY_INTS if carried is None else carried,
-                PACE_STEPS,
+                tuning.PACE_STEPS,
                 curve,
             )
 
@@ -131,7 +128,7 @@ class RequestTable:
         """Take the tokens, one a step, of steps at whose end no drafter was asked,
         int64 [requests].
         """
-        left = (1.0 - 1.0 / PACE_STEPS) ** tokens
+        left = (1.0 - 1.0 / tuning.PACE_STEPS) ** tokens
         self.written[slots] += tokens
         self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)
         self.load[slots] *= left

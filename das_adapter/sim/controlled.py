@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S
+from das_adapter.core import tuning
 from das_adapter.core.controller import Controller
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
@@ -96,7 +96,7 @@ class Controlled(Drafting):
             self._left,
             least,
             r.limit[rows],
-            lambda b, _: LOOK_S + LOOK_REQUEST_S * b,
+            lambda b, _: tuning.LOOK_S + tuning.LOOK_REQUEST_S * b,
         )
 
     def walked(self, steps: Ints) -> None:
@@ -160,7 +160,7 @@ class Controlled(Drafting):
             if copy
             else 0.0
         )
-        own = LOOK_S + (LOOK_REQUEST_S * len(rows) if asked else 0.0)
+        own = tuning.LOOK_S + (tuning.LOOK_REQUEST_S * len(rows) if asked else 0.0)
         if tick.timed:
             times = tick.tokens, tick.seconds + own, passes
             controller.timed(

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.core import tuning
 from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel
-from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.sim.requests import Floats
 
@@ -90,7 +90,7 @@ class Line(Steps):
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         return np.asarray(
-            UNSEEN_PASS * self.model.seconds(requests, requests, False, context)
+            tuning.UNSEEN_PASS * self.model.seconds(requests, requests, False, context)
         )
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:

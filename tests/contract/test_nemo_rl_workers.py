@@ -40,7 +40,7 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
-from das_adapter.core import routing
+from das_adapter.core import tuning
 from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import ExpectedLengths
@@ -759,7 +759,7 @@ def test_where_fleet_health_chooses_the_workers_routing_says_so_and_counts_nothi
 def test_a_worker_whose_trajectories_wait_for_a_tool_is_not_lent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(routing, "QUIET_S", 1e9)
+    monkeypatch.setattr(tuning, "REPLICA_QUIET_S", 1e9)
     labeller = Labeller(0)
     replicas = Replicas(range(2))
     problems = [

@@ -7,19 +7,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.account import (
-    COLLAPSE_DRAFTS,
-    GUARD_STEPS,
-    LOOK_STEPS,
-    PROBE_STEPS,
     Account,
     Probe,
     State,
     collapsed,
 )
-from das_adapter.core.backoff import RolloutRest
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
+from das_adapter.core.plain_time import PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
 
 PLAIN = StepModel(base=0.010, token=0.0001)
@@ -167,8 +163,8 @@ def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
         if account.look.due(account.now, 10):
             looks.append(account.now)
             account.decided(10, False, False)
-    assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
-    assert set(np.diff(looks)[5:]) == {LOOK_STEPS}
+    assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, tuning.LOOK_STEPS]
+    assert set(np.diff(looks)[5:]) == {tuning.LOOK_STEPS}
     assert not account.look.due(account.now, 9)
     assert account.look.due(account.now, 8)  # smaller by more than a tenth
     account.decided(10, True, False)
@@ -190,13 +186,13 @@ def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely
     None
 ):
     account = make("always")
-    assert steps_until(account, "plain", drafted=True) == PROBE_STEPS
+    assert steps_until(account, "plain", drafted=True) == tuning.PROBE_STEPS
     waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
-    assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
+    assert waits == [tuning.PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
     account.decided(8, True, False)
     # at once, where nobody knows what is accepted
     assert account.probe("drafted", unseen=True)
-    assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
+    assert steps_until(account, "drafted", drafted=False) == tuning.PROBE_STEPS
 
 
 def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
@@ -210,7 +206,13 @@ def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
             account.now += 1
             account.decided(8, False, False)
     assert account.now == 300
-    assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
+    assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [
+        2,
+        4,
+        8,
+        16,
+        tuning.LOOK_STEPS,
+    ]
     assert account.ask(7, False)  # the batch has become smaller by a tenth
     # a step with drafts is no baseline
     assert all(account.ask(8, True) for _ in range(100))
@@ -277,7 +279,7 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
     rests = list[bool]()
     for asking, pace in [(1.3, 2)] * 2 + [(1.08, 1)] * 5:
         rollout(account, asking, pace)
-        balance = RolloutRest.FADE * balance + account.time.saved_s()
+        balance = tuning.REST_BALANCE_KEPT * balance + account.time.saved_s()
         assert bool(account.time.explain_loss()) == (pace == 1)
         rests.append(bool(judged(account)))
         assert rests[-1] == (balance < 0)
@@ -338,7 +340,7 @@ def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
 
 def test_a_few_steps_are_no_evidence() -> None:
     account = make()
-    rollout(account, asking=1.5, tokens=LEAST_STEPS // 2)
+    rollout(account, asking=1.5, tokens=tuning.JUDGED_STEPS // 2)
     assert account.time.explain_loss() is None
     assert judged(account) is None
 
@@ -379,7 +381,7 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
     speculate: object,
 ) -> None:
     account = make(speculate, model=PLAIN)
-    for step in range(GUARD_STEPS):
+    for step in range(tuning.GUARD_STEPS):
         assert account.state is State.DRAFTING, step
         account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
         account.now += 1
@@ -397,7 +399,7 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
     None
 ):
     account = make(model=PLAIN)
-    for drafted in [False] * 1000 + [True] * GUARD_STEPS:
+    for drafted in [False] * 1000 + [True] * tuning.GUARD_STEPS:
         account.timed(
             timed_step(
                 ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted
@@ -410,8 +412,8 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
 
 def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
     account = make(model=PLAIN)
-    for step in range(GUARD_STEPS):
-        if step == GUARD_STEPS - 1:
+    for step in range(tuning.GUARD_STEPS):
+        if step == tuning.GUARD_STEPS - 1:
             account.time.begin_batch()
         account.timed(
             timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None
@@ -421,9 +423,9 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
 
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
-    assert collapsed(COLLAPSE_DRAFTS - 1, 0) is None
-    assert collapsed(COLLAPSE_DRAFTS, COLLAPSE_DRAFTS // 50) is None
-    account.stop(str(collapsed(COLLAPSE_DRAFTS, 0)))
+    assert collapsed(tuning.COLLAPSE_DRAFTS - 1, 0) is None
+    assert collapsed(tuning.COLLAPSE_DRAFTS, tuning.COLLAPSE_DRAFTS // 50) is None
+    account.stop(str(collapsed(tuning.COLLAPSE_DRAFTS, 0)))
     account.decided(4, True, False)  # of a step whose drafts were asked for before
     assert account.state is State.STOPPED
     assert account.reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
@@ -521,7 +523,7 @@ def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
     """
     bound = StepModel(base=0.01, token=0.0, bend=0.0001, knee=60.0)
     time = PlainTime(StepTimes(bound))
-    for requests in [176, 180, 184, 188, 192, 192, 192, 192] * LEAST_STEPS:
+    for requests in [176, 180, 184, 188, 192, 192, 192, 192] * tuning.JUDGED_STEPS:
         step = bound.step(requests, requests, False)
         time.record_step(
             timed_step(np.ones(requests, dtype=int), step, False, asked=False), None
@@ -541,7 +543,7 @@ def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
     """Those of a rollout's begin, behind which all steps are drafted."""
     model = StepModel(base=0.01, token=0.0, context=1e-6)
     time = PlainTime(StepTimes(model))
-    for context in [1000, 1100, 1200, 1300] * LEAST_STEPS:
+    for context in [1000, 1100, 1200, 1300] * tuning.JUDGED_STEPS:
         time.record_step(
             timed_step(
                 ONE, model.step(8, 8, False, context), False, context, asked=False
@@ -565,7 +567,7 @@ def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone
     account = make(model=PLAIN)
     rollout(account, asking=1.0, requests=1)
     account.sync()
-    for _ in range(3 * BATCHES):
+    for _ in range(3 * tuning.JUDGED_BATCHES):
         for _ in range(10):
             account.time.record_step(
                 timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None

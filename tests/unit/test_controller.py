@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S, LOOK_SHARE, LOOK_STEPS
+from das_adapter.core import tuning
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
@@ -239,8 +239,12 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_w
     controller = warm(make(), lengths, truth, chance=0.05)
     result = rollout(lengths, truth, controller, chance=0.05)
     # in a step
-    looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)
-    usual = result.steps * min(0.5, max(1 / LOOK_STEPS, looks))
+    looks = (
+        tuning.LOOK_SHARE
+        * truth.step(64, 64, False)
+        / (tuning.LOOK_S + 64 * tuning.LOOK_REQUEST_S)
+    )
+    usual = result.steps * min(0.5, max(1 / tuning.LOOK_STEPS, looks))
     assert usual - 2 <= result.looks <= usual + 16
 
 

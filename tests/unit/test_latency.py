@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.hardware import DEVICES, recognise
-from das_adapter.core.latency import ASSUMED, LAUNCH, StepModel, StepTimes, fit
+from das_adapter.core.latency import ASSUMED, StepModel, StepTimes, fit
 from das_adapter.core.roofline import Roofline
 from das_adapter.sim.models import MODELS
 
@@ -300,7 +301,9 @@ def observed(tokens: Sequence[int], launch: float) -> StepTimes:
 def test_what_launching_kernels_one_by_one_costs_is_assumed_until_it_was_seen() -> None:
     inside = observed((8, 16, 32, 64), 0.002).model
     both = observed((8, 16, 32, 64, 70, 90), 0.002).model
-    assert inside.launch == LAUNCH and both.launch == pytest.approx(0.002, rel=0.05)
+    assert inside.launch == tuning.LAUNCH_S and both.launch == pytest.approx(
+        0.002, rel=0.05
+    )
     assert both.step(80, 8, True) - both.step(64, 8, True) == pytest.approx(
         0.002 + 16e-5, rel=0.05
     )

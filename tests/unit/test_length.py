@@ -9,6 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.length import (
     RESPONSE,
     LengthClass,
@@ -52,7 +53,7 @@ def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
     model = trained({0: lengths.tolist()})
     assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
     # version 0 is none of the recent ones any more
-    for version in range(1, model.RECENT + 1):
+    for version in range(1, tuning.POPULATION_VERSIONS + 1):
         model.observe(rows((7, 1000, version)))
     model.refit()
     assert model.bounds == (1000.0, 1000.0)
@@ -81,7 +82,7 @@ def test_without_history_everything_is_medium() -> None:
 def test_remaining_is_a_conditional_mean() -> None:
     model = trained({1: [400] * 40})
     rng = np.random.default_rng(0)
-    draws = np.minimum(400 * rng.lognormal(0.0, model.SPREAD, 400000), 4096)
+    draws = np.minimum(400 * rng.lognormal(0.0, tuning.LENGTH_SPREAD, 400000), 4096)
     for written in (0.0, 300.0, 500.0):
         expected = draws[draws > written].mean() - written
         found = expected_remaining(
@@ -143,7 +144,7 @@ def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
 def test_lengths_are_remembered_for_a_problem_s_own_visits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("das_adapter.core.length.WINDOW", 2)
+    monkeypatch.setattr("das_adapter.core.tuning.HISTORY_WINDOW", 2)
     log = LengthLog()
     for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
         log.add(rows((1, tokens, version), (2, 100, 3)))

@@ -16,6 +16,7 @@ from test_controller import stated
 from test_two_sources import rollout
 
 from das_adapter.config import DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES
@@ -186,7 +187,7 @@ def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
     rate = a.rate
     a.forget()
     assert a.rate == pytest.approx(rate)
-    assert a.tried == AcceptanceRate.KNOWN
+    assert a.tried == tuning.RATE_KNOWN_TOKENS
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(5, 5.0), (5, 5.7), (5, 3.5), (7, 7.0)])

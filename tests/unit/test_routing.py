@@ -20,9 +20,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from das_adapter.config import parse
+from das_adapter.core import tuning
 from das_adapter.core.length import ExpectedLengths
 from das_adapter.core.routing import (
-    QUIET_S,
     Replicas,
     StartOrder,
     Turn,
@@ -283,9 +283,9 @@ def test_replicas_whose_trajectories_wait_for_a_tool_are_not_lent(
     for _ in range(2):
         replicas.add_request("a", 0)
         replicas.remove_request("a", 0)
-        now += QUIET_S / 2
+        now += tuning.REPLICA_QUIET_S / 2
         assert replicas.lend(1) == []
-    now += QUIET_S / 2
+    now += tuning.REPLICA_QUIET_S / 2
     assert replicas.lend(3) == ["a", "a"]
 
 
