@@ -14,12 +14,12 @@ class Backoff:
     by a tenth.
     """
 
-    def __init__(self, first: int, most: int) -> None:
+    def __init__(self, first: int, longest: int) -> None:
         """Wait `first` steps after work that brought nothing, then twice as many, and
-        so on up to `most`; half of `first` after work that did.
+        so on up to `longest`; half of `first` after work that did.
         """
         self._first = first
-        self._most = most
+        self._longest = longest
         self.restart()
         self._batch = 0
 
@@ -40,7 +40,7 @@ class Backoff:
         again_soon: bool = False,
         max_wait: float = math.inf,
     ) -> None:
-        """Note that the work was done. `again_soon`: whether it brought anything;
+        """Record that the work was done. `again_soon`: whether it brought anything;
         `max_wait`: steps that it is worth waiting for at most.
         """
         self._batch = batch
@@ -48,10 +48,10 @@ class Backoff:
             self._next = step + self._first // 2
             self._wait = self._first
             return
-        longest = max(self._first, max_wait)
-        wait = math.ceil(min(self._wait, longest))
+        bound = max(self._first, max_wait)
+        wait = math.ceil(min(self._wait, bound))
         self._next = step + wait
-        self._wait = min(2 * wait, self._most)
+        self._wait = min(2 * wait, self._longest)
 
     def restart(self) -> None:
         """Make the work due now."""

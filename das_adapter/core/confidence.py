@@ -29,7 +29,7 @@ Kinds = npt.NDArray[np.uint8]
 
 
 class Outlook:
-    """What drafts are going to bring, by those of the last steps."""
+    """The tokens that drafts are expected to bring, by those of the last steps."""
 
     def __init__(self, survival: Floats) -> None:
         """`survival`: chance of each token of some drafts to be reached and accepted,
@@ -95,7 +95,7 @@ class Confidence:
         [2, n].
         """
         self.outlook: Outlook | None = None
-        """What drafts are going to bring; None: nobody has said how sure a model is."""
+        """The outlook of the next drafts; None: nobody has said how sure a model is."""
         self._steps = 0
 
     @property

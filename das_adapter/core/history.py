@@ -52,7 +52,7 @@ class HistoryRules:
     def add_and_seal(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
     ) -> None:
-        """Take finished trajectories, and seal them: the visits of their problems
+        """Add finished trajectories, and seal them: the visits of their problems
         beyond the window are dropped. Arguments as in `add_trajectories`.
         """
         self.add_trajectories(store, trajectories)

@@ -83,7 +83,7 @@ class LengthModel:
         """
 
     def observe(self, responses: Responses) -> None:
-        """Take finished responses."""
+        """Add finished responses."""
         new = responses[responses["tokens"] > 0]
         by_problem = np.lexsort((new["version"], new["problem"]))
         new = new[by_problem]
@@ -171,7 +171,7 @@ class LengthLog:
         self._kept = 0
 
     def add(self, responses: Responses) -> None:
-        """Take finished responses."""
+        """Add finished responses."""
         self._model.observe(responses)
         self._log.append(responses)
         self.count += len(responses)

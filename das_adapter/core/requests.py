@@ -41,12 +41,17 @@ def with_slots(column: Column, slots: int) -> Column:
     more = slots - len(column)
     if more <= 0:
         return column
-    empty = np.zeros((max(more, len(column)), *column.shape[1:]), dtype=column.dtype)
+    new_slots = max(more, len(column))
+    empty = np.zeros((new_slots, *column.shape[1:]), dtype=column.dtype)
     return cast(Column, np.concatenate([column, empty]))
 
 
-_TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_}
-"""Of the columns that are not float64."""
+_TYPES = {
+    "length_class": np.int64,
+    "first_class": np.int64,
+    "record": np.bool_,
+}
+"""Types of the columns that are not float64."""
 
 
 class RequestTable:
@@ -70,7 +75,7 @@ class RequestTable:
     length_class: Ints
     """`LengthClass`."""
     first_class: Ints
-    """The same, when it joined."""
+    """`LengthClass` of the request when it joined."""
     record: npt.NDArray[np.bool_]
     """Whether its text may serve as history and counts as training."""
     cdf: Floats
@@ -80,8 +85,11 @@ class RequestTable:
         self._free: list[int] = []
         self._native: Any = None
         for name in self.__annotations__:
-            shape = (0, LengthModel.GRID) if name == "cdf" else 0
-            setattr(self, name, np.zeros(shape, _TYPES.get(name, np.float64)))
+            dtype = _TYPES.get(name, np.float64)
+            column: npt.NDArray[Any] = np.zeros(0, dtype)
+            if name == "cdf":
+                column = np.zeros((0, LengthModel.GRID), dtype)
+            setattr(self, name, column)
 
     def open(self, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
@@ -116,29 +124,34 @@ class RequestTable:
                 curve,
             )
 
-    def draft_limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
+    def draft_limits(
+        self, slots: Ints, room: Ints, max_tokens: int, price: float
+    ) -> Ints:
         """Return the most draft tokens of each request: as many as there is `room` for,
-        `most`, and none where a token is not worth more than it costs, seconds.
+        `max_tokens`, and none where a token is not worth more than its price, seconds.
         """
         limits = np.empty(len(slots), dtype=np.int64)
-        self._native.limits(slots, room, most, cost, limits)
+        self._native.limits(slots, room, max_tokens, price, limits)
         return limits
 
     def record_baseline_steps(self, slots: Ints, tokens: Ints) -> None:
-        """Take the tokens, one a step, of steps at whose end no drafter was asked,
+        """Add the tokens, one a step, of steps at whose end no drafter was asked,
         int64 [requests].
         """
-        left = (1.0 - 1.0 / tuning.PACE_STEPS) ** tokens
+        kept_of_step = 1.0 - 1.0 / tuning.PACE_STEPS
+        kept = kept_of_step**tokens
+        excess = self.pace[slots] - 1.0
         self.written[slots] += tokens
-        self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)
-        self.load[slots] *= left
+        self.pace[slots] = 1.0 + kept * excess
+        self.load[slots] *= kept
 
     def _grow(self) -> None:
         slots = len(self.written)
-        more = max(64, slots)
-        self._free += range(slots + more - 1, slots - 1, -1)
+        end = slots + max(64, slots)
+        # the lowest is given first
+        self._free += reversed(range(slots, end))
         for column in self.__annotations__:
-            setattr(self, column, with_slots(getattr(self, column), slots + more))
+            setattr(self, column, with_slots(getattr(self, column), end))
         self._native = native().Columns(
             **{name: getattr(self, name) for name in _NATIVE}
         )

@@ -31,15 +31,15 @@ class Roofline:
     """
 
     weight_bytes: float
-    """Read in every step, but for `expert_bytes`."""
+    """Bytes of all weights that are read in every step, but for `expert_bytes`."""
     linear_bytes: float
     """Bytes of the weights in linear layers, which a policy copy quantises."""
     kv_bytes: float
     """Bytes read per request and token of context."""
     dense_flops: float
-    """Per token."""
+    """Operations of the linear layers and experts for each token."""
     attention_flops: float
-    """Per token and token of context."""
+    """Operations of attention for each token and token of context."""
     hardware: Device
     expert_bytes: float = 0.0
     """Bytes of all routed experts, of which a step reads those that its tokens choose;
@@ -176,8 +176,8 @@ class Roofline:
 
 
 class Prior(NamedTuple):
-    """What is known of an engine before its first step."""
+    """The step times that are known of an engine before its first step."""
 
     steps: StepModel
     passes: StepModel | None = None
-    """Of the policy copy; None: not known."""
+    """Times of the policy copy's passes; None: not known."""

@@ -54,7 +54,7 @@ class _Part:
     others.
     """
     work: float
-    """What each of them adds to the time of all decode steps, in steps."""
+    """Decode steps that each sample adds to the time of all."""
 
 
 class Replicas(Generic[Name]):
@@ -87,7 +87,7 @@ class Replicas(Generic[Name]):
         self._slots = slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
-        """What `load` returns, by replica."""
+        """Rounds of the longest part and work of all, by replica; see `load`."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         """Requests in flight, by problem; `_parts` and `_places` know no other
@@ -103,7 +103,7 @@ class Replicas(Generic[Name]):
         self._expected = math.inf
 
     def set_expected_work(self, work: float) -> None:
-        """Take the most work that will be in flight at once, in decode steps. It is
+        """Set the most work that will be in flight at once, in decode steps. It is
         taken to be endless in the first burst, and in later ones what the burst before
         had; a burst ends when no request is in flight.
         """
@@ -123,7 +123,7 @@ class Replicas(Generic[Name]):
 
     def pick(self, problem: int, group: int | None = None) -> Name:
         """Choose a replica for a request, and count it there; `group`: samples of its
-        problem that come at once, if not as many as usual.
+        problem that come at once, if not `group`.
         """
         if not self._places.get(problem):
             samples = (group or self._group) - self._running[problem]
@@ -141,7 +141,7 @@ class Replicas(Generic[Name]):
             self._join(replica, problem)
 
     def remove_request(self, replica: Name, problem: int) -> None:
-        """Take off a request that ended."""
+        """Stop counting a request that ended."""
         self._leave(replica, problem)
         self._ended[replica] = time.monotonic()
         self._running[problem] -= 1
@@ -154,7 +154,7 @@ class Replicas(Generic[Name]):
             self._expected = self._peak
             self._peak = 0.0
 
-    def lend(self, most: int) -> list[Name]:
+    def lend(self, max_slots: int) -> list[Name]:
         """Lend at most so many slots for what is written ahead: the replica of each.
         They are on replicas that have nothing left while others go on, where
         trajectories have several turns for `tuning.REPLICA_QUIET_S`. A replica may
@@ -170,7 +170,7 @@ class Replicas(Generic[Name]):
         lent: list[Name] = []
         if not self._running:
             return lent
-        while idle and len(lent) < most:
+        while idle and len(lent) < max_slots:
             replica = min(idle, key=self._lent.__getitem__)
             if self._lent[replica] >= self._slots:
                 break
@@ -179,7 +179,7 @@ class Replicas(Generic[Name]):
         return lent
 
     def give_back(self, replica: Name) -> None:
-        """Take back a slot that was lent."""
+        """Count a slot that was lent as free again."""
         self._lent[replica] -= 1
 
     def work(self, problem: int, others: int) -> float:
@@ -409,7 +409,7 @@ class StartOrder:
         """Requests by problem, since the weight sync."""
 
     def refresh(self, expected: ExpectedLengths | None, version: int) -> None:
-        """Take what is expected (None: what was before) and the weight version, at a
+        """Set the expected lengths (None: they stay) and the weight version, at a
         weight sync.
         """
         self._expected = expected or self._expected

@@ -154,25 +154,25 @@ def test_tokens_that_hardly_survive_are_not_drafted() -> None:
 
 def test_the_first_passes_are_assumed_and_then_known() -> None:
     c = ModelDrafts(5)
-    assert c.passes_s(np.array([2, 1]), plain=1.0) == pytest.approx(0.8)
+    assert c.passes_s(np.array([2, 1]), plain_s=1.0) == pytest.approx(0.8)
     for _ in range(20):
         c.record_pass(4, 0.1)
-    assert c.passes_s(np.array([2, 1, 0]), plain=1.0) == pytest.approx(0.2)
+    assert c.passes_s(np.array([2, 1, 0]), plain_s=1.0) == pytest.approx(0.2)
 
 
 def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> None:
     for narrows, seconds in ((True, 0.3), (False, 0.4)):
         c = ModelDrafts(5, narrows)
         c.set_pass_prior(StepModel(base=0.0, token=0.1))
-        assert c.passes_s(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
+        assert c.passes_s(np.array([2, 1]), plain_s=1.0) == pytest.approx(seconds)
 
 
 def test_a_parallel_drafter_makes_one_pass_for_all_tokens() -> None:
     for always, seconds in ((0, 0.1), (1, 0.0)):
         c = ModelDrafts(5, narrows=False, passes_every_step=always, parallel=True)
         c.set_pass_prior(StepModel(base=0.1, token=0.0))
-        assert c.passes_s(np.array([5, 1]), plain=1.0) == pytest.approx(seconds)
-        assert c.passes_s(np.array([0, 0]), plain=1.0) == 0.0
+        assert c.passes_s(np.array([5, 1]), plain_s=1.0) == pytest.approx(seconds)
+        assert c.passes_s(np.array([0, 0]), plain_s=1.0) == 0.0
 
 
 def test_acceptance_counts_only_what_was_tried() -> None:
