@@ -402,7 +402,7 @@ UNSEEN_PASS = number(
     0.4,
     "time of a model's pass before one was timed, as a share of a plain step, without a"
     " roofline",
-    "a guess: between the bytes of an int4 and an int8 copy, which are 0.27 and 0.51",
+    "a guess, used until the first pass is timed",
 )
 
 
