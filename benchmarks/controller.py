@@ -154,9 +154,9 @@ class Bench:
     def remember(self, written: list[Any]) -> None:
         """Make trajectories history: (problem, int32 tokens, weight version)."""
         from das_adapter.config import HistoryConfig
-        from das_adapter.core.history import HistoryPolicy
+        from das_adapter.core.history import HistoryRules
 
-        HistoryPolicy(HistoryConfig()).remember(self.store, written)
+        HistoryRules(HistoryConfig()).add_and_seal(self.store, written)
 
     def practise(
         self, index: Any, remember: Callable[[Any], Any], count: int = 300

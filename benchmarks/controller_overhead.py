@@ -79,7 +79,7 @@ def proposer(
     )
     drafter = Proposer(vllm_config)
     params = SamplingParams(max_tokens=None)
-    drafter.engine.policy.latency = StepTimes(roof.line())
+    drafter.engine.policy.latency = StepTimes(roof.step_model())
     requests = {
         str(i): SimpleNamespace(
             prompt_token_ids=text[:8].tolist(),
@@ -103,7 +103,7 @@ def propose(batch: int) -> dict[str, float]:
     from das_adapter.bench.engines import SHAPES
 
     rng = np.random.default_rng(batch)
-    roof = Roofline.of(SHAPES["1.5b"], DEVICES["h100"])
+    roof = Roofline.from_config(SHAPES["1.5b"], DEVICES["h100"])
     problems = [i // GROUP for i in range(batch)]
     poems = rng.integers(
         0, VOCABULARY, (problems[-1] + 1, CONTEXT + 8 * STEPS), dtype=np.int32

@@ -49,11 +49,11 @@ def engine(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
-    from das_adapter.core import policy
+    from das_adapter.core import tuning
     from das_adapter.protocol.engine_args import engine_args
 
     if job["never"]:
-        policy.FIXED_CHANCE = 1.0
+        tuning.FIXED_CHANCE = 1.0
     das = parse(job["das"])
     longest = max(
         2048, max(context for context, _ in job["cells"]) + job["tokens"] + 64

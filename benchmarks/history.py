@@ -19,8 +19,8 @@ from provenance import provenance, save
 from replay import replay
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import WINDOW
 from das_adapter.core.index.values import Tokens
+from das_adapter.core.tuning import HISTORY_WINDOW
 from das_adapter.errors import DasError
 from das_adapter.sim import rollouts as dumps
 from das_adapter.sim.rollouts import RecordedResponse
@@ -161,7 +161,7 @@ def measured(
     laid_out: Sequence[Sequence[RecordedResponse]],
     history: HistoryConfig,
     index: OwnHistory,
-    window: int = WINDOW,
+    window: int = HISTORY_WINDOW,
 ) -> dict[str, Any]:
     """Replay; return the figures of each visit, and of the requests whose problem had
     been seen before.

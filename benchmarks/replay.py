@@ -12,7 +12,8 @@ import numpy as np
 from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import WINDOW, HistoryPolicy
+from das_adapter.core.history import HistoryRules
+from das_adapter.core.tuning import HISTORY_WINDOW
 from das_adapter.sim.rollouts import RecordedResponse, steps_of
 from das_adapter.sim.texts import Texts
 
@@ -54,7 +55,7 @@ def replay(
     budget: int = 8,
     history: HistoryConfig | None = None,
     index: OwnHistory | None = None,
-    window: int = WINDOW,
+    window: int = HISTORY_WINDOW,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
 
@@ -67,7 +68,7 @@ def replay(
         window: visits of a problem that are kept.
     """
     index = OwnHistory() if index is None else index
-    policy = HistoryPolicy(history or HistoryConfig(), window)
+    policy = HistoryRules(history or HistoryConfig(), window)
     largest = 0
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])

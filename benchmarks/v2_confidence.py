@@ -211,9 +211,9 @@ def main(
     shape = sizes(policy)
     rows = []
     whole, part = (
-        Roofline.of({**shape, "num_hidden_layers": layers}, DEVICES[gpu])
-        .line()
-        .at(PROMPT + MEDIAN)
+        Roofline.from_config({**shape, "num_hidden_layers": layers}, DEVICES[gpu])
+        .step_model()
+        .at_context(PROMPT + MEDIAN)
         for layers in (shape["num_hidden_layers"], 1)
     )
     for heat in temperature:

@@ -32,8 +32,9 @@ from provenance import provenance, save
 from vllm.config import CUDAGraphMode
 
 from das_adapter.config import DasConfig, parse
+from das_adapter.core import tuning
 from das_adapter.core.hardware import DEVICES
-from das_adapter.core.latency import LAUNCH, StepModel
+from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.requests import LiveRequest
@@ -244,7 +245,9 @@ def captured(model: StepModel) -> list[StepModel]:
         tuple(sorted(engine.compilation_config.cudagraph_capture_sizes))
         for engine in engines
     ]
-    off, one, own = (replace(model, sizes=each, launch=LAUNCH) for each in captures)
+    off, one, own = (
+        replace(model, sizes=each, launch=tuning.LAUNCH_S) for each in captures
+    )
     drafted = {
         d.num_tokens
         for d in engines[-1]._capture_descs[CUDAGraphMode.FULL]
@@ -282,7 +285,7 @@ def plain(texts: list[Text], model: StepModel) -> float:
     """Return what vLLM takes without drafts."""
     left = np.sort([text.length for text in texts])
     running = len(left) - np.searchsorted(left, np.arange(left[-1]), side="right")
-    return float(model.plain(running).sum())
+    return float(model.plain_seconds(running).sum())
 
 
 def seconds(requests: int, model: StepModel, own: bool, **das: Any) -> float:
@@ -316,7 +319,9 @@ def main(
     rows: dict[str, list[Any]] = {kind: [] for kind in budget}
     for name in policy:
         without, one, own = captured(
-            Roofline.of(sizes(name), DEVICES["h100"]).line().at(PROMPT + MEDIAN)
+            Roofline.from_config(sizes(name), DEVICES["h100"])
+            .step_model()
+            .at_context(PROMPT + MEDIAN)
         )
         for count in requests:
             off = sum(plain(texts, without) for texts in batches(count)[1:])

@@ -325,13 +325,13 @@ def kept(
     engine gets about them at a weight sync.
     """
     from das_adapter.config import HistoryConfig
-    from das_adapter.core.history import HistoryPolicy
+    from das_adapter.core.history import HistoryRules
     from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
     past = []
     for problem, text in rollouts:
         past.append(Trajectory(problem + problems, text.tobytes(), version))
-    HistoryPolicy(HistoryConfig()).remember(store, past)
+    HistoryRules(HistoryConfig()).add_and_seal(store, past)
     history = Published(str(store.directory), store.generation)
     lengths = responses(past).tobytes()
     return Refresh(version + 1, history, lengths).payload()

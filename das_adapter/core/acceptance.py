@@ -7,55 +7,53 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from das_adapter.core import tuning
 
 
 @dataclass
 class AcceptanceRate:
     """Chance that a draft token is accepted, given that all before it were; what was
-    seen long ago counts less. At first it is assumed to be 0.8, which counts as two
-    tokens: a model's own first drafts decide. With arrays it is that of several kinds
-    of tokens.
+    seen long ago counts less. With arrays it has the chances of several kinds of
+    tokens.
     """
 
-    accepted: Any = 1.6
-    tried: Any = 2.0
-    fade: float = 0.999
-    KNOWN: ClassVar = 20.0
-    """Tokens that make it known; what a weight sync leaves counts as no more."""
+    accepted: Any = tuning.RATE_PRIOR_ACCEPTED
+    """Draft tokens that were accepted, counts that fade."""
+    tried: Any = tuning.RATE_PRIOR_TOKENS
+    """Draft tokens that were accepted or the first of their draft that was not."""
+    fade: float = tuning.RATE_KEPT
+    """Share of the counts that is left after a draft."""
 
     def observe(
         self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]
     ) -> None:
-        """Take verified drafts, int64 [drafts]: tokens after the first rejected one do
+        """Count verified drafts, int64 [drafts]: tokens after the first rejected one do
         not count as tried.
         """
-        self.add(
-            int(np.minimum(drafted, accepted + 1).sum()),
-            int(accepted.sum()),
-            len(drafted),
-        )
+        tried = np.minimum(drafted, accepted + 1)
+        self.add(int(tried.sum()), int(accepted.sum()), len(drafted))
 
     def add(self, tried: Any, accepted: Any, drafts: Any) -> None:
-        """Take so many tokens of so many drafts."""
+        """Count so many tokens of so many drafts."""
         kept = self.fade**drafts
-        self.accepted, self.tried = (
-            self.accepted * kept + accepted,
-            self.tried * kept + tried,
-        )
+        self.accepted = self.accepted * kept + accepted
+        self.tried = self.tried * kept + tried
 
     def forget(self) -> None:
-        """Reduce the counts, at a weight sync, to those of `KNOWN` tokens."""
-        share = np.minimum(1.0, self.KNOWN / self.tried)
-        self.accepted, self.tried = share * self.accepted, share * self.tried
+        """Reduce the counts, at a weight sync, to those that make the rate known."""
+        share = np.minimum(1.0, tuning.RATE_KNOWN_TOKENS / self.tried)
+        self.accepted = share * self.accepted
+        self.tried = share * self.tried
 
     @property
     def known(self) -> bool:
-        """Whether it was seen, not assumed."""
-        return bool(self.tried >= self.KNOWN)
+        """Whether the rate was seen, not assumed."""
+        return bool(self.tried >= tuning.RATE_KNOWN_TOKENS)
 
     @property
     def rate(self) -> Any:
@@ -75,38 +73,39 @@ class AcceptanceCurve:
     """
 
     def __init__(self) -> None:
-        # Before anything is observed: half of the first tokens are accepted, and k is
-        # 0.6.
-        self.counts = np.array([160.0, 38.0, 40.0, 20.0])
-        """Tokens drafted, accepted; drafts, and those whose first token was accepted:
-        float64 [4].
+        self.counts = np.array(tuning.CURVE_PRIOR_COUNTS)
+        """Draft tokens, accepted tokens, drafts, and drafts whose first token was
+        accepted, float64 [4].
         """
 
     def sync(self) -> None:
-        """Halve the weight of the past, at a weight sync."""
-        if self.counts[2] > 80.0:
-            self.counts *= 0.5
+        """Reduce the weight of the past, at a weight sync."""
+        drafts = self.counts[2]
+        if drafts > tuning.CURVE_FADING_DRAFTS:
+            self.counts *= tuning.CURVE_KEPT
 
     def fitted(self) -> tuple[float, float]:
         """Return (alpha, k): alpha·k <= 1, 0 < k < 1."""
-        drafted, accepted, drafts, hit = self.counts.tolist()
+        drafted, accepted, drafts, first_accepted = self.counts.tolist()
         tokens = drafts + accepted
-        return solve_curve(
-            min(0.99, max(0.01, hit / drafts)), drafted / tokens, accepted / tokens
-        )
+        first_rate = first_accepted / drafts
+        first_rate = min(0.99, max(0.01, first_rate))
+        return solve_curve(first_rate, drafted / tokens, accepted / tokens)
 
 
 def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, float]:
     """Return (alpha, k) of the curve with alpha·k = `first` through (`drafted`,
     `accepted`), both per rollout token.
 
-    k is at most 0.98: a rollout that is drafted in full still takes some rounds.
+    Bisection finds the k at which A(p) = k·(1 - exp(-first/k · p)) is `accepted` for
+    p = `drafted`.
     """
     low = first * 0.02 + 1e-3
-    high = 0.98
+    high = tuning.CURVE_MAX_SHARE
     for _ in range(40):
         k = 0.5 * (low + high)
-        if k * (1.0 - math.exp(-first / k * drafted)) < accepted:
+        rejected_share = math.exp(-first / k * drafted)
+        if k * (1.0 - rejected_share) < accepted:
             low = k
         else:
             high = k

@@ -10,42 +10,10 @@ from enum import Enum
 from typing import Any, Literal, get_args
 
 from das_adapter.config import Speculate
-from das_adapter.core.backoff import Backoff, Rest
-from das_adapter.core.plain_time import LOSS, PlainTime
+from das_adapter.core import tuning
+from das_adapter.core.backoff import Backoff, RolloutRest
+from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.steps import Floats, Ints, TimedStep
-
-MARGIN = 0.05
-"""Predicted gain of a step, as a share of its time, at which drafting begins. The
-latency model errs by some percent: a smaller gain would switch it to and fro.
-"""
-LEAST_GAIN = 0.02
-"""Minimum predicted gain of a drafted step, as a fraction of its time: step times vary
-by about as much.
-"""
-LOOK_STEPS = 32
-"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at
-most this many, and at most as many as keep looks to their share of the time.
-"""
-LOOK_S, LOOK_REQUEST_S = 4e-5, 3e-6
-"""Seconds that the host takes to look, and for each request
-(`results/controller_overhead.json`, `index.json`).
-"""
-LOOK_SHARE = 0.002
-"""See `Account.look_share`."""
-PROBE_STEPS, RARE_STEPS = 128, 1024
-"""After so many drafted steps, or plain ones, one is taken the other way; where only
-probes draft, the wait doubles.
-"""
-GUARD_STEPS, GUARD_LOSS = 64, 0.1
-"""Drafted steps between two looks at the time saved, and least steps of the batch; the
-loss that stops drafting, as a share of the drafted steps' time, beside `LOSS` of that
-of all steps: by so much may what plain ones take be wrong.
-"""
-COLLAPSE_RATE, COLLAPSE_DRAFTS = 0.02, 400
-"""Accepted tokens for each draft below which drafts are useless, of at least so many
-drafts. What is free in a step is filled with tokens that are hardly ever accepted:
-their number says nothing.
-"""
 
 
 class State(Enum):
@@ -70,7 +38,7 @@ def collapsed(drafts: float, accepted: float) -> str | None:
     """Say that drafts are useless, given their number and that of their tokens that
     were accepted; None: they are not.
     """
-    if drafts < COLLAPSE_DRAFTS or accepted >= COLLAPSE_RATE * drafts:
+    if drafts < tuning.COLLAPSE_DRAFTS or accepted >= tuning.COLLAPSE_RATE * drafts:
         return None
     return (
         f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
@@ -88,14 +56,14 @@ class Account:
         """Why, where there is more to say."""
         self.step = 0
         """Decode steps since the engine's start."""
-        self.look = Backoff(2, LOOK_STEPS)
-        self.look_share = LOOK_SHARE
+        self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
+        self.look_share = tuning.LOOK_SHARE
         """Share of the time that looks may take while nothing is worth drafting; 0:
         they are as rare as can be.
         """
-        self.probe_wait = PROBE_STEPS
+        self.probe_wait = tuning.PROBE_STEPS
         self._speculate = speculate
-        self._rest, self.model_rest = Rest(), Rest()
+        self._rest, self.model_rest = RolloutRest(), RolloutRest()
         """Of all drafting; of the model that drafts."""
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
@@ -148,13 +116,15 @@ class Account:
         time, None: there is nothing to draft; `optimal`: whether the drafts were chosen
         for it.
         """
-        worth = gain is not None and gain >= LEAST_GAIN
+        worth = gain is not None and gain >= tuning.LEAST_GAIN
         if self._speculate == "always":
             return worth or not optimal
         if self._speculate == "auto":
-            self._on = gain is not None and gain >= (0.0 if self._on else MARGIN)
+            self._on = gain is not None and gain >= (0.0 if self._on else tuning.MARGIN)
         else:
-            self._on = running <= self._speculate * (1.25 if self._on else 1.0)
+            self._on = running <= self._speculate * (
+                tuning.STAY_ON_FACTOR if self._on else 1.0
+            )
         return self._on and (worth or not optimal)
 
     def due(self, kind: Probe, unseen: bool = False) -> bool:
@@ -162,7 +132,7 @@ class Account:
         such step is known, and no step is waited for.
         """
         if kind == "plain":
-            return self._waited[kind] >= PROBE_STEPS
+            return self._waited[kind] >= tuning.PROBE_STEPS
         return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(
             self._speculate, str
         )
@@ -173,7 +143,7 @@ class Account:
         if due:
             self._waited[kind] = 0
             if kind == "drafted" and not unseen:
-                self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
+                self.probe_wait = min(2 * self.probe_wait, tuning.RARE_STEPS)
         return due
 
     def decided(
@@ -189,10 +159,13 @@ class Account:
         known.
         """
         if drafted and not probing:
-            self.probe_wait = PROBE_STEPS
+            self.probe_wait = tuning.PROBE_STEPS
         share = self.look_share * seconds
-        enough = (LOOK_S + LOOK_REQUEST_S * running) / share if share else math.inf
-        self.look.done(self.step, running, drafted or probing, enough)
+        wait_steps = math.inf
+        if share:
+            look_s = tuning.LOOK_S + tuning.LOOK_REQUEST_S * running
+            wait_steps = look_s / share
+        self.look.done(self.step, running, drafted or probing, wait_steps)
         nothing = State.PROBING if probing or plain else State.RESTING
         if self.state not in _OVER:  # since the drafter was asked
             self.state = State.DRAFTING if drafted and not probing else nothing
@@ -201,25 +174,27 @@ class Account:
     # What is told
 
     def timed(self, step: TimedStep, predicted: float | None) -> None:
-        """As `PlainTime.take`."""
+        """As `PlainTime.record_step`."""
         plain = self._waited["plain"]
         drawn = self._waited["drafted"]
         self._waited = {
             "plain": plain + 1 if step.drafted else 0,
             "drafted": 0 if step.drafted else drawn + 1,
         }
-        self.time.take(step, predicted)
+        self.time.record_step(step, predicted)
         self.model(took=step.drafting_seconds * step.asked)
         self._drafted_steps += step.drafted
-        guarded = self._speculate != "always" and self.time.batch.steps >= GUARD_STEPS
-        if guarded and step.drafted and self._drafted_steps % GUARD_STEPS == 0:
+        guarded = (
+            self._speculate != "always" and self.time.batch.steps >= tuning.GUARD_STEPS
+        )
+        if guarded and step.drafted and self._drafted_steps % tuning.GUARD_STEPS == 0:
             if reason := self._loss():
                 self.stop(reason)
 
     def count(self, slots: Ints, steps: Floats) -> None:
-        """As `PlainTime.count`; these steps are not `timed`."""
+        """As `PlainTime.record_baseline_steps`; these steps are not `timed`."""
         self._waited["drafted"] += int(steps[0])
-        self.time.count(slots, steps)
+        self.time.record_baseline_steps(slots, steps)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its
@@ -244,14 +219,14 @@ class Account:
         """Judge the rollout that a weight sync ends, and begin the next. Two weight
         syncs without a step between them are one.
         """
-        if self.time.passed or self._model_took:
+        if self.time.passed_s or self._model_took:
             self._judge(model_may_rest)
         self.forget()
 
     def forget(self) -> None:
         """Begin the next rollout, and judge nothing by the one before."""
         self._restart()
-        self.probe_wait = PROBE_STEPS
+        self.probe_wait = tuning.PROBE_STEPS
         self.look.restart()
         self.state, self.reason = (
             (State.RESTING if self._rest.reason else State.DRAFTING),
@@ -269,7 +244,7 @@ class Account:
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
-            "time_saved_s": self.time.saved(),
+            "time_saved_s": self.time.saved_s(),
             "of_stock": (
                 self.time.of_stock() if self._speculate == "auto" else None
             ),  # else the user decides
@@ -286,8 +261,12 @@ class Account:
         """
         batch = self.time.batch
         for _ in range(2):
-            saved = self.time.saved_in(batch)
-            if saved >= -GUARD_LOSS * batch.drafted_seconds - LOSS * batch.seconds:
+            saved = self.time.batch_saved_s(batch)
+            if (
+                saved
+                >= -tuning.GUARD_LOSS * batch.drafted_seconds
+                - tuning.ROLLOUT_LOSS * batch.seconds
+            ):
                 return None
             self.time.engine.fit()
         return (
@@ -301,17 +280,19 @@ class Account:
             return
         took = self._model_took
         saved = self._model_saved
-        reason = self.time.compare()
-        lost = model_may_rest and took - saved > LOSS * self.time.total()
+        reason = self.time.explain_loss()
+        lost = (
+            model_may_rest and took - saved > tuning.ROLLOUT_LOSS * self.time.plain_s()
+        )
         words = (
             f"its passes took {took:.2f} s of a rollout, and its tokens saved"
             f" {saved:.2f} s"
             if lost
             else None
         )
-        if self.model_rest.judge(words, saved - took if took else None):
+        if self.model_rest.judge_rollout(words, saved - took if took else None):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge(
-            reason or None, None if reason is None else self.time.saved()
+        if self._rest.judge_rollout(
+            reason or None, None if reason is None else self.time.saved_s()
         ):
             self._news = f"das: drafting rests for a while: {reason}"

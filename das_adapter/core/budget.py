@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 
+from das_adapter.core import tuning
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import beyond
+from das_adapter.core.length import chance_ended_by
 from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
@@ -22,11 +23,12 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Flo
     p drafted. Infinite where that has no solution: for N <= l·(1 - k).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        left = 1.0 - (1.0 - rounds / lengths) / k
-        p = np.where(
-            left > 0.0, -lengths / alpha * np.log(np.maximum(left, 1e-300)), np.inf
-        )
-    return np.where(lengths <= rounds, 0.0, p)
+        saved_share = 1.0 - rounds / lengths
+        left = 1.0 - saved_share / k
+        log_left = np.log(np.maximum(left, 1e-300))
+        drafts = -lengths / alpha * log_left
+    solvable = np.where(left > 0.0, drafts, np.inf)
+    return np.where(lengths <= rounds, 0.0, solvable)
 
 
 def plan_rollout(
@@ -49,9 +51,11 @@ def plan_rollout(
     low = high * (1.0 - k)
     for _ in range(30):
         rounds = 0.5 * (low + high)
-        longer = lengths > rounds
-        per_round = alpha * (k - 1.0 + rounds / lengths[longer])
-        slope = base + token * np.sum(1.0 - 1.0 / np.maximum(per_round, 1e-12))
+        longer = lengths[lengths > rounds]
+        accepted_per_draft = alpha * (k - 1.0 + rounds / longer)
+        drafts_per_round = 1.0 / np.maximum(accepted_per_draft, 1e-12)
+        saved_tokens = np.sum(1.0 - drafts_per_round)
+        slope = base + token * saved_tokens
         if slope < 0.0:
             low = rounds
         else:
@@ -60,7 +64,10 @@ def plan_rollout(
 
 
 def das_budgets(
-    lengths: Floats, curve: tuple[float, float], model: StepModel, most: int
+    lengths: Floats,
+    curve: tuple[float, float],
+    model: StepModel,
+    max_draft_tokens: int,
 ) -> Floats:
     """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,): none
     for those that end within N* rounds anyway.
@@ -68,29 +75,36 @@ def das_budgets(
     Args:
         lengths, curve: see `plan_rollout`; (alpha, k).
         model: what a step costs.
-        most: draft tokens of a request in a step.
+        max_draft_tokens: of a request in a step.
     """
     running = len(lengths)
     token = max(model.slope(running), 1e-9)
-    base = max(model.step(running, running, False) - token * running, 1e-9)
+    tokens_s = token * running
+    base = max(model.plain_step(running) - tokens_s, 1e-9)
     rounds, drafts = plan_rollout(lengths, *curve, base, token)
-    return np.minimum(drafts / rounds, most)
+    return np.minimum(drafts / rounds, max_draft_tokens)
 
 
-def kept_worth(
+def prefix_worth(
     worth: Floats, chances: Chances, offsets: Ints, *keep: Ints
 ) -> list[Floats]:
     """Return the expected worth of the first `keep` tokens of each draft, seconds [b],
     for each of several; see `allocate`.
     """
-    tokens = chances * worth.repeat(offsets[1:] - offsets[:-1])
-    total = np.concatenate([[0.0], np.cumsum(tokens)])
     begins = offsets[:-1]
-    return [total[begins + kept] - total[begins] for kept in keep]
+    ends = offsets[1:]
+    tokens_s = chances * worth.repeat(ends - begins)
+    sums_s = np.concatenate([[0.0], np.cumsum(tokens_s)])
+    before_s = sums_s[begins]
+    return [sums_s[begins + kept] - before_s for kept in keep]
 
 
 def allocate(
-    chances: Chances, offsets: Ints, worth: Floats, model: StepModel, cut: bool = True
+    chances: Chances,
+    offsets: Ints,
+    worth: Floats,
+    model: StepModel,
+    by_worth: bool = True,
 ) -> StepPlan:
     """Keep the draft tokens that are worth more than they cost in the step that all
     kept tokens make up.
@@ -106,24 +120,19 @@ def allocate(
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
         worth: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
-        cut: False: keep all tokens, and return what that gains.
+        by_worth: False: keep all tokens, and return what that gains.
     """
     requests = len(worth)
-    tokens = len(chances)
-    if cut:
+    no_model_drafts = np.zeros(requests, dtype=np.int64)
+    if by_worth:
         keep = np.empty(requests, dtype=np.int64)
-        gain = native().allocate(chances, offsets, worth, model.costs(requests), keep)
-    else:
-        keep = np.diff(offsets)
-        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(
-            requests, requests, False
-        )
-        gain = float(kept_worth(worth, chances, offsets, keep)[0].sum()) - cost
-    return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain)
-
-
-POINTS = 32
-"""Numbers of tokens to come at which the requests' lengths are compared."""
+        costs = model.native_costs(requests)
+        gain = native().allocate(chances, offsets, worth, costs, keep)
+        return StepPlan(keep, no_model_drafts, gain)
+    keep = np.diff(offsets)
+    (saved,) = prefix_worth(worth, chances, offsets, keep)
+    gain = float(saved.sum()) - model.verifying_s(requests, len(chances))
+    return StepPlan(keep, no_model_drafts, gain)
 
 
 def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
@@ -141,11 +150,13 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
         lengths: tokens written so far, shape (b,).
     """
     longest = max(1.0, float(edges[-1] - lengths.min())) + 1.0
-    to_come = np.exp(np.linspace(0.0, math.log(longest), POINTS))
-    done = beyond(cdf, edges, lengths, lengths[:, None] + to_come)
-    log = np.log(np.maximum(done, 1e-12))
-    others = np.exp(log.sum(axis=0) - log)
-    last: Floats = (
-        np.maximum(np.diff(done, axis=1, prepend=0.0) * others, 0.0).sum(axis=1) + 1e-9
-    )
-    return last / last.sum()
+    exponents = np.linspace(0.0, math.log(longest), tuning.MAKESPAN_POINTS)
+    to_come = np.exp(exponents)
+    # chance of each request to have ended after so many tokens, [b, points]
+    ended = chance_ended_by(cdf, edges, lengths, lengths[:, None] + to_come)
+    log_ended = np.log(np.maximum(ended, 1e-12))
+    others_ended = np.exp(log_ended.sum(axis=0) - log_ended)
+    ends_here = np.diff(ended, axis=1, prepend=0.0)
+    is_last = np.maximum(ends_here * others_ended, 0.0)
+    chances: Floats = is_last.sum(axis=1) + 1e-9
+    return chances / chances.sum()

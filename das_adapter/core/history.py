@@ -12,31 +12,27 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core import tuning
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.index.values import ALL, Shrunk
 
 logger = logging.getLogger("das_adapter")
 
-WINDOW = 8
-"""Visits of a problem that are drafted from, the newest: a visit is a weight version
-that wrote rollouts of it. A run that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of
-the time without drafts: the number matters little, and older visits stray further from
-the policy.
-"""
 
+class HistoryRules:
+    """The rules that the `history:` block asks for."""
 
-class HistoryPolicy:
-    """The `history:` block as rules."""
-
-    def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
+    def __init__(
+        self, config: HistoryConfig, window: int = tuning.HISTORY_WINDOW
+    ) -> None:
         self.config = config
         self.window = ALL if config.scope == "global" else window
-        """Visits that are kept; with `global` every step is one of the only problem,
-        and segments and bytes are the limit.
+        """Visits of a problem that are kept. With `global` there is one problem, which
+        every step visits: bytes are the limit there.
         """
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
-        """Sum of what the slices of `tidy` did so far."""
+        """Sum of what the slices of `shrink_slice` did, int64 [4] as `Shrunk`."""
 
     @property
     def kept(self) -> bool:
@@ -53,16 +49,16 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(
+    def add_and_seal(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
     ) -> None:
-        """Take finished trajectories, and seal them: the visits of their problems
-        beyond the window are dropped. Arguments as in `take`.
+        """Add finished trajectories, and seal them: the visits of their problems
+        beyond the window are dropped. Arguments as in `add_trajectories`.
         """
-        self.take(store, trajectories)
+        self.add_trajectories(store, trajectories)
         store.seal(self.window)
 
-    def take(
+    def add_trajectories(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
     ) -> None:
         """Add finished trajectories: (problem, int32 token ids of the response, weight
@@ -87,13 +83,13 @@ class HistoryPolicy:
             )
 
     def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
-        """Return whether a trajectory, as in `take`, is sealed in a store."""
+        """Return whether a trajectory is sealed in a store; see `add_trajectories`."""
         problem, text, version = trajectory
         return len(text) % 4 == 0 and store.has(
             self.key(problem), np.frombuffer(text, dtype=np.int32), version
         )
 
-    def tidy(self, store: HistoryStore, room: float = math.inf) -> bool:
+    def shrink_slice(self, store: HistoryStore, room: float = math.inf) -> bool:
         """Do a slice of thinning out what exceeds the byte budget; return whether there
         is more. The log says at the end what went. `room`: bytes that the store's files
         may take, which are at most four times as many as the history's: engines map

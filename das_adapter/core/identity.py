@@ -6,7 +6,7 @@ import hashlib
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,8 @@ def request_seed(
         An integer in [0, 2^63).
     """
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(f"{run_seed}/{problem}/{step}/{sample}/{row}".encode())
+    request = f"{run_seed}/{problem}/{step}/{sample}/{row}"
+    digest.update(request.encode())
     return _number(digest) >> 1
 
 
@@ -42,7 +43,8 @@ def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
     ids: the hashes of its images, or its row in the data set.
     """
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(np.ascontiguousarray(np.asarray(prompt_ids, dtype="<i4")).tobytes())
+    ids = np.asarray(prompt_ids, dtype="<i4")
+    digest.update(np.ascontiguousarray(ids).tobytes())
     for part in beside:
         digest.update(f"/{part}".encode())
     return _number(digest)
@@ -55,20 +57,19 @@ def media_hash(
     read them, also those of its parts, such as a tensor of frames and what is said of
     them. `of_values`: what hashes values; None: `values_hash`.
     """
-    # parts of several shapes, or values of a type that NumPy lacks
+    hash_values = of_values or values_hash
     try:
         values = np.asarray(item)
-    except (
-        TypeError,
-        ValueError,
-    ):
+    except (TypeError, ValueError):
+        # parts of several shapes, or values of a type that NumPy lacks
         values = np.empty(0, dtype=object)
     if not values.dtype.hasobject:
-        return (of_values or values_hash)(values)
+        return hash_values(values)
     digest = hashlib.blake2b(digest_size=8)
     if isinstance(item, Mapping | list | tuple):
         parts = item.items() if isinstance(item, Mapping) else item
-        digest.update(repr([media_hash(part, of_values) for part in parts]).encode())
+        hashes = [media_hash(part, of_values) for part in parts]
+        digest.update(repr(hashes).encode())
     else:
         digest.update(pickle.dumps(item))
     return digest.hexdigest()
@@ -83,6 +84,18 @@ def values_hash(values: npt.NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
+class _HashedRow(NamedTuple):
+    """A row of a batch whose media were hashed."""
+
+    items: Sequence[Any]
+    values: list[tuple[npt.NDArray[Any], str]]
+    """Arrays of the items, in the order in which they were hashed, each with its
+    hash.
+    """
+    hashes: list[str]
+    """Hashes of the items."""
+
+
 class MediaHashes:
     """Hashes the images, sound and video of rows. Samples of a problem follow each
     other, with the same ones or with copies: to compare these with those of the row
@@ -90,35 +103,41 @@ class MediaHashes:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[
-            Sequence[Any], list[tuple[npt.NDArray[Any], str]], list[str]
-        ] = ([], [], [])
-        """Of the row before: its items, their values in order, each with its hash, and
-        what was returned.
-        """
+        self._before = _HashedRow((), [], [])
 
-    def of_row(self, items: Sequence[Any]) -> list[str]:
+    def hash_row(self, items: Sequence[Any]) -> list[str]:
         """Return the hashes of a row's items, as `media_hash` does."""
-        before, values_before, hashes = self._before
-        if len(items) == len(before) and all(map(operator.is_, items, before)):
-            return hashes
-        rest = iter(values_before)
-        seen = list[tuple[npt.NDArray[Any], str]]()
+        before = self._before
+        same_number = len(items) == len(before.items)
+        if same_number and all(map(operator.is_, items, before.items)):
+            return before.hashes
+        values_before = iter(before.values)
+        hashed = list[tuple[npt.NDArray[Any], str]]()
 
-        def of_values(values: npt.NDArray[Any]) -> str:
-            known, found = next(rest, (None, ""))
-            if (
-                known is None
-                or known.dtype != values.dtype
-                or not np.array_equal(known, values)
-            ):
+        def hash_values(values: npt.NDArray[Any]) -> str:
+            known, found = next(values_before, (None, ""))
+            if known is None or not _equal(known, values):
                 found = values_hash(values)
-            seen.append((values, found))
+            hashed.append((values, found))
             return found
 
-        hashes = [media_hash(item, of_values) for item in items]
-        self._before = items, seen, hashes
+        hashes = [media_hash(item, hash_values) for item in items]
+        self._before = _HashedRow(items, hashed, hashes)
         return hashes
+
+
+def _equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    """Return whether two arrays agree in type and values."""
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+class _Prompt(NamedTuple):
+    """A prompt that was asked."""
+
+    tokens: int
+    images: int
+    weighted_sum: int
+    """Sum of its tokens, each times the weight of its place, modulo 2^64."""
 
 
 class FirstTurns:
@@ -128,13 +147,11 @@ class FirstTurns:
 
     def __init__(self, remembered: int = 4096):
         self._remembered = remembered
-        self._known: dict[int, tuple[int, int, int]] = {}
-        """Of the prompts that were asked, the latest last: their tokens, images, and
-        sum of weighted tokens.
-        """
+        self._known: dict[int, _Prompt] = {}
+        """Prompts that were asked, by identity, the latest last."""
 
     def copy(self) -> FirstTurns:
-        """Return one that knows the same prompts, and hears of others by itself."""
+        """Return another one that knows the same prompts, and learns others itself."""
         other = FirstTurns(self._remembered)
         other._known = self._known.copy()
         return other
@@ -148,33 +165,48 @@ class FirstTurns:
         if identity not in self._known:
             # Equal beginnings have equal sums; one hash for every length that is known
             # would take milliseconds.
-            weights = np.cumprod(np.full(len(prompt), 6364136223846793005, np.uint64))
-            sums = np.cumsum(prompt.astype(np.uint64) * weights).tolist()
-            identity = self._prefix(prompt, media, sums) or identity
-            self._known.setdefault(
-                identity, (len(prompt), len(media), sums[-1] if sums else 0)
-            )
-        self._known[identity] = self._known.pop(identity)
+            sums = _weighted_sums(prompt)
+            first = self._first_turn(prompt, media, sums)
+            identity = first or identity
+            whole = sums[-1] if sums else 0
+            asked = _Prompt(len(prompt), len(media), whole)
+            self._known.setdefault(identity, asked)
+        latest = self._known.pop(identity)
+        self._known[identity] = latest
         if len(self._known) > self._remembered:
-            del self._known[next(iter(self._known))]
+            oldest = next(iter(self._known))
+            del self._known[oldest]
         return identity
 
-    def _prefix(
+    def _first_turn(
         self, prompt: npt.NDArray[np.int32], media: Sequence[str], sums: Sequence[int]
     ) -> int | None:
-        """The shortest known prompt that this one begins with."""
-        likely = [
-            (tokens, -images, identity)
-            for identity, (tokens, images, total) in self._known.items()
-            if tokens < len(prompt)
-            and total == sums[tokens - 1]
-            and images <= len(media)
-        ]
-        for tokens, fewer, identity in sorted(likely):
-            if prompt_identity(prompt[:tokens], *media[:-fewer]) == identity:
+        """Return the identity of the shortest known prompt that this one begins with,
+        of equally long ones that with most images; None: there is none.
+        """
+        likely: list[tuple[int, int, int]] = []
+        for identity, known in self._known.items():
+            is_shorter = known.tokens < len(prompt)
+            if not is_shorter or known.images > len(media):
+                continue
+            if known.weighted_sum == sums[known.tokens - 1]:
+                likely.append((known.tokens, -known.images, identity))
+        for tokens, minus_images, identity in sorted(likely):
+            images = media[:-minus_images]
+            if prompt_identity(prompt[:tokens], *images) == identity:
                 return identity
         return None
 
 
+def _weighted_sums(tokens: npt.NDArray[np.int32]) -> list[int]:
+    """Return the weighted sum of the first n tokens, for each n from 1."""
+    factors = np.full(len(tokens), 6364136223846793005, np.uint64)
+    weights = np.cumprod(factors)
+    weighted = tokens.astype(np.uint64) * weights
+    sums: list[int] = np.cumsum(weighted).tolist()
+    return sums
+
+
 def _number(digest: hashlib.blake2b) -> int:
+    """Return the digest as an integer."""
     return int.from_bytes(digest.digest(), "little")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.history import WINDOW
+from das_adapter.core import tuning
 from das_adapter.core.native import native
 from das_adapter.core.steps import Floats
 
@@ -23,13 +23,15 @@ wrote it.
 """
 Responses = npt.NDArray[np.void]
 """Finished responses, [n] of `RESPONSE`."""
-Visits = dict[int, bytes]
+LengthsByVersion = dict[int, bytes]
 """Lengths by the weight version that wrote them, int32: arrays would take several times
 the memory.
 """
 
 _OF_A_VERSION = 2**18
-"""Most lengths that one weight version has: a server's weights may stay as they are."""
+"""Maximum number of lengths that one weight version has: a server's weights may stay
+as they are.
+"""
 _Z = np.linspace(-5.0, 5.0, 1001)
 _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
 
@@ -47,22 +49,16 @@ class LengthModel:
     logarithmic grid.
 
     The lengths of a problem's last visits are weighted by their number, the population
-    as `POPULATION` of them. Each length stands for a log-normal around it: the next
-    rollout of a problem is about as long, not exactly. The classes' bounds are
-    quantiles of the recent lengths, computed by every `refit`.
+    as `tuning.LENGTH_PRIOR_RESPONSES` of them. Each length stands for a log-normal
+    around it: the next rollout of a problem is about as long, not exactly. The classes'
+    bounds are quantiles of the recent lengths, computed by every `refit`.
     """
 
     GRID = 64
-    POPULATION = 2.0
-    SPREAD = 0.25
-    """Standard deviation of the log of a length around an observed one."""
-    SHORT, LONG = 0.5, 0.8
-    """Quantiles that bound the classes."""
-    RECENT = 16
-    """Weight versions that make up the population, the newest."""
+    """Points of the grid."""
     PROBLEMS = 2**18
-    """Most problems that are remembered; those not seen for longest are forgotten
-    first.
+    """Maximum number of problems that are remembered; those not seen for longest are
+    forgotten first.
     """
 
     def __init__(self, limit: int = 2**17) -> None:
@@ -79,66 +75,60 @@ class LengthModel:
         are at least so long.
         """
         self._log = np.log(self.edges)
-        self._lengths: OrderedDict[int, Visits] = OrderedDict()
-        self._everyone: Visits = {}
+        self._lengths: OrderedDict[int, LengthsByVersion] = OrderedDict()
+        self._everyone: LengthsByVersion = {}
         self._population: Floats = self._log / self._log[-1]
         """Distribution over all problems. Without history a length is as likely in one
         octave as in the next.
         """
 
     def observe(self, responses: Responses) -> None:
-        """Take finished responses."""
+        """Add finished responses."""
         new = responses[responses["tokens"] > 0]
-        new = new[np.lexsort((new["version"], new["problem"]))]
+        by_problem = np.lexsort((new["version"], new["problem"]))
+        new = new[by_problem]
         tokens = new["tokens"].astype(np.int32)
-        keys = np.stack([new["problem"], new["version"].view(np.uint64)], axis=1)
-        first = np.flatnonzero(np.r_[len(new) > 0, (keys[1:] != keys[:-1]).any(axis=1)])
-        bounds = [*first.tolist(), len(new)]
-        for (problem, _, version), begin, end in zip(
-            new[first].tolist(), bounds, bounds[1:], strict=False
-        ):
-            _note(
-                self._lengths.setdefault(problem, {}),
-                version,
-                tokens[begin:end],
-                WINDOW,
-            )
+        for begin, end in _visits(new):
+            problem, _, version = new[begin].item()
+            lengths = self._lengths.setdefault(problem, {})
+            _add_lengths(lengths, version, tokens[begin:end], tuning.HISTORY_WINDOW)
             self._lengths.move_to_end(problem)
         for version in np.unique(new["version"]).tolist():
-            _note(
-                self._everyone, version, tokens[new["version"] == version], self.RECENT
-            )
+            of_version = tokens[new["version"] == version]
+            kept = tuning.POPULATION_VERSIONS
+            _add_lengths(self._everyone, version, of_version, kept)
         while len(self._lengths) > self.PROBLEMS:
             self._lengths.popitem(last=False)
 
     def refit(self) -> None:
         """Compute the population and the classes' bounds again, at a weight sync."""
-        if self._everyone:
-            lengths = _all(self._everyone)
-            self.bounds = (
-                float(np.quantile(lengths, self.SHORT)),
-                float(np.quantile(lengths, self.LONG)),
-            )
-            self._population = self._smooth(np.exp(np.round(np.log(lengths), 2)))
-            everyone = np.broadcast_to(self._population, (2, self.GRID))
-            self.class_lengths = np.append(
-                0.0, _mean_beyond(everyone, self.edges, np.array(self.bounds))
-            )
+        if not self._everyone:
+            return
+        lengths = _join_lengths(self._everyone)
+        short = float(np.quantile(lengths, tuning.SHORT_QUANTILE))
+        long = float(np.quantile(lengths, tuning.LONG_QUANTILE))
+        self.bounds = (short, long)
+        rounded = np.round(np.log(lengths), 2)
+        self._population = self._smooth(np.exp(rounded))
+        both = np.broadcast_to(self._population, (2, self.GRID))
+        means = _mean_beyond(both, self.edges, np.array(self.bounds))
+        self.class_lengths = np.append(0.0, means)
 
     def cdf(self, problem: int) -> Floats:
         """Return the chance that a response of the problem is at most `edges` long,
         shape (GRID,); 1 at the last.
         """
-        seen = self.own(problem)
-        if not len(seen):
+        lengths = self.lengths_of(problem)
+        num_seen = len(lengths)
+        if not num_seen:
             return self._population
-        return (len(seen) * self._smooth(seen) + self.POPULATION * self._population) / (
-            len(seen) + self.POPULATION
-        )
+        prior = tuning.LENGTH_PRIOR_RESPONSES
+        own = num_seen * self._smooth(lengths)
+        return (own + prior * self._population) / (num_seen + prior)
 
-    def own(self, problem: int) -> Floats:
+    def lengths_of(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
-        return _all(self._lengths.get(problem, {}))
+        return _join_lengths(self._lengths.get(problem, {}))
 
     def expected(self) -> dict[int, float]:
         """Return the mean length of each problem's remembered visits, shrunk towards
@@ -146,18 +136,23 @@ class LengthModel:
         """
         if not self._everyone:
             return {}
-        prior = self.POPULATION * float(_all(self._everyone).mean())
-        own = {problem: self.own(problem) for problem in self._lengths}
-        return {
-            problem: (prior + float(seen.sum())) / (self.POPULATION + len(seen))
-            for problem, seen in own.items()
-        }
+        prior = tuning.LENGTH_PRIOR_RESPONSES
+        mean = float(_join_lengths(self._everyone).mean())
+        prior_tokens = prior * mean
+        expected = {}
+        for problem in self._lengths:
+            lengths = self.lengths_of(problem)
+            tokens = float(lengths.sum())
+            expected[problem] = (prior_tokens + tokens) / (prior + len(lengths))
+        return expected
 
     def _smooth(self, lengths: Floats) -> Floats:
+        """Return the distribution of lengths, each spread around itself, shape
+        (GRID,).
+        """
         centres, counts = np.unique(lengths, return_counts=True)
-        around = np.interp(
-            (self._log[None, :] - np.log(centres)[:, None]) / self.SPREAD, _Z, _NORMAL
-        )
+        distance = self._log[None, :] - np.log(centres)[:, None]
+        around = np.interp(distance / tuning.LENGTH_SPREAD, _Z, _NORMAL)
         around[:, -1] = 1.0
         return counts @ around / len(lengths)
 
@@ -176,7 +171,7 @@ class LengthLog:
         self._kept = 0
 
     def add(self, responses: Responses) -> None:
-        """Take finished responses."""
+        """Add finished responses."""
         self._model.observe(responses)
         self._log.append(responses)
         self.count += len(responses)
@@ -189,19 +184,23 @@ class LengthLog:
         `until` of all that arrived. A cursor that lies ahead is that of a log which was
         lost: all that is kept is new.
         """
-        kept: Responses = np.concatenate([np.zeros(0, RESPONSE), *self._log])[
-            -self.KEPT :
-        ]
+        kept: Responses = np.concatenate([np.zeros(0, RESPONSE), *self._log])
+        kept = kept[-self.KEPT :]
         forgotten = self.count - len(kept)
-        begin = max(0, cursor - forgotten) if cursor <= self.count else 0
-        return kept[begin : None if until is None else max(0, until - forgotten)]
+        begin = 0
+        if cursor <= self.count:
+            begin = max(0, cursor - forgotten)
+        if until is None:
+            return kept[begin:]
+        end = max(0, until - forgotten)
+        return kept[begin:end]
 
     def predictions(self) -> dict[int, float]:
         """Predict the response length of each problem, see `LengthModel.expected`."""
         return self._model.expected()
 
 
-class Expected:
+class ExpectedLengths:
     """Expected lengths of responses, in tokens; a problem that is not known counts as
     the mean of the known.
     """
@@ -209,7 +208,10 @@ class Expected:
     def __init__(self, lengths: Mapping[int, float] = MappingProxyType({})) -> None:
         """`lengths`: of known problems."""
         self._lengths = lengths
-        self.mean = sum(lengths.values()) / len(lengths) if lengths else 1000.0
+        self.mean = tuning.UNKNOWN_LENGTH_TOKENS
+        """Mean of the known lengths."""
+        if lengths:
+            self.mean = sum(lengths.values()) / len(lengths)
 
     def __contains__(self, problem: int) -> bool:
         return problem in self._lengths
@@ -218,29 +220,32 @@ class Expected:
         return self._lengths.get(problem, self.mean)
 
 
-def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
-    """Return the chance that a response is at most `at` long, given that it is longer
+def chance_ended_by(
+    cdf: Floats, edges: Floats, lengths: Floats, bounds: Floats
+) -> Floats:
+    """Return the chance that a response is at most so long, given that it is longer
     than `lengths`.
 
     Args:
-        cdf: shape (b, g), by request, at `edges`.
+        cdf: distribution of each request's length at `edges`, shape (b, g).
         edges: shape (g,), in geometric steps from 1.
         lengths: tokens written already, shape (b,).
-        at: shape (b, k).
+        bounds: shape (b, k).
 
     Returns:
         Shape (b, k), 0 to 1.
     """
-    known = _at(cdf, edges, lengths[:, None])
-    left = np.maximum(1.0 - known, 1e-6)
-    chance: Floats = np.clip((_at(cdf, edges, at) - known) / left, 0.0, 1.0)
-    chance[at >= edges[-1]] = 1.0
+    ended = _cdf_at(cdf, edges, lengths[:, None])
+    going_on = np.maximum(1.0 - ended, 1e-6)
+    ends_by = _cdf_at(cdf, edges, bounds) - ended
+    chance: Floats = np.clip(ends_by / going_on, 0.0, 1.0)
+    chance[bounds >= edges[-1]] = 1.0
     return chance
 
 
 def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     """Return the mean tokens still to come, given the tokens that are there, shape
-    (b,). Arguments as in `beyond`.
+    (b,). Arguments as in `chance_ended_by`.
     """
     return np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
 
@@ -254,47 +259,70 @@ def classes(
     This is DAS's argmax over c of P(c | l, Init), with the problem's distribution in
     place of its majority class.
     """
-    at = np.broadcast_to(np.asarray(bounds, dtype=float), (len(lengths), 2))
-    short, medium = beyond(cdf, edges, lengths, at).T
-    likely: npt.NDArray[np.int64] = np.argmax(
-        np.stack([short, medium - short, 1.0 - medium]), axis=0
-    )
-    floor = np.searchsorted(np.asarray(bounds, dtype=float), lengths, side="left")
-    return np.maximum(likely, floor)
+    limits = np.asarray(bounds, dtype=float)
+    both = np.broadcast_to(limits, (len(lengths), 2))
+    short, not_long = chance_ended_by(cdf, edges, lengths, both).T
+    chances = np.stack([short, not_long - short, 1.0 - not_long])
+    likely: npt.NDArray[np.int64] = np.argmax(chances, axis=0)
+    already = np.searchsorted(limits, lengths, side="left")
+    return np.maximum(likely, already)
 
 
 def _mean_beyond(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
-    # Between two edges the mass sits in the middle; of the interval that `lengths` is
-    # in, only what lies beyond counts.
-    known = _at(cdf, edges, lengths[:, None])
-    low = np.concatenate([[0.0], edges[:-1]])
-    mass = np.diff(np.maximum(cdf, known), axis=1, prepend=known)
-    centre = 0.5 * (np.maximum(low, lengths[:, None]) + edges)
+    """Return the mean length of responses that are longer than `lengths`, shape (b,).
+
+    Between two edges the mass sits in the middle; of the interval that `lengths` is in,
+    only what lies beyond counts.
+    """
+    begun = lengths[:, None]
+    ended = _cdf_at(cdf, edges, begun)
+    mass = np.diff(np.maximum(cdf, ended), axis=1, prepend=ended)
     mass[:, -1] += 1e-9
+    low = np.concatenate([[0.0], edges[:-1]])
+    centre = 0.5 * (np.maximum(low, begun) + edges)
     return (mass * centre).sum(axis=1) / mass.sum(axis=1)
 
 
-def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
-    """Distribution functions at lengths of shape (b, k), linear in the logarithm
+def _cdf_at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+    """Return distribution functions at lengths of shape (b, k), linear in the logarithm
     between the edges.
     """
     found = np.empty(lengths.shape)
-    native().interpolate(cdf, (len(edges) - 1) / math.log(edges[-1]), lengths, found)
+    edges_per_log = (len(edges) - 1) / math.log(edges[-1])
+    native().interpolate(cdf, edges_per_log, lengths, found)
     return found
 
 
-def _all(visits: Visits) -> Floats:
-    return np.frombuffer(b"".join(visits.values()), np.int32).astype(float)
+def _visits(responses: Responses) -> list[tuple[int, int]]:
+    """Return the bounds of each run of responses of one problem and weight version."""
+    if not len(responses):
+        return []
+    problems = responses["problem"]
+    versions = responses["version"]
+    other_problem = problems[1:] != problems[:-1]
+    other_version = versions[1:] != versions[:-1]
+    first = 1 + np.flatnonzero(other_problem | other_version)
+    begins = [0, *first.tolist()]
+    ends = [*begins[1:], len(responses)]
+    return list(zip(begins, ends, strict=True))
 
 
-def _note(
-    visits: Visits, version: int, lengths: npt.NDArray[np.int32], most: int
+def _join_lengths(lengths: LengthsByVersion) -> Floats:
+    """Return all of the lengths."""
+    joined = b"".join(lengths.values())
+    return np.frombuffer(joined, np.int32).astype(float)
+
+
+def _add_lengths(
+    lengths: LengthsByVersion,
+    version: int,
+    new: npt.NDArray[np.int32],
+    max_versions: int,
 ) -> None:
-    """Add lengths to those of their weight version; of more than `most` versions the
+    """Add lengths to those of their weight version; of more than so many versions the
     oldest is dropped, of more than `_OF_A_VERSION` lengths the first.
     """
-    visits[version] = (visits.get(version, b"") + lengths.tobytes())[
-        -4 * _OF_A_VERSION :
-    ]
-    if len(visits) > most:
-        del visits[min(visits)]
+    joined = lengths.get(version, b"") + new.tobytes()
+    lengths[version] = joined[-4 * _OF_A_VERSION :]
+    if len(lengths) > max_versions:
+        del lengths[min(lengths)]

@@ -15,15 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.confidence import Confidence, Kinds, Outlook, alike
+from das_adapter.core.confidence import Confidence, Kinds, Outlook, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
-
-UNSEEN_PASS = 0.4
-"""Time of a pass of the model before one was timed, where no roofline tells, as a share
-of the policy's decode step.
-"""
 
 
 class ModelDrafts:
@@ -33,37 +29,43 @@ class ModelDrafts:
 
     def __init__(
         self,
-        most: int,
+        max_draft_tokens: int,
         narrows: bool = True,
-        always: int = 0,
+        passes_every_step: int = 0,
         follows: bool = False,
         parallel: bool = False,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests
-        whose drafts are not complete; `always`: passes in every step, with drafts or
-        without; `follows`: whether it reads in a pass what the policy verifies, also
-        where the history has drafted that; `parallel`: whether one pass drafts all
-        tokens; `lengths`: that its drafts have, rising, `most` among them; None:
-        any.
         """
-        self.most = most
+        Args:
+            max_draft_tokens: tokens of a draft, at most.
+            narrows: whether a pass is only for the requests whose drafts are not
+                complete.
+            passes_every_step: passes in every step, with drafts or without.
+            follows: whether the model reads in a pass what the policy verifies, also
+                where the history has drafted that.
+            parallel: whether one pass drafts all tokens.
+            lengths: lengths that its drafts may have, rising, `max_draft_tokens` among
+                them; None: any.
+        """
+        self.max_draft_tokens = max_draft_tokens
         self.narrows = narrows
-        self.always = always
+        self.passes_every_step = passes_every_step
         self.follows = follows
         self._parallel = parallel
-        self._lengths = [n for n in lengths or range(1, most + 1) if n <= most]
+        all_lengths = lengths or range(1, max_draft_tokens + 1)
+        self._lengths = [n for n in all_lengths if n <= max_draft_tokens]
         self.context = 0.0
-        """Of a request of the batch, tokens, on average."""
+        """Tokens of context that a request of the batch has, on average."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
         self.confidence = Confidence()
         self.counts = np.zeros(2, dtype=np.int64)
-        """Its tokens that were verified in training rollouts, and those accepted, since
-        somebody took the counts.
+        """The model's tokens that were verified in training rollouts, and those of them
+        that were accepted, since the counts were set to 0, int64 [2].
         """
-        self.made = 0
-        """Forward passes since then."""
+        self.passes_made = 0
+        """Forward passes of the model since the counts were set to 0."""
 
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""
@@ -71,7 +73,7 @@ class ModelDrafts:
         self.confidence.forget()
         self.passes.fit()
 
-    def verified(
+    def record_verified(
         self,
         drafted: Ints,
         got: Ints,
@@ -79,47 +81,52 @@ class ModelDrafts:
         training: npt.NDArray[np.bool_],
         kinds: Kinds | None = None,
     ) -> float:
-        """Learn from a step, and return the seconds that accepted tokens saved. Shapes
-        (b,): the model's tokens in each request's draft, the tokens that each got, what
-        one is worth in seconds, and who belongs to a training rollout; and (b, n): the
-        `Confidence` in each token.
+        """Learn from a step, and return the seconds that accepted tokens saved.
+
+        Args:
+            drafted: the model's tokens in each request's draft, int64 [b].
+            got: tokens that each request got, int64 [b].
+            worth: seconds that a token of each request is worth, float64 [b].
+            training: whether each belongs to a training rollout, bool [b].
+            kinds: `Confidence` in each token, uint8 [b, n].
         """
-        mine = drafted > 0
-        tried = drafted[mine]
-        accepted = np.minimum(drafted[mine], got[mine] - 1)
+        by_model = drafted > 0
+        tried = drafted[by_model]
+        accepted = np.minimum(tried, got[by_model] - 1)
         self.acceptance.observe(tried, accepted)
         if kinds is not None:
-            self.confidence.verified(
-                kinds[mine], np.minimum(tried, accepted + 1), accepted
-            )
-        self.counts += tried @ training[mine], accepted @ training[mine]
-        return float(accepted @ worth[mine])
+            reached = np.minimum(tried, accepted + 1)
+            self.confidence.record_verified(kinds[by_model], reached, accepted)
+        counted = training[by_model]
+        self.counts += tried @ counted, accepted @ counted
+        return float(accepted @ worth[by_model])
 
-    def expect(self, passes: StepModel | None) -> None:
-        """Take what a pass costs by a roofline; None: it is not known."""
+    def set_pass_prior(self, passes: StepModel | None) -> None:
+        """Assume what a pass costs by a roofline; None: it is not known."""
         self.passes = StepTimes(passes, kinds=1)
 
-    def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take the time of one forward pass; `context`: tokens of context that all its
-        requests have together.
+    def record_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        """Record the time of one forward pass; `context`: tokens of context that all
+        its requests have together.
         """
         self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
-    def drafted_with(self, kinds: Kinds) -> None:
-        """Take the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
-        self.confidence.drafted(kinds, self.most)
+    def record_draft_kinds(self, kinds: Kinds) -> None:
+        """Record the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
+        self.confidence.record_drafts(kinds, self.max_draft_tokens)
 
     @property
     def outlook(self) -> Outlook:
-        """What its drafts are going to bring: where nobody says how sure it is, all are
-        alike.
+        """The tokens that its drafts are expected to bring: where nobody says how sure
+        it is, all have one chance.
         """
-        return self.confidence.outlook or alike(
-            round(self.acceptance.rate, 3), self.most
-        )
+        if self.confidence.outlook is not None:
+            return self.confidence.outlook
+        rate = round(self.acceptance.rate, 3)
+        return uniform_outlook(rate, self.max_draft_tokens)
 
-    def lengths(self, least_chance: float) -> Sequence[int]:
+    def lengths_above(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with
         less than this chance.
         """
@@ -129,39 +136,44 @@ class ModelDrafts:
             if self.outlook.survival[length - 1] >= least_chance
         ]
 
-    def drafted(self, tokens: int) -> int:
+    def draft_length(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are
         wanted.
         """
-        return (
-            min(self.most, next((n for n in self._lengths if n >= tokens), tokens))
-            if tokens
-            else 0
-        )
+        if not tokens:
+            return 0
+        for length in self._lengths:
+            if length >= tokens:
+                return length
+        return min(self.max_draft_tokens, tokens)
 
     def passes_for(self, tokens: int) -> int:
         """Return in how many passes it drafts so many tokens for each request."""
-        return min(tokens, 1) if self._parallel else self.drafted(tokens)
+        if self._parallel:
+            return min(tokens, 1)
+        return self.draft_length(tokens)
 
-    def seconds(self, drafted: Ints, plain: float) -> float:
+    def passes_s(self, drafted: Ints, plain_s: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape
-        (b,), beyond those of every step; `plain`: a step of the policy.
+        (b,), beyond those of every step; `plain_s`: seconds of a plain step.
         """
-        passes = range(self.always, self.passes_for(int(drafted.max(initial=0))))
+        longest = int(drafted.max(initial=0))
+        passes = range(self.passes_every_step, self.passes_for(longest))
         if not self.passes.known:
-            return UNSEEN_PASS * plain * len(passes)
-        model = self.passes.model.at(self.context)
-        requests = [
-            int(np.count_nonzero(drafted > (step if self.narrows else 0)))
-            for step in passes
-        ]
-        return sum(model.step(n, n, False) for n in requests)
+            return tuning.UNSEEN_PASS * plain_s * len(passes)
+        model = self.passes.model.at_context(self.context)
+        seconds = 0.0
+        for done in passes:
+            incomplete = drafted > (done if self.narrows else 0)
+            requests = int(np.count_nonzero(incomplete))
+            seconds += model.plain_step(requests)
+        return seconds
 
-    def untried(self, plain: float) -> bool:
+    def may_pay_untried(self, plain_s: float) -> bool:
         """Return whether it may be worth its passes, which only its first drafts can
-        tell; `plain` as in `seconds`.
+        say; `plain_s`: seconds of a plain step.
         """
-        return (
-            not self.acceptance.known
-            and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
-        )
+        if self.acceptance.known:
+            return False
+        one_token = np.ones(1, dtype=np.int64)
+        return self.passes_s(one_token, plain_s) < plain_s

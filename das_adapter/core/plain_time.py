@@ -15,27 +15,44 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.latency import StepTimes
-from das_adapter.core.requests import with_room
+from das_adapter.core.requests import with_slots
 from das_adapter.core.steps import Floats, Ints, TimedStep
 
-Seconds = Callable[[Floats], Floats]
-"""Of plain steps, by their requests."""
+StepSeconds = Callable[[Floats], Floats]
+"""Returns the seconds of plain steps, by their numbers of requests."""
 
-LOSS = 0.02
-"""Share of the time above which a rollout has lost, beside what the scatter of the step
-times explains.
-"""
-LEAST_STEPS, LEAST_SAMPLES = 64, 8
-"""Steps, and baseline steps among them or before, below which nothing is held against a
-rollout.
-"""
-PAUSE = 2.0
-"""A step that took this many times what was predicted was interrupted, and counts as
-that long.
-"""
-BATCHES = 64
-"""Batches since the last weight sync that are counted, the latest."""
+
+@dataclass
+class _BaselineSteps:
+    """Baseline steps of equally many requests."""
+
+    steps: float = 0.0
+    seconds: float = 0.0
+    context: float = 0.0
+    """Sum over the steps of the tokens of context of all requests."""
+
+    def add(self, steps: float, seconds: float, context: float) -> None:
+        self.steps += steps
+        self.seconds += seconds
+        self.context += context
+
+
+class _Range:
+    """The smallest and the largest of some values."""
+
+    def __init__(self) -> None:
+        self.smallest = np.inf
+        self.largest = 0.0
+
+    def include(self, value: float) -> None:
+        self.smallest = min(self.smallest, value)
+        self.largest = max(self.largest, value)
+
+    def clip(self, values: npt.ArrayLike) -> Floats:
+        """Return the nearest values in the range."""
+        return np.asarray(np.clip(values, self.smallest, self.largest))
 
 
 @dataclass
@@ -45,43 +62,61 @@ class _Batch:
     """
 
     seconds: float = 0.0
-    """Of steps in which a drafter was asked, like all but `baseline`."""
+    """Seconds of steps in which a drafter was asked."""
     drafted_seconds: float = 0.0
+    """Seconds of steps with drafts."""
     steps: int = 0
+    """Steps in which a drafter was asked."""
     requests: int = 0
-    """Of all steps."""
+    """Sum over these steps of their requests."""
     context: float = 0.0
-    """Tokens of their context."""
-    widest: int = 1
+    """Sum over these steps of the tokens of context of all requests."""
+    max_requests: int = 1
+    """Requests in the largest step."""
     refilled: bool = False
     """Whether requests arrive while others end."""
-    shares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """Steps' tokens for each request, by requests."""
+    rounds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Tokens that each request got on average in steps in which a drafter was asked, by
+    the steps' requests: so many plain steps would have written them.
+    """
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
-    """The same of requests that ended."""
-    baseline: dict[int, Floats] = field(
-        default_factory=lambda: defaultdict(lambda: np.zeros(3))
+    """Tokens of requests that ended."""
+    baseline: dict[int, _BaselineSteps] = field(
+        default_factory=lambda: defaultdict(_BaselineSteps)
     )
-    """By requests: baseline steps, their seconds and context."""
+    """Baseline steps, by their requests."""
 
     @property
-    def usual(self) -> float:
+    def mean_context(self) -> float:
         """Tokens of context that a request had, on average."""
         return self.context / max(1, self.requests)
 
-    def plain(self, step: Seconds) -> float:
-        """Return the seconds of its tokens without those of baseline steps: by rounds,
-        for all requests begin together, so that baseline steps are some of the rounds;
-        where they come and go, at the rate of each step's batch.
+    def record_tokens(self, slots: Ints, got: Ints | int) -> None:
+        """Add the tokens that the requests of a step got."""
+        self.max_requests = max(self.max_requests, len(slots))
+        try:
+            self.written[slots] += got
+        except IndexError:
+            num_slots = int(slots.max()) + 1
+            self.written = with_slots(self.written, num_slots)
+            self.written[slots] += got
+
+    def plain_s(self, step_s: StepSeconds) -> float:
+        """Return the seconds that the tokens of steps in which a drafter was asked
+        would have taken in plain decoding.
+
+        All requests begin together, so that baseline steps are some of the rounds of
+        plain decoding: their part is taken off. Where requests come and go, the tokens
+        of each step count at the rate of its batch.
         """
         if self.refilled:
-            return _total(self.shares, step)
-        whole = seconds_of(np.append(self.written, self.finished), self.widest, step)
-        return whole - _total(
-            {requests: kind[0] for requests, kind in self.baseline.items()}, step
-        )
+            return _total_s(self.rounds, step_s)
+        tokens = np.append(self.written, self.finished)
+        all_s = seconds_of(tokens, self.max_requests, step_s)
+        baseline = {n: found.steps for n, found in self.baseline.items()}
+        return all_s - _total_s(baseline, step_s)
 
 
 class PlainTime:
@@ -90,79 +125,89 @@ class PlainTime:
     """
 
     def __init__(self, engine: StepTimes, sizes: tuple[int, ...] = ()) -> None:
-        """`engine`: times of its steps; `sizes`: `StepModel.sizes` of the engine."""
+        """
+        Args:
+            engine: times of the engine's steps.
+            sizes: `StepModel.sizes` of the engine.
+        """
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
-        # requests, seconds, context
-        self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)
-        # fewest and most requests of a baseline step, and context of a request
-        self._seen = self._read = (
-            np.inf,
-            0.0,
+        """Times of baseline steps."""
+        self._samples: deque[tuple[int, float, float]] = deque(
+            maxlen=tuning.BASELINE_SAMPLES
         )
+        """Requests, seconds and context of the latest baseline steps."""
+        self._seen_requests = _Range()
+        """Requests of baseline steps."""
+        self._seen_context = _Range()
+        """Mean context of a request in baseline steps."""
         self.restart()
 
     def restart(self) -> None:
         """Begin a rollout, at a weight sync."""
-        self.passed = 0.0
+        self.passed_s = 0.0
         """Seconds of all steps."""
         self.batch = _Batch()
-        self._batches = deque([self.batch], maxlen=BATCHES)
+        self._batches = deque([self.batch], maxlen=tuning.JUDGED_BATCHES)
 
-    def settle(self, refilled: bool = False) -> None:
+    def begin_batch(self, refilled: bool = False) -> None:
         """Begin another batch, or one that is `refilled`."""
         if self.batch.steps or self.batch.baseline:
             self.batch = _Batch()
             self._batches.append(self.batch)
         self.batch.refilled = refilled
 
-    def take(self, step: TimedStep, predicted: float | None) -> None:
-        """Take a step; `predicted`: its seconds by the engine's latency model, a
+    def record_step(self, step: TimedStep, predicted: float | None) -> None:
+        """Record a step; `predicted`: its seconds by the engine's latency model, a
         drafter's passes apart.
         """
-        slots = step.slots
-        got = step.got
-        requests = len(step.slots)
-        batch = self.batch
         if not step.asked:
-            self.baseline.add(requests, requests, False, step.seconds, step.context)
-            self.baseline.keep_fitted()
-            self._samples.append((requests, step.seconds, step.context))
-            mean = step.context / requests
-            self._seen = min(self._seen[0], requests), max(self._seen[1], requests)
-            self._read = min(self._read[0], mean), max(self._read[1], mean)
-            self.count(slots, np.array((1.0, step.seconds, step.context)))
+            self._record_baseline_step(step)
             return
-        seconds = step.seconds + step.drafting_seconds
-        passes = step.drafting_seconds
-        seconds = (
-            seconds if predicted is None else min(seconds, PAUSE * (predicted + passes))
-        )
-        self.add(seconds)
+        passes_s = step.drafting_seconds
+        seconds = step.seconds + passes_s
+        if predicted is not None:
+            longest = tuning.INTERRUPTED_STEP * (predicted + passes_s)
+            seconds = min(seconds, longest)
+        self.add_seconds(seconds)
+        requests = len(step.slots)
+        num_tokens = int(np.add.reduce(step.got))
+        batch = self.batch
         batch.drafted_seconds += seconds * step.drafted
         batch.steps += 1
         batch.requests += requests
         batch.context += step.context
-        self._write(slots, got)
-        batch.shares[requests] += int(np.add.reduce(got)) / requests
+        batch.record_tokens(step.slots, step.got)
+        batch.rounds[requests] += num_tokens / requests
 
-    def count(self, slots: Ints, steps: Floats) -> None:
-        """Count baseline steps, in each of which these requests got a token: their
+    def _record_baseline_step(self, step: TimedStep) -> None:
+        requests = len(step.slots)
+        self.baseline.add(requests, requests, False, step.seconds, step.context)
+        self.baseline.keep_fitted()
+        self._samples.append((requests, step.seconds, step.context))
+        self._seen_requests.include(requests)
+        self._seen_context.include(step.context / requests)
+        sums = np.array((1.0, step.seconds, step.context))
+        self.record_baseline_steps(step.slots, sums)
+
+    def record_baseline_steps(self, slots: Ints, sums: Floats) -> None:
+        """Record baseline steps, in each of which these requests got a token: their
         number, their seconds and their context, float64 [3].
         """
-        self._write(slots, int(steps[0]))
-        self.batch.baseline[len(slots)] += steps
-        self.passed += float(steps[1])
+        steps, seconds, context = sums.tolist()
+        self.batch.record_tokens(slots, int(steps))
+        self.batch.baseline[len(slots)].add(steps, seconds, context)
+        self.passed_s += seconds
 
-    def add(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         """Add to the time that is held against plain decoding, as of a drafter in a
         step that also read prompts.
         """
         self.batch.seconds += seconds
-        self.passed += seconds
+        self.passed_s += seconds
 
-    def close(self, slot: int) -> None:
-        """Take the end of a request."""
+    def end_request(self, slot: int) -> None:
+        """Count the tokens of a request that ended, and free its slot."""
         written = self.batch.written
         if slot < len(written):
             self.batch.finished.append(int(written[slot]))
@@ -171,53 +216,53 @@ class PlainTime:
     @property
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
-        return len(self._samples) >= LEAST_SAMPLES
+        return len(self._samples) >= tuning.JUDGED_SAMPLES
 
-    def total(self) -> float:
+    def plain_s(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps
         alone where nothing is known.
         """
-        known = (
-            batch.plain(plain)
-            for batch in self._batches
-            if (plain := self._plain(batch.usual)) is not None
-        )
-        return self._unasked()[1] + sum(known)
+        plain_s = 0.0
+        for batch in self._batches:
+            step_s = self._plain_step_s(batch.mean_context)
+            if step_s is not None:
+                plain_s += batch.plain_s(step_s)
+        return self._all_baseline().seconds + plain_s
 
-    def saved(self) -> float:
+    def saved_s(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
-        return sum(map(self.saved_in, self._batches))
+        return sum(map(self.batch_saved_s, self._batches))
 
-    def saved_in(self, batch: _Batch) -> float:
+    def batch_saved_s(self, batch: _Batch) -> float:
         """Return the seconds that drafts saved in one batch."""
-        plain = self._plain(batch.usual)
-        return 0.0 if plain is None else batch.plain(plain) - batch.seconds
+        step_s = self._plain_step_s(batch.mean_context)
+        if step_s is None:
+            return 0.0
+        return batch.plain_s(step_s) - batch.seconds
 
-    def compare(self) -> str | None:
+    def explain_loss(self) -> str | None:
         """Compare the rollout so far with what its tokens would have taken where no
         drafter is asked: say why it has lost, which it has where it took longer beyond
         doubt; empty: it has not; None: too little is known.
         """
         self.baseline.fit()
-        steps, seconds = (
-            sum(getattr(batch, name) for batch in self._batches)
-            for name in ("steps", "seconds")
-        )
-        unasked, baseline = self._unasked()
-        if steps + unasked < LEAST_STEPS or not self.known:
+        baseline = self._all_baseline()
+        asked_steps = sum(batch.steps for batch in self._batches)
+        asked_s = sum(batch.seconds for batch in self._batches)
+        if asked_steps + baseline.steps < tuning.JUDGED_STEPS or not self.known:
             return None
-        seconds = seconds + baseline
-        plain = self.total()
-        scatter = (
-            float(np.std(self._ratios()))
-            * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
-        )
-        scatter *= 1.0 - baseline / max(plain, 1e-9)
-        if seconds <= plain * (1.0 + LOSS + 3.0 * scatter):
+        seconds = asked_s + baseline.seconds
+        plain_s = self.plain_s()
+        # standard error of the difference, as a share of the time
+        variance = 1 / len(self._samples) + 1 / max(1, asked_steps)
+        error = float(np.std(self._ratios())) * variance**0.5
+        error *= 1.0 - baseline.seconds / max(plain_s, 1e-9)
+        doubt = tuning.ROLLOUT_LOSS_SIGMAS * error
+        if seconds <= plain_s * (1.0 + tuning.ROLLOUT_LOSS + doubt):
             return ""
         return (
             f"drafting lost a whole rollout: {seconds:.2f} s of decode steps,"
-            f" {plain:.2f} s where no drafter is asked"
+            f" {plain_s:.2f} s where no drafter is asked"
         )
 
     def of_stock(self) -> float | None:
@@ -228,84 +273,84 @@ class PlainTime:
         if not self.known:
             return None
         model = self.baseline.model
-        share = float(np.mean(self._ratios()))
-        plain = 0.0
-        seconds = self._unasked()[1]
+        plain_s = 0.0
+        seconds = self._all_baseline().seconds
         for batch in self._batches:
             seconds += batch.seconds
-            plain += batch.plain(self._baseline(batch.usual))
-            for requests, (steps, _, context) in batch.baseline.items():
-                plain += steps * model.step(requests, requests, False, context / steps)
-        return float(seconds / (share * plain)) if plain else None
+            plain_s += batch.plain_s(self._baseline_step_s(batch.mean_context))
+            for requests, found in batch.baseline.items():
+                mean_context = found.context / found.steps
+                step_s = model.step(requests, requests, False, mean_context)
+                plain_s += found.steps * step_s
+        interruptions = float(np.mean(self._ratios()))
+        return float(seconds / (interruptions * plain_s)) if plain_s else None
 
-    def _write(self, slots: Ints, got: Ints | int) -> None:
-        batch = self.batch
-        batch.widest = max(batch.widest, len(slots))
-        try:
-            batch.written[slots] += got
-        except IndexError:
-            batch.written = with_room(batch.written, int(slots.max()) + 1)
-            batch.written[slots] += got
+    def _all_baseline(self) -> _BaselineSteps:
+        """Return the sum of all baseline steps."""
+        total = _BaselineSteps()
+        for batch in self._batches:
+            for found in batch.baseline.values():
+                total.add(found.steps, found.seconds, found.context)
+        return total
 
-    def _unasked(self) -> tuple[float, float]:
-        """Baseline steps, and their seconds."""
-        kinds = (kind for batch in self._batches for kind in batch.baseline.values())
-        steps, seconds, _ = sum(kinds, np.zeros(3)).tolist()
-        return steps, seconds
-
-    def _plain(self, context: float) -> Seconds | None:
-        """Seconds of plain steps, by their requests, where each of these has so many
-        tokens of context; interruptions have the share that they had in the baseline
-        steps.
+    def _plain_step_s(self, context: float) -> StepSeconds | None:
+        """Return what plain steps take whose requests have so many tokens of context
+        each; interruptions have the share that they had in the baseline steps.
         """
         if not self.known:
-            return self.engine.model.at(context).plain if self.engine.known else None
-        plain = self._baseline(context)
-        share = float(np.mean(self._ratios()))
-        return lambda requests: plain(requests) * share
+            if not self.engine.known:
+                return None
+            return self.engine.model.at_context(context).plain_seconds
+        step_s = self._baseline_step_s(context)
+        interruptions = float(np.mean(self._ratios()))
+        return lambda requests: step_s(requests) * interruptions
 
-    def _baseline(self, context: float) -> Seconds:
-        """Seconds of baseline steps, by their requests; of fewer requests or less
-        context than any of them had, or of more, as the engine's own steps say,
-        relative to the nearest.
+    def _baseline_step_s(self, context: float) -> StepSeconds:
+        """Return what baseline steps take whose requests have so many tokens of context
+        each.
+
+        Beyond the requests and the context that baseline steps had, the engine's own
+        steps say how times go on from the nearest of them:
+
+            baseline(clamped) * engine(here) / engine(clamped)
         """
-        engine = self.engine.model
-        read = float(np.clip(context, *self._read))
-        baseline = self.baseline.model.at(read)
-        there = engine.at(read)
-        here = engine.at(context)
+        clamped_context = float(self._seen_context.clip(context))
+        baseline = self.baseline.model.at_context(clamped_context)
+        engine_clamped = self.engine.model.at_context(clamped_context)
+        engine_here = self.engine.model.at_context(context)
 
-        def plain(requests: npt.ArrayLike) -> Floats:
-            near = np.clip(requests, *self._seen)
-            return (
-                baseline.plain(near)
-                * here.plain(requests)
-                / np.maximum(there.plain(near), 1e-12)
-            )
+        def step_s(requests: npt.ArrayLike) -> Floats:
+            clamped = self._seen_requests.clip(requests)
+            baseline_s = baseline.plain_seconds(clamped)
+            here_s = engine_here.plain_seconds(requests)
+            clamped_s = engine_clamped.plain_seconds(clamped)
+            return baseline_s * here_s / np.maximum(clamped_s, 1e-12)
 
-        return plain
+        return step_s
 
     def _ratios(self) -> Floats:
-        """The latest baseline steps' seconds over their model's, float64 [samples]."""
+        """Return the latest baseline steps' seconds over their model's, float64
+        [samples].
+        """
         requests, seconds, context = np.array(self._samples, dtype=float).T
-        predicted = self.baseline.model.seconds(requests, requests, False, context)
-        return np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
+        model = self.baseline.model
+        predicted = model.seconds(requests, requests, False, context)
+        ratios = seconds / np.maximum(1e-9, predicted)
+        return np.minimum(tuning.INTERRUPTED_STEP, ratios)
 
 
-def _total(steps: Mapping[int, float], step: Seconds) -> float:
+def _total_s(steps: Mapping[int, float], step_s: StepSeconds) -> float:
     """Return the seconds of so many plain steps, by their requests."""
-    sizes = np.fromiter(steps, dtype=float, count=len(steps))
-    return float(
-        np.dot(np.fromiter(steps.values(), dtype=float, count=len(steps)), step(sizes))
-    )
+    requests = np.fromiter(steps, dtype=float, count=len(steps))
+    numbers = np.fromiter(steps.values(), dtype=float, count=len(steps))
+    return float(np.dot(numbers, step_s(requests)))
 
 
-def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:
+def seconds_of(rounds: npt.ArrayLike, slots: int, step_s: StepSeconds) -> float:
     """Return the time of a rollout whose requests take so many rounds each, shape (n,),
-    `slots` of them at a time.
+    `slots` of them at a time. In plain decoding each token takes a round.
 
-    `step`: returns the seconds of a round by the requests in it. In plain decoding each
-    token takes a round.
+    `step_s`: returns the seconds of a round by the requests in it.
     """
     ordered = np.sort(np.asarray(rounds, dtype=float))
     if not len(ordered):
@@ -313,4 +358,5 @@ def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:
     passed = np.diff(ordered, prepend=0.0)
     alive = np.arange(len(ordered), 0, -1)
     at_once = np.minimum(alive, slots)
-    return float(np.sum(passed * (alive / at_once) * step(at_once)))
+    waves = alive / at_once
+    return float(np.sum(passed * waves * step_s(at_once)))

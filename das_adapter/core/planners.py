@@ -1,5 +1,7 @@
 """The two ways to share out the draft tokens of a step: each request has its own
 length, or all have the same.
+
+A request's draft comes from the history or from the model that drafts, never from both.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.budget import allocate, kept_worth
+from das_adapter.core.budget import allocate, prefix_worth
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
@@ -17,201 +19,299 @@ from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 _FREE = StepModel(base=0.0, token=0.0)
 
 
-class Offer(NamedTuple):
-    """What there is to draft in a step of b requests."""
+class DraftCandidates(NamedTuple):
+    """The tokens that could be drafted in a step of b requests."""
 
     limits: Ints
-    """Most tokens of each request, shape (b,)."""
+    """Maximum draft tokens of each request, int64 [b]."""
     chances: Chances
-    offsets: Ints
-    """The history's drafts: survival chance of each token, shape (n,); request i's are
-    `chances[o[i]:o[i + 1]]`.
+    """Survival chances of the history's draft tokens, float32 [n], request after
+    request.
     """
-    drafts: ModelDrafts | None
-    """Of the model that drafts as well; None: none does."""
-    floor: float
-    """Chance under which a draft ends."""
-    cut: bool
+    offsets: Ints
+    """Bounds of each request in `chances`, int64 [b + 1]: request i's are
+    `chances[offsets[i]:offsets[i + 1]]`.
+    """
+    drafter: ModelDrafts | None
+    """The model that drafts as well; None: none does."""
+    min_chance: float
+    """Survival chance under which a draft ends."""
+    by_worth: bool
     """Whether tokens that are worth less than they cost are left out; else budgets are
     fixed.
     """
 
+    @property
+    def history_tokens(self) -> Ints:
+        """Number of each request's draft tokens from the history, int64 [b]."""
+        ends = self.offsets[1:]
+        begins = self.offsets[:-1]
+        return ends - begins
 
-def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
+
+def plan_own_lengths(
+    candidates: DraftCandidates, worth: Floats, model: StepModel
+) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the
     history or from the model; under fixed budgets all of them, and say what that gains.
-    `worth`, `model`: see `allocate`.
-    """
-    found = allocate(offer.chances, offer.offsets, worth, model, offer.cut)
-    running = len(worth)
-    # it reads in a pass what is verified
-    if offer.drafts is not None and offer.drafts.follows and found.total:
-        passes = offer.drafts.seconds(
-            np.ones(running, dtype=np.int64), model.step(running, running, False)
-        )
-        found = found._replace(gain=found.gain - passes, passes_s=passes)
-    return with_model(offer, found, worth, model)
 
-
-def one_length(
-    offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]
-) -> StepPlan:
-    """Give all requests the one of the `lengths`, rising, that is worth most; under
-    fixed budgets the one that these need. Where there is a model, it drafts for all or
-    for nobody: then each request has the better draft of both.
+    Args:
+        candidates: what could be drafted.
+        worth: seconds that an accepted token of each request saves, float64 [b].
+        model: what a step costs.
     """
-    running = len(offer.limits)
-    found = offer.offsets[1:] - offer.offsets[:-1]
-    drafts = offer.drafts
-    nothing = np.zeros_like(offer.limits)
-    plain = model.step(running, running, False)
-    best = StepPlan(nothing, nothing)
-    mine = nothing
-    theirs = np.zeros((running, 1))
-    if drafts is not None:
-        mine = np.minimum(offer.limits, drafts.most)
-        theirs = worth[:, None] * np.append(0.0, drafts.outlook.survival.cumsum())
-    needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
-    tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
-    kept = kept_worth(
-        worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried)
+    plan = allocate(
+        candidates.chances, candidates.offsets, worth, model, candidates.by_worth
     )
-    for length, saved in zip(tried, kept, strict=True):
-        verified = model.step(running * (1 + length), running, True) - plain
-        for by_model in (False,) if drafts is None else (False, True):
-            passes = 0.0
-            # where the history drafts, a model that follows reads what was drafted, in
-            # a pass
-            if drafts is not None:
-                each = min(length, drafts.most) if by_model else int(drafts.follows)
-                passes = drafts.seconds(np.full_like(offer.limits, each), plain)
-            if by_model:
-                saved = np.maximum(
-                    saved, theirs[np.arange(running), np.minimum(mine, length)]
-                )
-            gain = float(np.add.reduce(saved)) - passes - verified
-            if gain > best.gain or not offer.cut:
-                same = np.full_like(offer.limits, length)
-                best = StepPlan(
-                    *((nothing, same) if by_model else (same, nothing)), gain, passes
-                )
+    drafter = candidates.drafter
+    if drafter is not None and drafter.follows and plan.total:
+        # the model reads in one pass what is verified of the history's drafts
+        running = len(worth)
+        one_each = np.ones(running, dtype=np.int64)
+        passes_s = drafter.passes_s(one_each, model.plain_step(running))
+        gain = plan.gain - passes_s
+        plan = plan._replace(gain=gain, passes_s=passes_s)
+    return add_model_drafts(candidates, plan, worth, model)
+
+
+def plan_one_length(
+    candidates: DraftCandidates, worth: Floats, model: StepModel, lengths: Sequence[int]
+) -> StepPlan:
+    """Give all requests the one of the `lengths`, rising, that gains most; under fixed
+    budgets the one that these need. Where there is a model, it drafts for all or for
+    nobody: then each request has the better draft of both. Other arguments as in
+    `plan_own_lengths`.
+    """
+    limits = candidates.limits
+    drafter = candidates.drafter
+    by_worth = candidates.by_worth
+    running = len(limits)
+    rows = np.arange(running)
+    none = np.zeros_like(limits)
+    plain_s = model.plain_step(running)
+    history_tokens = candidates.history_tokens
+    model_tokens = none
+    model_worth = np.zeros((running, 1))  # of a draft's first n tokens, [b, n + 1]
+    if drafter is not None:
+        model_tokens = np.minimum(limits, drafter.max_draft_tokens)
+        accepted = drafter.outlook.survival.cumsum()
+        model_worth = worth[:, None] * np.append(0.0, accepted)
+
+    longer = np.maximum(history_tokens, model_tokens)
+    drafted = np.minimum(limits, longer)
+    needed = shortest_sufficient_length(drafted, lengths)
+    tried = [needed] if needed in lengths else []
+    if by_worth:
+        tried = [length for length in lengths if length <= needed]
+    kept = [np.minimum(history_tokens, length) for length in tried]
+    history_worth = prefix_worth(
+        worth,
+        candidates.chances,
+        candidates.offsets,
+        *kept,
+    )
+
+    best = StepPlan(none, none)
+    for length, history_s in zip(tried, history_worth, strict=True):
+        same = np.full_like(limits, length)
+        verifying_s = model.verifying_s(running, running * length)
+        passes_s = 0.0
+        if drafter is not None:
+            # a model that follows reads in one pass what the history drafts
+            read = np.full_like(limits, int(drafter.follows))
+            passes_s = drafter.passes_s(read, plain_s)
+        saved_s = float(np.add.reduce(history_s))
+        gain = saved_s - passes_s - verifying_s
+        if gain > best.gain or not by_worth:
+            best = StepPlan(same, none, gain, passes_s)
+        if drafter is None:
+            continue
+
+        made = min(length, drafter.max_draft_tokens)
+        passes_s = drafter.passes_s(np.full_like(limits, made), plain_s)
+        usable = np.minimum(model_tokens, length)
+        model_s = model_worth[rows, usable]
+        better_s = np.maximum(history_s, model_s)
+        saved_s = float(np.add.reduce(better_s))
+        gain = saved_s - passes_s - verifying_s
+        if gain > best.gain or not by_worth:
+            best = StepPlan(none, same, gain, passes_s)
     return best
 
 
-def everything(offer: Offer) -> StepPlan:
+def plan_everything(candidates: DraftCandidates) -> StepPlan:
     """Verify all that there is; the model drafts for the requests for which it brings
     more tokens.
     """
-    found = np.diff(offer.offsets)
-    nothing = np.zeros_like(found)
-    return with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
+    history_tokens = candidates.history_tokens
+    none = np.zeros_like(history_tokens)
+    from_history = StepPlan(history_tokens, none)
+    equal_worth = np.ones(len(history_tokens))
+    return add_model_drafts(candidates, from_history, equal_worth, _FREE)
 
 
-def enough(keep: Ints, lengths: Sequence[int]) -> int:
-    """Return the shortest of the lengths that is enough for each request."""
-    most = int(np.maximum.reduce(keep, initial=0))
-    return next((n for n in lengths if n >= most), most) if most else 0
-
-
-def with_model(
-    offer: Offer, found: StepPlan, worth: Floats, model: StepModel
-) -> StepPlan:
-    """Let the model draft, equally many tokens at most, for the requests for which it
-    is worth more than what was `found`, which stands where that gains nothing; under
-    fixed budgets the longest, gain or not, for those for which it is worth more.
-    Arguments as in `own_lengths`.
+def shortest_sufficient_length(tokens: Ints, lengths: Sequence[int]) -> int:
+    """Return the shortest of the lengths that holds each request's draft, int64 [b];
+    the longest draft where none does.
     """
-    drafts = offer.drafts
-    batch = len(worth)
-    best = found
-    if drafts is None:
-        return found
-    lengths = drafts.lengths(offer.floor)
-    if not offer.cut:
-        lengths = lengths[-1:]
-        best = found._replace(gain=found.gain if len(offer.chances) else -np.inf)
-    (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
-    slope = model.slope(batch + found.total)
-    steep = model.slope(np.inf)
-    room = model.knee - batch
-    plan = _priced(offer, drafts, found.history, theirs, worth, model, lengths, slope)
-    if (
-        plan is not None
-        and offer.cut
-        and drafts.confidence.outlook
-        and found.total < room < plan.total
-    ):
-        dear = _priced(
-            offer, drafts, found.history, theirs, worth, model, lengths, steep
-        )
-        if dear is not None and dear.gain > plan.gain:
-            plan = dear
-            if (
-                free := int(room) - dear.total
-            ) > 0:  # tokens that are worth less cost nothing up to there
-                more = (
-                    np.minimum(dear.longest * (dear.history == 0), offer.limits)
-                    - dear.model
-                )
-                shares = np.rint(more.cumsum() * min(1.0, free / max(1, more.sum())))
-                plan = dear._replace(
-                    model=dear.model + np.diff(shares, prepend=0.0).astype(np.int64)
-                )
-    return plan if plan is not None and plan.gain > best.gain else best
+    longest = int(np.maximum.reduce(tokens, initial=0))
+    if not longest:
+        return 0
+    for length in lengths:
+        if length >= longest:
+            return length
+    return longest
 
 
-def _priced(
-    offer: Offer,
-    drafts: ModelDrafts,
-    history: Ints,
-    theirs: Floats,
+def add_model_drafts(
+    candidates: DraftCandidates,
+    from_history: StepPlan,
     worth: Floats,
     model: StepModel,
-    lengths: Sequence[int],
-    price: float,
-) -> StepPlan | None:
-    """Return the best plan whose drafts of a model have one of the `lengths` and are
-    verified as far as their tokens are worth a price in seconds; None: nobody gets one.
-    `theirs`: what each request's tokens from the history are worth, float64 [b].
+) -> StepPlan:
+    """Let the model draft, equally many tokens at most, for the requests for which it
+    is worth more than the history's drafts. These stand where that gains nothing; under
+    fixed budgets the model drafts as many tokens as it can, gain or not. Other
+    arguments as in `plan_own_lengths`.
     """
-    if not lengths:
-        return None
-    batch = len(worth)
-    # chance of tokens worth verifying
-    least = price / np.maximum(worth, 1e-12) if offer.cut else np.zeros(batch)
-    verified, accepted, longest = drafts.outlook.tokens(least)
-    drafted = np.minimum(
-        np.minimum(offer.limits, longest)[:, None], np.array(lengths, dtype=np.int64)
-    )
-    verified = np.take_along_axis(verified, drafted, 1)
-    accepted = np.take_along_axis(accepted, drafted, 1)
-    value = worth[:, None] * accepted
-    chosen = (drafted > 0) & (
-        value - price * verified > (theirs - price * history)[:, None]
-    )
-    asked = np.where(chosen, drafted, 0)
-    plain = model.step(batch, batch, False)
-    saved = np.add.reduce(np.where(chosen, value, theirs[:, None])).tolist()
-    tokens = (
-        np.add.reduce(np.where(chosen, verified, history[:, None])).round().tolist()
-    )
-    passes = [drafts.seconds(column, plain) for column in asked.T]
-    costs = (model.step(batch + n, batch, n > 0) - plain for n in tokens)
-    gains = [
-        value - cost - own
-        for value, cost, own in zip(saved, costs, passes, strict=True)
-    ]
-    best = max(range(len(gains)), key=gains.__getitem__)
-    if not asked[:, best].any():
-        return None
-    mine = chosen[:, best]
-    whole = np.diff(np.cumsum(mine * verified[:, best]).round(), prepend=0.0).astype(
-        np.int64
-    )
-    return StepPlan(
-        np.where(mine, 0, history),
-        whole,
-        gains[best],
-        passes[best],
-        int(asked[:, best].max()),
-    )
+    if candidates.drafter is None:
+        return from_history
+    if not candidates.by_worth and not len(candidates.chances):
+        from_history = from_history._replace(gain=-np.inf)
+    choice = _ModelChoice(candidates, candidates.drafter, from_history, worth, model)
+    plan = choice.plan_across_knee()
+    if plan is not None and plan.gain > from_history.gain:
+        return plan
+    return from_history
+
+
+class _ModelChoice:
+    """The choice of the requests for which the model drafts, and of the length of its
+    drafts, beside what was found in the history.
+
+    A draft token costs little up to the knee of the step's time, and more beyond it:
+
+        price(n) = token            in a step of n < knee tokens
+                   token + bend     in a larger one
+    """
+
+    def __init__(
+        self,
+        candidates: DraftCandidates,
+        drafter: ModelDrafts,
+        from_history: StepPlan,
+        worth: Floats,
+        model: StepModel,
+    ) -> None:
+        self._limits = candidates.limits
+        self._by_worth = candidates.by_worth
+        self._drafter = drafter
+        self._worth = worth
+        self._model = model
+        self._history = from_history
+        (self._history_worth,) = prefix_worth(
+            worth, candidates.chances, candidates.offsets, from_history.history
+        )
+        self._lengths = drafter.lengths_above(candidates.min_chance)
+        if not self._by_worth:
+            self._lengths = self._lengths[-1:]
+
+    def plan_across_knee(self) -> StepPlan | None:
+        """Return the plan that gains most; None: the model drafts for nobody.
+
+        Tokens are priced as in a step of the history's drafts alone. If the plan then
+        crosses the knee, they are priced as beyond it, and what is free up to the knee
+        is filled up with tokens that are worth less.
+        """
+        running = len(self._worth)
+        history_tokens = self._history.total
+        room = self._model.knee - running
+        flat_price = self._model.slope(running + history_tokens)
+        steep_price = self._model.slope(np.inf)
+        plan = self._plan_at(flat_price)
+        knows_tokens = self._drafter.confidence.outlook is not None
+        if plan is None or not self._by_worth or not knows_tokens:
+            return plan
+        crosses_knee = history_tokens < room < plan.total
+        if not crosses_knee:
+            return plan
+        steep = self._plan_at(steep_price)
+        if steep is None or steep.gain <= plan.gain:
+            return plan
+        free = int(room) - steep.total
+        return self._fill_up(steep, free) if free > 0 else steep
+
+    def _plan_at(self, price: float) -> StepPlan | None:
+        """Return the plan that gains most where the model's drafts have one of the
+        lengths, and end before tokens that are worth less than a price in seconds;
+        None: the model drafts for nobody.
+        """
+        if not self._lengths:
+            return None
+        running = len(self._worth)
+        worth = self._worth[:, None]
+        min_chance = np.zeros(running)
+        if self._by_worth:
+            min_chance = price / np.maximum(self._worth, 1e-12)
+        outlook = self._drafter.outlook
+        verified, accepted, longest = outlook.tokens_above(min_chance)
+
+        # for each request and each of the lengths
+        lengths = np.array(self._lengths, dtype=np.int64)
+        limits = np.minimum(self._limits, longest)
+        made = np.minimum(limits[:, None], lengths)
+        verified = np.take_along_axis(verified, made, 1)
+        accepted = np.take_along_axis(accepted, made, 1)
+        model_worth = worth * accepted
+        model_gain = model_worth - price * verified
+        history_worth = self._history_worth[:, None]
+        history_tokens = self._history.history[:, None]
+        history_gain = history_worth - price * history_tokens
+        by_model = (made > 0) & (model_gain > history_gain)
+        made = np.where(by_model, made, 0)
+        saved = np.where(by_model, model_worth, history_worth)
+        tokens = np.where(by_model, verified, history_tokens)
+
+        # for each of the lengths
+        saved_s = np.add.reduce(saved).tolist()
+        num_tokens = np.add.reduce(tokens).round().tolist()
+        plain_s = self._model.plain_step(running)
+        passes_s = []
+        gains = []
+        for column, num_draft_tokens in enumerate(num_tokens):
+            verifying_s = self._model.verifying_s(running, num_draft_tokens)
+            own_s = self._drafter.passes_s(made[:, column], plain_s)
+            passes_s.append(own_s)
+            gains.append(saved_s[column] - verifying_s - own_s)
+        best = gains.index(max(gains))
+        if not made[:, best].any():
+            return None
+        chosen = by_model[:, best]
+        return StepPlan(
+            np.where(chosen, 0, self._history.history),
+            _rounded(chosen * verified[:, best]),
+            gains[best],
+            passes_s[best],
+            int(made[:, best].max()),
+        )
+
+    def _fill_up(self, plan: StepPlan, free: int) -> StepPlan:
+        """Verify so many tokens more of the drafts that the model makes anyway."""
+        by_model = plan.history == 0
+        made = np.minimum(plan.longest * by_model, self._limits)
+        unverified = made - plan.model
+        num_unverified = max(1, unverified.sum())
+        share = min(1.0, free / num_unverified)
+        more = _differences(np.rint(unverified.cumsum() * share))
+        return plan._replace(model=plan.model + more)
+
+
+def _rounded(tokens: Floats) -> Ints:
+    """Round mean numbers of tokens so that their sum is rounded too, int64 [b]."""
+    return _differences(np.cumsum(tokens).round())
+
+
+def _differences(sums: Floats) -> Ints:
+    """Return the numbers that have these sums, int64 [b]."""
+    numbers = np.diff(sums, prepend=0.0)
+    return numbers.astype(np.int64)

@@ -39,8 +39,14 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, enough, everything, one_length, own_lengths
-from das_adapter.core.requests import PACE_STEPS, RequestTable
+from das_adapter.core.planners import (
+    DraftCandidates,
+    plan_everything,
+    plan_one_length,
+    plan_own_lengths,
+    shortest_sufficient_length,
+)
+from das_adapter.core.requests import RequestTable
 from das_adapter.core.steps import (
     Candidates,
     Chances,
@@ -54,24 +60,6 @@ from das_adapter.core.steps import (
 )
 from das_adapter.core.worth import token_worth
 
-REPLAN_STEPS = 64
-"""Steps after which the worth of a token is computed anew, at the latest; after an
-arrival 2, 4, 8, ...
-"""
-PROBE_REQUESTS = 4
-"""Maximum number of requests drafted for in a probe step: the same ones each time, for
-a neural drafter has to read what they have written since.
-"""
-REFILL_STEPS = 64
-"""Steps for which a request that took another's place makes the batch one that
-refills.
-"""
-LEAST_CHANCE = 0.005
-"""Chance under which no draft token is considered."""
-FIXED_CHANCE = tuning.FIXED_CHANCE
-"""The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a
-token that is rejected six times out of seven is not worth its place in the step.
-"""
 GOLDEN = 0.618034
 """Successive multiples of it are spread evenly between whole numbers."""
 _NEVER = -(2**30)
@@ -80,7 +68,9 @@ _NO_CHANCES: Chances = np.zeros(0, dtype=np.float32)
 
 def least_chance(budget: Budget) -> float:
     """Return the chance under which a draft ends, as far as that never changes."""
-    return {"optimal": LEAST_CHANCE, "unlimited": 0.0}.get(budget, FIXED_CHANCE)
+    return {"optimal": tuning.LEAST_CHANCE, "unlimited": 0.0}.get(
+        budget, tuning.FIXED_CHANCE
+    )
 
 
 class EndedRequest(NamedTuple):
@@ -151,8 +141,8 @@ class DraftPolicy:
         """Step in which a request ended last."""
         self._last_refill = _NEVER
         """Step in which a request took another's place last."""
-        self._replan = Backoff(4, REPLAN_STEPS)
-        self._least_chance = LEAST_CHANCE
+        self._replan = Backoff(tuning.REPLAN_FIRST_STEPS, tuning.REPLAN_STEPS)
+        self._least_chance = tuning.LEAST_CHANCE
         self._model = self.latency.model
         """Times of steps at the context of the present batch."""
         self._drafting_s = 0.0
@@ -198,7 +188,7 @@ class DraftPolicy:
         table = self._requests
         columns = table.length_class, table.written, table.drafted, table.accepted
         ended = EndedRequest(*(int(column[slot]) for column in columns))
-        self._account.time.close(slot)
+        self._account.time.end_request(slot)
         self._last_end = self._account.step
         self._running -= 1
         table.close(slot)
@@ -213,7 +203,7 @@ class DraftPolicy:
         self._lengths.refit()
         self._curve.sync()
         self.latency.fit()
-        model_may_rest = self.drafts is not None and not self.drafts.always
+        model_may_rest = self.drafts is not None and not self.drafts.passes_every_step
         self._account.sync(model_may_rest)
         if self.drafts is not None:
             self.drafts.sync()
@@ -239,7 +229,7 @@ class DraftPolicy:
         mean_context = 0.0
         if outcome.context is not None:
             mean_context = sum(outcome.context.tolist()) / running
-        self._model = self.latency.model.at(mean_context)
+        self._model = self.latency.model.at_context(mean_context)
         if self.drafts is not None:
             self.drafts.context = mean_context
         limits = self._draft_limits(slots, outcome.room, outcome.context)
@@ -263,7 +253,7 @@ class DraftPolicy:
             candidates = _NO_CHANCES, np.zeros(running + 1, dtype=np.int64)
         drafts = None if self._account.model_rest.reason else self.drafts
         cuts = self._budget == "optimal"
-        offer = Offer(search.limits, *candidates, drafts, search.floor, cuts)
+        offer = DraftCandidates(search.limits, *candidates, drafts, search.floor, cuts)
         if self._always:
             plan = self._everything(offer)
         else:
@@ -285,7 +275,7 @@ class DraftPolicy:
         if asked:
             self._learn(outcome)
         else:
-            self._requests.skip(outcome.slots, outcome.got)
+            self._requests.record_baseline_steps(outcome.slots, outcome.got)
 
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took, or the sum of several baseline steps.
@@ -302,10 +292,10 @@ class DraftPolicy:
             step.tokens, running, step.drafted, step.seconds, step.context
         )
         drafting_s = step.drafting_seconds - self._drafting_s
-        self._drafting_s += drafting_s / PACE_STEPS
+        self._drafting_s += drafting_s / tuning.PACE_STEPS
         self.latency.keep_fitted()
         if account.time.batch.refilled != self._refilling:
-            account.time.settle(self._refilling)
+            account.time.begin_batch(self._refilling)
         account.timed(step, predicted)
         return predicted
 
@@ -313,7 +303,7 @@ class DraftPolicy:
         """Take how long a model drafted at the end of a step that also read prompts:
         such steps are not timed.
         """
-        self._account.time.add(seconds)
+        self._account.time.add_seconds(seconds)
         self._account.model(took=seconds)
 
     # What is told
@@ -370,7 +360,7 @@ class DraftPolicy:
         self._common_lengths = None
         self._device_chooses = True
         if sizes:
-            self.latency.draft_in(sizes)
+            self.latency.set_drafted_sizes(sizes)
 
     def share_with(self, other: DraftPolicy) -> None:
         """Learn step times and response lengths together with the policy of an engine
@@ -401,11 +391,11 @@ class DraftPolicy:
 
     @property
     def _refilling(self) -> bool:
-        return self._account.step - self._last_refill < REFILL_STEPS
+        return self._account.step - self._last_refill < tuning.REFILL_STEPS
 
     def _begin_batch(self) -> None:
         """Begin another batch: what follows is not compared with the steps before."""
-        self._account.time.settle()
+        self._account.time.begin_batch()
         self._last_end = _NEVER
         self._last_refill = _NEVER
 
@@ -416,7 +406,7 @@ class DraftPolicy:
         by_model = outcome.by_model
         if self.drafts is None or by_model is None or not by_model.any():
             return
-        saved_s = self.drafts.verified(
+        saved_s = self.drafts.record_verified(
             by_model,
             outcome.got,
             table.worth[slots],
@@ -435,8 +425,10 @@ class DraftPolicy:
             self._replan.done(step, running, again_soon=self._arrived)
             self._value_requests(slots, context)
         if self._budget == "optimal":
-            price_s = self._model.marginal(running)
-            return self._requests.limits(slots, room, self._longest_draft, price_s)
+            price_s = self._model.marginal_price(running)
+            return self._requests.draft_limits(
+                slots, room, self._longest_draft, price_s
+            )
         limits: Ints = np.minimum(room, self._longest_draft)
         if self._budget == "das":
             # A fraction of a token is drafted in that share of the steps.
@@ -446,19 +438,19 @@ class DraftPolicy:
         np.maximum(limits, 0, out=limits)
         return limits
 
-    def _everything(self, offer: Offer) -> StepPlan:
+    def _everything(self, offer: DraftCandidates) -> StepPlan:
         """Return all drafts that there are; where all requests have one length and
         drafts are looked up, as much as the device may find by then.
         """
         self._account.decided(len(offer.limits), True, False)
-        plan = everything(offer)
+        plan = plan_everything(offer)
         if self._common_lengths is None:
             return plan
         if self._looks_up:
             plan = plan._replace(history=offer.limits)
         return self._of_one_length(plan)
 
-    def _weigh(self, slots: Ints, offer: Offer) -> StepPlan:
+    def _weigh(self, slots: Ints, offer: DraftCandidates) -> StepPlan:
         """Return the drafts that gain most, if they gain enough; none, if they do not,
         or a plain step is due; a few, where a drafted step is due all the same.
         """
@@ -468,18 +460,18 @@ class DraftPolicy:
         plain_due = account.probe("plain")
         worth = self._requests.worth[slots]
         if self._common_lengths:
-            best = one_length(offer, worth, model, self._common_lengths)
+            best = plan_one_length(offer, worth, model, self._common_lengths)
         else:
-            best = own_lengths(offer, worth, model)
+            best = plan_own_lengths(offer, worth, model)
         total = best.total
         gain_share = self._gain_share(best, total, running) if total else None
-        worthwhile = account.draws(running, gain_share, offer.cut)
+        worthwhile = account.draws(running, gain_share, offer.by_worth)
         drafts = worthwhile and not plain_due and total > 0
-        plain_s = model.step(running, running, False)
+        plain_s = model.plain_step(running)
         untried = False
-        if offer.drafts is not None and not drafts:
-            untried = offer.drafts.untried(plain_s)
-        there = len(offer.chances) > 0 or offer.drafts is not None
+        if offer.drafter is not None and not drafts:
+            untried = offer.drafter.may_pay_untried(plain_s)
+        there = len(offer.chances) > 0 or offer.drafter is not None
         probes = account.probe("drafted", untried) and there
         plan = best if drafts else StepPlan.nothing(running)
         if probes:
@@ -497,7 +489,7 @@ class DraftPolicy:
         drafted_s = self._model.step(running + total, running, True) + plan.passes_s
         return plan.gain / drafted_s
 
-    def _probe(self, slots: Ints, offer: Offer, untried: bool) -> StepPlan:
+    def _probe(self, slots: Ints, offer: DraftCandidates, untried: bool) -> StepPlan:
         """Return drafts for some requests, to see what a drafted step brings and costs:
         for all of them where the model is `untried`, else for those in the lowest
         slots.
@@ -505,7 +497,11 @@ class DraftPolicy:
         running = len(slots)
         by_model = untried or not len(offer.chances)
         offered = offer.limits if by_model else np.diff(offer.offsets)
-        count = running if untried else min(PROBE_REQUESTS, running / 4)
+        count = (
+            running
+            if untried
+            else min(tuning.PROBE_REQUESTS, tuning.PROBE_BATCH_SHARE * running)
+        )
         order = np.where(offered > 0, slots, 2**30)
         ranks = np.argsort(np.argsort(order))
         chosen = np.minimum(offered, ranks < count)
@@ -517,8 +513,8 @@ class DraftPolicy:
         needs.
         """
         assert self._common_lengths is not None
-        history = enough(plan.history, self._common_lengths)
-        model = enough(plan.model, self._common_lengths)
+        history = shortest_sufficient_length(plan.history, self._common_lengths)
+        model = shortest_sufficient_length(plan.model, self._common_lengths)
         return StepPlan(
             np.full_like(plan.history, history), np.full_like(plan.model, model)
         )
@@ -560,7 +556,7 @@ class DraftPolicy:
         running = len(slots)
         price_s = min(self._model.slope(running), self._model.slope(np.inf))
         greatest_worth = max(float(worth.max()), 1e-12)
-        self._least_chance = max(LEAST_CHANCE, price_s / greatest_worth)
+        self._least_chance = max(tuning.LEAST_CHANCE, price_s / greatest_worth)
 
     def _chances_to_end_last(self, cdf: Floats, written: Floats) -> Floats:
         """Return the chance of each request to end last, float64 [b]; where requests

@@ -7,20 +7,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
 from das_adapter.core.steps import Floats, Ints
 
-NOBODY: Ints = np.zeros(0, dtype=np.int64)
-PACE_STEPS = 16
-"""Steps over which a request's tokens per step are averaged."""
-
-
+EMPTY_INTS: Ints = np.zeros(0, dtype=np.int64)
 _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
-def follow(
+def advance_lengths(
     slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints
 ) -> tuple[Ints, Ints] | None:
     """Bring the lengths of a batch's requests forward by a step: of each its slot, the
@@ -37,19 +34,24 @@ def follow(
 Column = TypeVar("Column", bound=npt.NDArray[Any])
 
 
-def with_room(column: Column, slots: int) -> Column:
+def with_slots(column: Column, slots: int) -> Column:
     """Return a column [slots, ...] with at least so many slots, new ones 0; if it
     grows, to twice its size or more.
     """
     more = slots - len(column)
     if more <= 0:
         return column
-    empty = np.zeros((max(more, len(column)), *column.shape[1:]), dtype=column.dtype)
+    new_slots = max(more, len(column))
+    empty = np.zeros((new_slots, *column.shape[1:]), dtype=column.dtype)
     return cast(Column, np.concatenate([column, empty]))
 
 
-_TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_}
-"""Of the columns that are not float64."""
+_TYPES = {
+    "length_class": np.int64,
+    "first_class": np.int64,
+    "record": np.bool_,
+}
+"""Types of the columns that are not float64."""
 
 
 class RequestTable:
@@ -73,7 +75,7 @@ class RequestTable:
     length_class: Ints
     """`LengthClass`."""
     first_class: Ints
-    """The same, when it joined."""
+    """`LengthClass` of the request when it joined."""
     record: npt.NDArray[np.bool_]
     """Whether its text may serve as history and counts as training."""
     cdf: Floats
@@ -83,8 +85,11 @@ class RequestTable:
         self._free: list[int] = []
         self._native: Any = None
         for name in self.__annotations__:
-            shape = (0, LengthModel.GRID) if name == "cdf" else 0
-            setattr(self, name, np.zeros(shape, _TYPES.get(name, np.float64)))
+            dtype = _TYPES.get(name, np.float64)
+            column: npt.NDArray[Any] = np.zeros(0, dtype)
+            if name == "cdf":
+                column = np.zeros((0, LengthModel.GRID), dtype)
+            setattr(self, name, column)
 
     def open(self, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
@@ -112,32 +117,41 @@ class RequestTable:
         """
         if self._native is not None:
             self._native.advance(
-                slots, got, NOBODY if carried is None else carried, PACE_STEPS, curve
+                slots,
+                got,
+                EMPTY_INTS if carried is None else carried,
+                tuning.PACE_STEPS,
+                curve,
             )
 
-    def limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
+    def draft_limits(
+        self, slots: Ints, room: Ints, max_tokens: int, price: float
+    ) -> Ints:
         """Return the most draft tokens of each request: as many as there is `room` for,
-        `most`, and none where a token is not worth more than it costs, seconds.
+        `max_tokens`, and none where a token is not worth more than its price, seconds.
         """
         limits = np.empty(len(slots), dtype=np.int64)
-        self._native.limits(slots, room, most, cost, limits)
+        self._native.limits(slots, room, max_tokens, price, limits)
         return limits
 
-    def skip(self, slots: Ints, tokens: Ints) -> None:
-        """Take the tokens, one a step, of steps at whose end no drafter was asked,
+    def record_baseline_steps(self, slots: Ints, tokens: Ints) -> None:
+        """Add the tokens, one a step, of steps at whose end no drafter was asked,
         int64 [requests].
         """
-        left = (1.0 - 1.0 / PACE_STEPS) ** tokens
+        kept_of_step = 1.0 - 1.0 / tuning.PACE_STEPS
+        kept = kept_of_step**tokens
+        excess = self.pace[slots] - 1.0
         self.written[slots] += tokens
-        self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)
-        self.load[slots] *= left
+        self.pace[slots] = 1.0 + kept * excess
+        self.load[slots] *= kept
 
     def _grow(self) -> None:
         slots = len(self.written)
-        more = max(64, slots)
-        self._free += range(slots + more - 1, slots - 1, -1)
+        end = slots + max(64, slots)
+        # the lowest is given first
+        self._free += reversed(range(slots, end))
         for column in self.__annotations__:
-            setattr(self, column, with_room(getattr(self, column), slots + more))
+            setattr(self, column, with_slots(getattr(self, column), end))
         self._native = native().RequestColumns(
             **{name: getattr(self, name) for name in _NATIVE}
         )

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel, fit
 from das_adapter.core.steps import Floats
 
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
+"""Model types of Hugging Face configs whose sizes `Roofline.from_config` reads."""
 
 COPY_SHARE = {"int4": 0.27, "int8": 0.51, "fp8": 0.5}
 """Bytes of a policy copy's linear weights, scales included, as a share of the policy's
@@ -31,15 +32,15 @@ class Roofline:
     """
 
     weight_bytes: float
-    """Read in every step, but for `expert_bytes`."""
+    """Bytes of all weights that are read in every step, but for `expert_bytes`."""
     linear_bytes: float
     """Bytes of the weights in linear layers, which a policy copy quantises."""
     kv_bytes: float
     """Bytes read per request and token of context."""
     dense_flops: float
-    """Per token."""
+    """Operations of the linear layers and experts for each token."""
     attention_flops: float
-    """Per token and token of context."""
+    """Operations of attention for each token and token of context."""
     hardware: Device
     expert_bytes: float = 0.0
     """Bytes of all routed experts, of which a step reads those that its tokens choose;
@@ -53,7 +54,7 @@ class Roofline:
     """
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: Mapping[str, Any],
         hardware: Device,
@@ -128,31 +129,35 @@ class Roofline:
         """
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
         read = (
-            self.reading(b * (d + 1), share)
+            self.weights_s(b * (d + 1), share)
             + self.kv_bytes * b * s / self.hardware.bandwidth
         )
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
 
-    def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
+    def step_model(
+        self,
+        context: float = tuning.ROOFLINE_CONTEXT_TOKENS,
+        share: float | None = None,
+    ) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights'
         read time, then a line; with experts, of which each token reads more, the best
-        two lines up to 1024 tokens. `context`: tokens of a request's context at which a
+        two lines up to some doublings of a token. `context`: tokens of a request's context at which a
         token's computing is taken; `share`: of the passes of a policy copy, see
         `seconds`.
         """
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
-            tokens: Floats = np.exp2(np.arange(11.0))
+            tokens: Floats = np.exp2(np.arange(tuning.ROOFLINE_DOUBLINGS + 1.0))
             seconds = np.maximum(
-                self.reading(tokens, share), self._compute(tokens, context)
+                self.weights_s(tokens, share), self._compute(tokens, context)
             )
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, context=kv)
-        read = float(self.reading(1, share))
+        read = float(self.weights_s(1, share))
         token = float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, context=kv)
 
-    def reading(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
+    def weights_s(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
         """Return the seconds in which the weights are read for so many tokens, a policy
         copy's with its `share`: of the experts those that any token chooses, if each
         token's choice is independent and even.
@@ -174,8 +179,8 @@ class Roofline:
 
 
 class Prior(NamedTuple):
-    """What is known of an engine before its first step."""
+    """The step times that are known of an engine before its first step."""
 
     steps: StepModel
     passes: StepModel | None = None
-    """Of the policy copy; None: not known."""
+    """Times of the policy copy's passes; None: not known."""

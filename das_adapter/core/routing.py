@@ -21,34 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected
+from das_adapter.core import tuning
+from das_adapter.core.length import ExpectedLengths
 
 Name = TypeVar("Name", bound=Hashable)
 
-REQUESTS, TOKENS = 64.0, 1024.0
-"""What is in a decode step that takes twice as long as an empty one, if it grows in one
-respect alone.
-"""
 
-
-ALONE, DOUBLING = 1.8, 0.5
-"""Tokens that a request gets from a forward pass alone, and what twice its siblings'
-text adds: between those of recorded rollouts of code, games and mathematics.
-"""
-GROWING, HISTORY = 0.2, 8.0
-"""What a sibling that is being written counts for, and what a problem's history, in
-finished siblings.
-"""
-
-QUIET_S = 10.0
-"""How long a replica has had nothing that is lent where trajectories have several
-turns: most tools answer earlier.
-"""
-
-
-def rounds(
+def predict_rounds(
     problem: int,
-    expected: Expected,
+    expected: ExpectedLengths,
     siblings: bool,
     growing: float,
     finished: float = 0.0,
@@ -56,8 +37,11 @@ def rounds(
     """Predict the decode steps of a response beside so many siblings; `siblings`:
     whether it drafts from them.
     """
-    text = 1.0 + GROWING * growing + finished + HISTORY * (problem in expected)
-    return expected[problem] / (ALONE + DOUBLING * math.log2(text) * siblings)
+    text = 1.0 + tuning.GROWING_SIBLING * growing + finished
+    text += tuning.HISTORY_SIBLINGS * (problem in expected)
+    doublings = math.log2(text) if siblings else 0.0
+    pace = tuning.PACE_ALONE + tuning.PACE_PER_DOUBLING * doublings
+    return expected[problem] / pace
 
 
 @dataclass
@@ -70,7 +54,7 @@ class _Part:
     others.
     """
     work: float
-    """What each of them adds to the time of all decode steps, in steps."""
+    """Decode steps that each sample adds to the time of all."""
 
 
 class Replicas(Generic[Name]):
@@ -94,7 +78,7 @@ class Replicas(Generic[Name]):
         that come at once, where `pick` is not told how many; `slots`: requests that a
         replica runs at once.
         """
-        self.expected = Expected()
+        self.expected = ExpectedLengths()
         """Lengths of the responses that are asked for from now on."""
         self.turns = False
         """Whether trajectories have come back for further turns."""
@@ -103,7 +87,7 @@ class Replicas(Generic[Name]):
         self._slots = slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
-        """What `load` returns, by replica."""
+        """Rounds of the longest part and work of all, by replica; see `load`."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         """Requests in flight, by problem; `_parts` and `_places` know no other
@@ -118,8 +102,8 @@ class Replicas(Generic[Name]):
         self._peak = 0.0
         self._expected = math.inf
 
-    def expect(self, work: float) -> None:
-        """Take the most work that will be in flight at once, in decode steps. It is
+    def set_expected_work(self, work: float) -> None:
+        """Set the most work that will be in flight at once, in decode steps. It is
         taken to be endless in the first burst, and in later ones what the burst before
         had; a burst ends when no request is in flight.
         """
@@ -134,22 +118,20 @@ class Replicas(Generic[Name]):
         """Remove a replica that left."""
         self._parts.pop(replica, None)
         self._loads.pop(replica, None)
-        self._places = {
-            problem: [r for r in places if r != replica]
-            for problem, places in self._places.items()
-        }
+        for problem, places in self._places.items():
+            self._places[problem] = [place for place in places if place != replica]
 
     def pick(self, problem: int, group: int | None = None) -> Name:
         """Choose a replica for a request, and count it there; `group`: samples of its
-        problem that come at once, if not as many as usual.
+        problem that come at once, if not `group`.
         """
         if not self._places.get(problem):
-            coming = max(1, (group or self._group) - self._running[problem])
-            self._places[problem] = self._place(problem, coming)
+            samples = (group or self._group) - self._running[problem]
+            self._places[problem] = self._place(problem, max(1, samples))
         self._begin(problem)
         return self._places[problem].pop(0)
 
-    def stay(self, replica: Name, problem: int) -> None:
+    def add_request(self, replica: Name, problem: int) -> None:
         """Count a request that has its replica already: the next turn of a
         trajectory.
         """
@@ -158,8 +140,8 @@ class Replicas(Generic[Name]):
             self._begin(problem)
             self._join(replica, problem)
 
-    def done(self, replica: Name, problem: int) -> None:
-        """Take off a request that ended."""
+    def remove_request(self, replica: Name, problem: int) -> None:
+        """Stop counting a request that ended."""
         self._leave(replica, problem)
         self._ended[replica] = time.monotonic()
         self._running[problem] -= 1
@@ -172,20 +154,23 @@ class Replicas(Generic[Name]):
             self._expected = self._peak
             self._peak = 0.0
 
-    def lend(self, most: int) -> list[Name]:
+    def lend(self, max_slots: int) -> list[Name]:
         """Lend at most so many slots for what is written ahead: the replica of each.
         They are on replicas that have nothing left while others go on, where
-        trajectories have several turns for `QUIET_S`; a replica may occur several
-        times.
+        trajectories have several turns for `tuning.REPLICA_QUIET_S`. A replica may
+        occur several times.
         """
-        before = time.monotonic() - QUIET_S * self.turns
-        idle = [
-            name
-            for name, parts in self._parts.items()
-            if not parts and self._ended.get(name, math.inf) <= before
-        ]
+        quiet_s = tuning.REPLICA_QUIET_S if self.turns else 0.0
+        quiet_since = time.monotonic() - quiet_s
+        idle = []
+        for name, parts in self._parts.items():
+            ended = self._ended.get(name, math.inf)
+            if not parts and ended <= quiet_since:
+                idle.append(name)
         lent: list[Name] = []
-        while self._running and idle and len(lent) < most:
+        if not self._running:
+            return lent
+        while idle and len(lent) < max_slots:
             replica = min(idle, key=self._lent.__getitem__)
             if self._lent[replica] >= self._slots:
                 break
@@ -194,52 +179,62 @@ class Replicas(Generic[Name]):
         return lent
 
     def give_back(self, replica: Name) -> None:
-        """Take back a slot that was lent."""
+        """Count a slot that was lent as free again."""
         self._lent[replica] -= 1
 
     def work(self, problem: int, others: int) -> float:
         """Return what a request adds to the time of all decode steps, in steps, beside
         `others` of its problem.
         """
-        steps = rounds(problem, self.expected, self._siblings, others)
-        return max(
-            steps / self._slots, steps / REQUESTS + self.expected[problem] / TOKENS
-        )
+        steps = predict_rounds(problem, self.expected, self._siblings, others)
+        tokens = self.expected[problem]
+        of_step = steps / tuning.DOUBLING_REQUESTS + tokens / tuning.DOUBLING_TOKENS
+        return max(steps / self._slots, of_step)
 
     def load(self, replica: Name) -> tuple[float, float]:
         """Compute the rounds of a replica's longest part, and the work of all its
         requests.
         """
-        parts = self._parts[replica].values()
-        longest = max((part.rounds for part in parts), default=0.0)
-        return longest, sum(part.samples * part.work for part in parts)
+        longest = 0.0
+        work = 0.0
+        for part in self._parts[replica].values():
+            longest = max(longest, part.rounds)
+            work += part.samples * part.work
+        return longest, work
 
     def _place(self, problem: int, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
         names = list(self._loads)
-        (longest, work) = np.array(list(self._loads.values())).T
+        loads = np.array(list(self._loads.values()))
+        longest, work = loads.T
         whole = samples * self.work(problem, samples - 1)
-        self._peak = max(self._peak, whole + float(work.sum()))
+        in_flight = whole + float(work.sum())
+        self._peak = max(self._peak, in_flight)
         share = max(self._expected, self._peak) / len(names)
-        first = math.inf
+        first_end = math.inf
         places = list[Name]()
-        each = 0
+        last_each = 0
         for parts in range(1, min(samples, len(names)) + 1):
-            if each == (each := math.ceil(samples / parts)):
+            each = math.ceil(samples / parts)
+            if each == last_each:
                 continue
-            more = each * self.work(problem, each - 1)
-            longest_after = np.maximum(longest, self._rounds(problem, each))
-            work_after = work + more
-            chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
+            last_each = each
+            part_work = each * self.work(problem, each - 1)
+            part_rounds = self._rounds(problem, each)
+            longest_after = np.maximum(longest, part_rounds)
+            work_after = work + part_work
+            by_end = np.argsort(longest_after + work_after, kind="stable")
+            chosen = by_end[:parts]
             ends = longest + np.maximum(0.0, work - share)
-            ends[chosen] = longest_after[chosen] + np.maximum(
-                0.0, work_after[chosen] - share
-            )
-            end = float(ends.max() + parts * more / len(names))
-            if end >= first:
+            excess_after = np.maximum(0.0, work_after[chosen] - share)
+            ends[chosen] = longest_after[chosen] + excess_after
+            mean_more = parts * part_work / len(names)
+            end = float(ends.max() + mean_more)
+            if end >= first_end:
                 break
-            first = end
-            places = [names[i] for i in chosen for _ in range(each)][:samples]
+            first_end = end
+            places = [names[i] for i in chosen for _ in range(each)]
+        places = places[:samples]
         for replica, count in Counter(places).items():
             self._join(replica, problem, count)
         return places
@@ -257,15 +252,21 @@ class Replicas(Generic[Name]):
         self._loads[replica] = self.load(replica)
 
     def _rounds(self, problem: int, samples: int) -> float:
+        """Return the rounds of so many samples of a problem on one replica."""
+        others = samples - 1
+        rounds = predict_rounds(problem, self.expected, self._siblings, others)
         waves = max(1, math.ceil(samples / self._slots))
-        return rounds(problem, self.expected, self._siblings, samples - 1) * waves
+        return rounds * waves
 
     def _leave(self, replica: Name, problem: int) -> None:
-        if part := self._parts.get(replica, {}).get(problem):
-            part.samples -= 1
-            if not part.samples:
-                del self._parts[replica][problem]
-            self._loads[replica] = self.load(replica)
+        parts = self._parts.get(replica, {})
+        part = parts.get(problem)
+        if part is None:
+            return
+        part.samples -= 1
+        if not part.samples:
+            del parts[problem]
+        self._loads[replica] = self.load(replica)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,7 +283,7 @@ class Turn:
     worker: int
 
 
-def following(
+def match_next_turns(
     turns: Iterable[Turn],
     problems: Sequence[int],
     prompts: Sequence[npt.NDArray[np.int64]],
@@ -298,30 +299,39 @@ def following(
         of_problem[turn.problem].append(turn)
     workers: dict[int, int] = {}
     for row, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
-        before = of_problem[problem]
-        longer = (
-            (i, turn) for i, turn in enumerate(before) if turn.prompt < len(prompt)
-        )
-        begun = {
-            i: shared
-            for i, turn in longer
-            if (shared := _shared(turn.text, prompt)) >= turn.prompt
-        }
-        if begun:
-            workers[row] = before.pop(max(begun, key=begun.__getitem__)).worker
+        before = _turn_before(of_problem[problem], prompt)
+        if before is not None:
+            workers[row] = before.worker
+            of_problem[problem].remove(before)
     return workers
 
 
-def _shared(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+def _turn_before(turns: Iterable[Turn], prompt: npt.NDArray[np.int64]) -> Turn | None:
+    """Return the turn with whose prompt a longer prompt begins, and with whose response
+    it goes on longest; None: there is none.
+    """
+    found = None
+    longest = -1
+    for turn in turns:
+        if turn.prompt >= len(prompt):
+            continue
+        shared = _shared_tokens(turn.text, prompt)
+        if shared >= turn.prompt and shared > longest:
+            found = turn
+            longest = shared
+    return found
+
+
+def _shared_tokens(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
     """Return with how many equal tokens two texts begin."""
     tokens = min(len(one), len(other))
     differ = one[:tokens] != other[:tokens]
     return int(differ.argmax()) if differ.any() else tokens
 
 
-def plan(
+def distribute_batch(
     problems: Sequence[int],
-    expected: Expected,
+    expected: ExpectedLengths,
     workers: int,
     siblings: bool = True,
     slots: float = math.inf,
@@ -345,30 +355,36 @@ def plan(
     rows_of = dict[int, list[int]]()
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
-    groups = sorted(
-        rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1])
-    )
+
+    def tokens(problem: int) -> float:
+        return expected[problem] * len(rows_of[problem])
+
+    most_first = sorted(rows_of, key=tokens, reverse=True)
     replicas = Replicas(range(workers), siblings, slots=slots)
     replicas.expected = expected
-    replicas.expect(
-        sum(
-            len(rows) * replicas.work(problem, len(rows) - 1)
-            for problem, rows in groups
-        )
-    )
+    work = 0.0
+    for problem in most_first:
+        samples = len(rows_of[problem])
+        work += samples * replicas.work(problem, samples - 1)
+    replicas.set_expected_work(work)
     shares: list[list[int]] = [[] for _ in range(workers)]
     for row, worker in begun.items():
-        replicas.stay(worker, problems[row])
+        replicas.add_request(worker, problems[row])
         shares[worker].append(row)
-    for problem, rows in groups:
+    for problem in most_first:
+        rows = rows_of[problem]
         for row in rows:
             if row not in begun:
-                shares[replicas.pick(problem, len(rows))].append(row)
+                worker = replicas.pick(problem, len(rows))
+                shares[worker].append(row)
     largest = max(map(len, rows_of.values()), default=1)
     for share in shares:
-        order = StartOrder(siblings and len(share) > slots, largest)
+        leaders = siblings and len(share) > slots
+        order = StartOrder(leaders, largest)
         order.refresh(expected, 0)
-        priorities = {row: order.priority(problems[row], row in begun) for row in share}
+        priorities = {}
+        for row in share:
+            priorities[row] = order.priority(problems[row], row in begun)
         share.sort(key=priorities.__getitem__)
     return shares
 
@@ -387,13 +403,13 @@ class StartOrder:
         """
         self._siblings = siblings
         self._group = group
-        self._expected = Expected()
+        self._expected = ExpectedLengths()
         self._version = 0
         self._started: Counter[int] = Counter()
         """Requests by problem, since the weight sync."""
 
-    def refresh(self, expected: Expected | None, version: int) -> None:
-        """Take what is expected (None: what was before) and the weight version, at a
+    def refresh(self, expected: ExpectedLengths | None, version: int) -> None:
+        """Set the expected lengths (None: they stay) and the weight version, at a
         weight sync.
         """
         self._expected = expected or self._expected
@@ -407,10 +423,13 @@ class StartOrder:
         """
         others = self._group - 1
         about = (problem, self._expected, self._siblings)
-        steps = rounds(*about, others)
-        if begun or not self._started[problem]:
-            steps += others * (steps - rounds(*about, others - 1, finished=1))
-        self._started[problem] += not begun
+        steps = predict_rounds(*about, others)
+        leads = not self._started[problem]
+        if begun or leads:
+            behind = predict_rounds(*about, others - 1, finished=1)
+            steps += others * (steps - behind)
+        if not begun:
+            self._started[problem] += 1
         self._group = max(self._group, self._started[problem])
         return self._version * 2**32 - round(1000 * steps)
 

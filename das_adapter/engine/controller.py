@@ -102,7 +102,7 @@ class EngineController:
         known = before_the_first_step(config, vllm_config)
         sizes = captured_tokens(vllm_config)
         if known and drafts is not None:
-            drafts.expect(known.passes)
+            drafts.set_pass_prior(known.passes)
         self.policy = DraftPolicy(
             config,
             vllm_config.model_config.max_model_len,
@@ -113,7 +113,7 @@ class EngineController:
             look_share,
         )
         if known is None:
-            self.policy.latency.assume(assumed())
+            self.policy.latency.set_prior(assumed())
 
     # Requests
 
@@ -300,14 +300,14 @@ class EngineController:
         told = self._told
         self._told = {name: stats[name] for name in ("time_saved_s", "error", "alarm")}
         stats["time_saved_s"] -= told.get("time_saved_s", 0.0)
-        stats["latency_model_error"] = self.policy.latency.take_error()
+        stats["latency_model_error"] = self.policy.latency.pop_error()
         if self.drafts is not None:
             stats["neural_counts" if self.config.neural else "self_counts"] = (
                 self.drafts.counts.tolist()
             )
             self.drafts.counts[:] = 0
-            stats["drafter_passes"] = self.drafts.made
-            self.drafts.made = 0
+            stats["drafter_passes"] = self.drafts.passes_made
+            self.drafts.passes_made = 0
             if self.config.copies_policy:
                 stats["self_acceptance"] = self.drafts.acceptance.rate
         if self.log is not None:

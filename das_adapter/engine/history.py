@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import IndexFileError, SuffixIndex
-from das_adapter.core.requests import NOBODY, with_room
+from das_adapter.core.requests import EMPTY_INTS, with_slots
 from das_adapter.core.steps import Chances, Ints, Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Refresh
@@ -28,7 +28,7 @@ class HistorySource:
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
-        self._policy = HistoryPolicy(config)
+        self._policy = HistoryRules(config)
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""
@@ -38,7 +38,7 @@ class HistorySource:
         """
         self._lacking: set[int] = set()
         """Slots of those that have found none yet."""
-        self._handles = self._lengths = NOBODY
+        self._handles = self._lengths = EMPTY_INTS
         """By slot: of the request in the index; tokens that the index knows of, prompt
         included.
         """
@@ -61,7 +61,7 @@ class HistorySource:
             else:
                 self._hits += 1
         self._handles, self._lengths = (
-            with_room(column, slot + 1) for column in (self._handles, self._lengths)
+            with_slots(column, slot + 1) for column in (self._handles, self._lengths)
         )
         self._handles[slot] = handle
         self._lengths[slot] = len(text)

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from das_adapter.config import DasConfig
 from das_adapter.core.hardware import recognise
 from das_adapter.core.latency import ASSUMED, ASSUMED_ON_GPU, StepModel
-from das_adapter.core.requests import NOBODY
+from das_adapter.core.requests import EMPTY_INTS
 from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Prior, Roofline
 from das_adapter.core.steps import TimedStep
 
@@ -51,7 +51,7 @@ class StepTimer:
             == len(counts) + sum(map(len, drafts.values()))
         ):
             self._step = TimedStep(
-                NOBODY, NOBODY, scheduled.total_num_scheduled_tokens, 0.0
+                EMPTY_INTS, EMPTY_INTS, scheduled.total_num_scheduled_tokens, 0.0
             )
         begin = self._begin
         before = self._req_ids
@@ -117,7 +117,7 @@ def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior | None:
     """Return what steps take before any was timed, by the roofline of model and GPU;
     None where there is none, as where the table of devices lacks the GPU or
-    `Roofline.of` does not know the model's family.
+    `Roofline.from_config` does not know the model's family.
     """
     model = vllm_config.model_config
     if (
@@ -131,11 +131,11 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
     if device is None or sizes.get("model_type") not in FAMILIES:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    roof = Roofline.of(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
+    roof = Roofline.from_config(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
     return Prior(
-        roof.line(),
+        roof.step_model(),
         (
-            roof.line(share=COPY_SHARE[config.self.weights])
+            roof.step_model(share=COPY_SHARE[config.self.weights])
             if config.copies_policy
             else None
         ),

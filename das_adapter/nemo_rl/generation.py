@@ -20,7 +20,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing, tuning
-from das_adapter.core.length import Expected
+from das_adapter.core.length import ExpectedLengths
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.run_ahead import NemoRunAhead
@@ -110,13 +110,13 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         prompts = _texts(data["input_ids"], data["input_lengths"])
-        rows_by_worker = routing.plan(
+        rows_by_worker = routing.distribute_batch(
             problems,
             expected=self._update_lengths(),
             workers=self.dp_size,
             siblings=self._siblings,
             slots=self._slots,
-            begun=routing.following(last_turns, problems, prompts),
+            begun=routing.match_next_turns(last_turns, problems, prompts),
         )
         batch = PlannedBatch(data, rows_by_worker)
         result = super().generate(batch, greedy=greedy)
@@ -163,7 +163,7 @@ class DasVllmGeneration(VllmGeneration):
                 yield result
         finally:
             with _counting:
-                self._replicas.done(shard, label.problem)
+                self._replicas.remove_request(shard, label.problem)
 
     def attach_fleet_health(self, monitor: Any, selector: Any) -> None:
         """Have NeMo-RL's fleet health choose the workers of single samples, among those
@@ -285,7 +285,7 @@ class DasVllmGeneration(VllmGeneration):
             )
         return True
 
-    def _update_lengths(self) -> Expected:
+    def _update_lengths(self) -> ExpectedLengths:
         """Ask the ledger for expected lengths where routing uses them; return those
         that are known.
         """

@@ -176,6 +176,6 @@ def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
         for key in MEDIA:
             if key in data:
                 items += data[key][row] or ()
-        hashes = _hashes.of_row(items) if items else []
+        hashes = _hashes.hash_row(items) if items else []
         hashes_by_row.append(hashes)
     return hashes_by_row

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 from ray._private import state
 
-from das_adapter.core.length import Expected, LengthLog, Responses
+from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.protocol.metrics import EngineStats, figures
 
 logger = logging.getLogger("das_adapter")
@@ -169,7 +169,7 @@ def wait_for_answers(
     return found
 
 
-def expected_lengths(timeout_s: float) -> Expected | None:
+def expected_lengths(timeout_s: float) -> ExpectedLengths | None:
     """Return the lengths that the ledger expects; None, with a line in the log, where
     it does not answer.
     """
@@ -177,7 +177,7 @@ def expected_lengths(timeout_s: float) -> Expected | None:
         run_ledger = running_ledger()
         call = run_ledger.expected_lengths.remote()
         lengths = wait_for_answer(call, timeout_s)
-        return Expected(lengths)
+        return ExpectedLengths(lengths)
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning(
             "das: no new predicted lengths; those from before stand: %r", error

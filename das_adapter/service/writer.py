@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
@@ -59,7 +59,7 @@ class Writer:
         """Take over the history that an earlier writer left in the directory, or begin
         one; `object_store_bytes`: see `available_bytes`. Raises as `HistoryStore`.
         """
-        self.policy = HistoryPolicy(config)
+        self.policy = HistoryRules(config)
         self.lock = threading.RLock()
         """Guards texts on their way, from `read_files` to `keep_texts`; held for a
         moment.
@@ -137,7 +137,7 @@ class Writer:
                 texts = [
                     text for text in texts if not self.policy.has(self.store, text)
                 ]
-            self.policy.take(self.store, texts)
+            self.policy.add_trajectories(self.store, texts)
             self._kept.append(file)
             if not texts:  # they go elsewhere, or are published
                 self._remove_published([file])
@@ -166,7 +166,7 @@ class Writer:
         held_bytes = bytes_on_disk(self.directory)
         room = available_bytes(self.directory, self._object_store_bytes, held_bytes)
         self._may_exceed = False  # before, since others may publish meanwhile
-        if self.policy.tidy(self.store, room):
+        if self.policy.shrink_slice(self.store, room):
             self._may_exceed = True
 
     def publish(self, tokens: int = 2**62) -> int:

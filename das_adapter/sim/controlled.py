@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S
+from das_adapter.core import tuning
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
@@ -87,7 +87,7 @@ class Controlled(Drafting):
             else None
         )
         if model is not None and prior is not None:
-            model.expect(prior.passes)
+            model.set_pass_prior(prior.passes)
         return DraftPolicy(das, limit, prior and prior.steps, model)
 
     def free_steps(self, rows: Ints) -> FreeSteps | None:
@@ -102,7 +102,7 @@ class Controlled(Drafting):
             self._left,
             log_min_chance,
             r.max_draft_tokens[rows],
-            lambda b, _: LOOK_S + LOOK_REQUEST_S * b,
+            lambda b, _: tuning.LOOK_S + tuning.LOOK_REQUEST_S * b,
         )
 
     def record_free_steps(self, steps: Ints) -> None:
@@ -141,14 +141,14 @@ class Controlled(Drafting):
         decision = policy.next(self._outcome(tick, slots, context))
         asked = not isinstance(decision, Rest) or decision.asked
         if asked:
-            own_s = LOOK_S
+            own_s = tuning.LOOK_S
         if not isinstance(decision, Rest):
             candidates: Candidates | None = None
             if self._das.looked_up:
                 limits = np.minimum(decision.limits, r.room(rows))
                 looked_up = self.history.offer(rows, limits, decision.floor)
                 candidates = looked_up.chances, looked_up.offsets
-                own_s += LOOK_REQUEST_S * len(rows)
+                own_s += tuning.LOOK_REQUEST_S * len(rows)
             chosen = policy.choose(decision, candidates)
             if not isinstance(chosen, Rest):
                 plan = chosen
@@ -241,7 +241,7 @@ class Controlled(Drafting):
                 np.array([float(num_requests)]), np.array([context_tokens])
             )
             pass_s = float(of_pass[0])
-            policy.drafts.timed_pass(num_requests, pass_s, context_tokens)
+            policy.drafts.record_pass(num_requests, pass_s, context_tokens)
             passes_s += pass_s
         return passes_s
 

@@ -80,7 +80,7 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         DasError: it is none of these, a size is missing, or its layers are not those
-            that `Roofline.of` knows.
+            that `Roofline.from_config` knows.
     """
     if isinstance(model, Mapping):
         found = dict(model)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected, LengthLog, Responses
+from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.core.routing import Replicas, StartOrder, start_order
 from das_adapter.sim.requests import Ints, Requests
 
@@ -88,12 +88,12 @@ class Router:
         for engine, problem in zip(engines, problems, strict=True):
             self._loads[engine] -= 1
             if self._own_routing:
-                self._replicas.done(engine, problem)
+                self._replicas.remove_request(engine, problem)
 
     def sync(self, version: int, responses: Responses) -> None:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        expected = Expected(self._log.predictions())
+        expected = ExpectedLengths(self._log.predictions())
         self._replicas.expected = expected
         for order in self._orders:
             order.refresh(expected, version)

@@ -244,13 +244,13 @@ class Simulation:
         if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
-        roof = Roofline.of(
+        roof = Roofline.from_config(
             sizes(config.model),
             device(config.hardware.gpu),
             config.hardware.per_engine,
             WEIGHT_BYTES[config.precision],
         )
-        return Prior(roof.line())
+        return Prior(roof.step_model())
 
     def _copy_pass(self, das: DasConfig) -> Seconds:
         """Return the time of a pass of the policy copy."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.sim.requests import Bools, Floats, Ints, Requests, int_zeros
@@ -300,7 +300,7 @@ class Indexed(Source):
     ) -> None:
         super().__init__(requests)
         self._texts = texts
-        self._policy = HistoryPolicy(history)
+        self._policy = HistoryRules(history)
         self._store = HistoryStore(tempfile.mkdtemp(prefix="das-sim-"))
         weakref.finalize(self, _remove, self._store)
         directory = self._store.directory
@@ -365,10 +365,10 @@ class Indexed(Source):
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
         """Make finished responses history: problem, int32 tokens, weight version."""
         if self._policy.kept:
-            self._policy.remember(self._store, written)
+            self._policy.add_and_seal(self._store, written)
             unfinished = True
             while unfinished:
-                unfinished = self._policy.tidy(self._store)
+                unfinished = self._policy.shrink_slice(self._store)
         for index in self.indices:
             index.refresh()
             index.clear_live()

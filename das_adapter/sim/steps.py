@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.core import tuning
 from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel
-from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.sim.requests import Floats
 
@@ -96,7 +96,7 @@ class Line(Steps):
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         plain = self.model.seconds(requests, requests, False, context)
-        return np.asarray(UNSEEN_PASS * plain)
+        return np.asarray(tuning.UNSEEN_PASS * plain)
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
         if share is None:
@@ -135,7 +135,7 @@ class Instance(Steps):
         drafts_each = tokens / count - 1.0
         kernels_s = self.roof.seconds(requests, context_each, drafts_each)
         kernels_s = kernels_s + self.token_s * tokens
-        weights_s = float(self.roof.reading(1))
+        weights_s = float(self.roof.weights_s(1))
         drafted = tokens > requests
         host_s = self.overhead_s + self.draft_overhead_s * drafted
         device_s = np.where(requests > 0, kernels_s + self.waits_s, weights_s)
@@ -181,7 +181,7 @@ def instance(
         weight_bytes = 1.0
     fast = replace(device, flops=device.flops * speed_up)
     layers = sizes["num_hidden_layers"]
-    roof = Roofline.of(sizes, fast, devices, weight_bytes)
+    roof = Roofline.from_config(sizes, fast, devices, weight_bytes)
     if devices < 2:
         return Instance(roof, layers, **own)
     # two exchanges in each layer: rings of hidden states in 16 bits

@@ -107,7 +107,7 @@ class DasLoadBalancer(_Stock):
             problem = -self._num_acquired
         server = self._request_id_to_server.get(request_id)
         if server in self._inflight_requests:
-            self._replicas.stay(server, problem)
+            self._replicas.add_request(server, problem)
         elif self._longest_first and label.record and label.problem is not None:
             server = self._replicas.pick(problem)
         else:
@@ -132,7 +132,7 @@ class DasLoadBalancer(_Stock):
         problems = self._problems.get(key)
         if not problems:
             return
-        self._replicas.done(server_id, problems.pop())
+        self._replicas.remove_request(server_id, problems.pop())
         if not problems:
             del self._problems[key]
 

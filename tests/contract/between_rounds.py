@@ -16,7 +16,7 @@ from jobs import POLICY, Round
 from safetensors.torch import load_file
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol.messages import Trajectory, responses
 
@@ -182,9 +182,9 @@ def publish(
 ) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
     with HistoryStore(directory) as store:
-        policy = HistoryPolicy(config)
-        policy.remember(store, trajectories)
-        while policy.tidy(store):
+        policy = HistoryRules(config)
+        policy.add_and_seal(store, trajectories)
+        while policy.shrink_slice(store):
             pass
         generation = store.generation
         for _ in range(4 if lose == "generation" else 0):

@@ -15,7 +15,7 @@ from between_rounds import drafter_without_weights
 from noting import NOTED, note_token
 from steady_clock import Clock, slow_policy, taking
 
-from das_adapter.core import account, plain_time
+from das_adapter.core import tuning
 from das_adapter.core.account import Account
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine import rehearsal
@@ -83,8 +83,8 @@ def dear_drafter() -> None:
     """Let a look for drafts take ten times as long as a step, and look in every other
     step.
     """
-    plain_time.LEAST_STEPS = 24
-    account.LOOK_STEPS = 2
+    tuning.JUDGED_STEPS = 24
+    tuning.LOOK_STEPS = 2
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)

@@ -62,7 +62,9 @@ def test_an_engine_on_a_known_gpu_begins_with_its_roofline(
         )
         assert (
             found.steps
-            == Roofline.of(SHAPE, DEVICES["h100"], 2, bytes_per_weight).line()
+            == Roofline.from_config(
+                SHAPE, DEVICES["h100"], 2, bytes_per_weight
+            ).step_model()
         )
         assert found.passes is None
     copied = timing.before_the_first_step(DasConfig(drafter="self"), engine())

@@ -24,10 +24,10 @@ ray = pytest.importorskip("ray")
 from omegaconf import OmegaConf  # noqa: E402
 
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
-from das_adapter.core.history import WINDOW  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.core.index.store import HistoryStore, problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
+from das_adapter.core.tuning import HISTORY_WINDOW as WINDOW  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import (  # noqa: E402

@@ -40,11 +40,11 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
-from das_adapter.core import routing
+from das_adapter.core import tuning
 from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.length import Expected
-from das_adapter.core.routing import Replicas, plan
+from das_adapter.core.length import ExpectedLengths
+from das_adapter.core.routing import Replicas, distribute_batch
 from das_adapter.errors import UnsupportedHost
 from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
@@ -507,7 +507,7 @@ def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     data["pixel_values"] = PackedTensor(
         [torch.full((2, 3), i) for i in range(7)], dim_to_pack=0
     )
-    shares = plan(problems, Expected({3: 50.0, 2: 5.0}), workers)
+    shares = distribute_batch(problems, ExpectedLengths({3: 50.0, 2: 5.0}), workers)
     shards = PlannedBatch(data, shares).shard_by_batch_size(
         workers, allow_uneven_shards=True
     )
@@ -577,7 +577,7 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
         return shares
 
     shared: list[list[list[int]]] = []
-    lengths = Expected(
+    lengths = ExpectedLengths(
         {prompt_identity([1, prompt]): 10.0**prompt for prompt in range(8)}
     )
     workers = SimpleNamespace(
@@ -759,14 +759,14 @@ def test_where_fleet_health_chooses_the_workers_routing_says_so_and_counts_nothi
 def test_a_worker_whose_trajectories_wait_for_a_tool_is_not_lent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(routing, "QUIET_S", 1e9)
+    monkeypatch.setattr(tuning, "REPLICA_QUIET_S", 1e9)
     labeller = Labeller(0)
     replicas = Replicas(range(2))
     problems = [
         labeller.label([prompt], validate=False).problem or 0 for prompt in (1, 2)
     ]
     assert [replicas.pick(problem) for problem in problems] == [0, 1]
-    replicas.done(0, problems[0])
+    replicas.remove_request(0, problems[0])
     made = workerless(labeller, replicas)
     assert made.lend(1) == [0]
     labeller.label([1, 3], validate=False)

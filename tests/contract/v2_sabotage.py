@@ -17,7 +17,7 @@ from noting import note_token
 from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
-from das_adapter.core.backoff import Rest
+from das_adapter.core.backoff import RolloutRest
 from das_adapter.core.confidence import Confidence
 from das_adapter.engine import rehearsal
 from das_adapter.engine.alone import SharedHistory
@@ -258,7 +258,7 @@ def any_length(reading_along: bool) -> None:
     where requests may have their own numbers, half of them has one less.
     """
     count_unequal()
-    Rest.judge = lambda *_, **__: False  # type: ignore[method-assign]
+    RolloutRest.judge_rollout = lambda *_, **__: False  # type: ignore[method-assign]
     steps = itertools.count()
     output = StepPlanner.process_output
 

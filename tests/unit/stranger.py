@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 
-NOBODY = 65534
+EMPTY_INTS = 65534
 NAMES = (
     "users",
     "writer",
@@ -36,7 +36,7 @@ def attempts(
     yield "list", lambda: os.listdir(directory)
     yield "enter", lambda: os.chdir(directory)
     yield "open up", lambda: os.chmod(directory, 0o777)
-    yield "own", lambda: os.chown(directory, NOBODY, NOBODY)
+    yield "own", lambda: os.chown(directory, EMPTY_INTS, EMPTY_INTS)
     yield "move away", lambda: os.rename(directory, f"{directory}-theirs")
     yield "remove", lambda: os.rmdir(directory)
     for folder in (directory, f"{directory}/spool"):
@@ -105,7 +105,7 @@ def take(*paths: str) -> None:
 def give_up(*paths: str) -> None:
     """Remove what was taken, as far as it is the stranger's."""
     for path in paths:
-        if os.lstat(path).st_uid == NOBODY:
+        if os.lstat(path).st_uid == EMPTY_INTS:
             (
                 shutil.rmtree(path)
                 if os.path.isdir(path) and not os.path.islink(path)
@@ -133,8 +133,8 @@ def plant(directory: str) -> None:
 if __name__ == "__main__":
     os.umask(0)
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(EMPTY_INTS)
+    os.setuid(EMPTY_INTS)
     functions: dict[str, Callable[..., object]] = {
         f.__name__: f for f in (attack, take, give_up, plant)
     }

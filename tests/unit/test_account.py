@@ -7,19 +7,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.account import (
-    COLLAPSE_DRAFTS,
-    GUARD_STEPS,
-    LOOK_STEPS,
-    PROBE_STEPS,
     Account,
     Probe,
     State,
     collapsed,
 )
-from das_adapter.core.backoff import Rest
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.plain_time import BATCHES, LEAST_STEPS, PlainTime, seconds_of
+from das_adapter.core.plain_time import PlainTime, seconds_of
 from das_adapter.core.steps import Ints, TimedStep
 
 PLAIN = StepModel(base=0.010, token=0.0001)
@@ -89,7 +85,7 @@ def rollout(
         seconds = seconds + took
         drafted = asked and asking > 1.0
     for slot in slots.tolist():
-        account.time.close(slot)
+        account.time.end_request(slot)
     return seconds, unasked
 
 
@@ -167,8 +163,8 @@ def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
         if account.look.due(account.step, 10):
             looks.append(account.step)
             account.decided(10, False, False)
-    assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
-    assert set(np.diff(looks)[5:]) == {LOOK_STEPS}
+    assert np.diff(looks).tolist()[:5] == [2, 4, 8, 16, tuning.LOOK_STEPS]
+    assert set(np.diff(looks)[5:]) == {tuning.LOOK_STEPS}
     assert not account.look.due(account.step, 9)
     assert account.look.due(account.step, 8)  # smaller by more than a tenth
     account.decided(10, True, False)
@@ -190,13 +186,13 @@ def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely
     None
 ):
     account = make("always")
-    assert steps_until(account, "plain", drafted=True) == PROBE_STEPS
+    assert steps_until(account, "plain", drafted=True) == tuning.PROBE_STEPS
     waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
-    assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
+    assert waits == [tuning.PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
     account.decided(8, True, False)
     # at once, where nobody knows what is accepted
     assert account.probe("drafted", unseen=True)
-    assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
+    assert steps_until(account, "drafted", drafted=False) == tuning.PROBE_STEPS
 
 
 def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
@@ -210,7 +206,13 @@ def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
         if asked[-1]:
             account.decided(8, False, False)
     assert account.step == 300
-    assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [2, 4, 8, 16, LOOK_STEPS]
+    assert np.diff(np.flatnonzero(asked)).tolist()[:5] == [
+        2,
+        4,
+        8,
+        16,
+        tuning.LOOK_STEPS,
+    ]
     assert account.asks(7, False)  # the batch has become smaller by a tenth
     # a step with drafts is no baseline
     assert all(account.asks(8, True) for _ in range(100))
@@ -277,8 +279,8 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
     rests = list[bool]()
     for asking, pace in [(1.3, 2)] * 2 + [(1.08, 1)] * 5:
         rollout(account, asking, pace)
-        balance = Rest.FADE * balance + account.time.saved()
-        assert bool(account.time.compare()) == (pace == 1)
+        balance = tuning.REST_BALANCE_KEPT * balance + account.time.saved_s()
+        assert bool(account.time.explain_loss()) == (pace == 1)
         rests.append(bool(judged(account)))
         assert rests[-1] == (balance < 0)
     assert rests == [False] * 6 + [True]
@@ -287,9 +289,9 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.time.add(0.01 * seconds)
+    account.time.add_seconds(0.01 * seconds)
     assert judged(account) is None
-    account.time.add(0.06 * rollout(account, asking=1.0)[0])
+    account.time.add_seconds(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 
@@ -317,7 +319,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
         account.advance(1)
-        account.time.take(
+        account.time.record_step(
             timed_step(ONE, PLAIN.step(8, 8, False) + 1e-6 * 800, False, asked=False),
             None,
         )
@@ -332,14 +334,14 @@ def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
     rollout(account, asking=1.0)
     account.timed(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
     # it counts as one step more
-    assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)
+    assert account.time.saved_s() >= -1.1 * PLAIN.step(8, 8, False)
     assert judged(account) is None
 
 
 def test_a_few_steps_are_no_evidence() -> None:
     account = make()
-    rollout(account, asking=1.5, tokens=LEAST_STEPS // 2)
-    assert account.time.compare() is None
+    rollout(account, asking=1.5, tokens=tuning.JUDGED_STEPS // 2)
+    assert account.time.explain_loss() is None
     assert judged(account) is None
 
 
@@ -379,7 +381,7 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
     speculate: object,
 ) -> None:
     account = make(speculate, model=PLAIN)
-    for step in range(GUARD_STEPS):
+    for step in range(tuning.GUARD_STEPS):
         assert account.state is State.DRAFTING, step
         account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
         account.advance(1)
@@ -397,7 +399,7 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
     None
 ):
     account = make(model=PLAIN)
-    for drafted in [False] * 1000 + [True] * GUARD_STEPS:
+    for drafted in [False] * 1000 + [True] * tuning.GUARD_STEPS:
         account.timed(
             timed_step(
                 ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted
@@ -410,9 +412,9 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
 
 def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
     account = make(model=PLAIN)
-    for step in range(GUARD_STEPS):
-        if step == GUARD_STEPS - 1:
-            account.time.settle()
+    for step in range(tuning.GUARD_STEPS):
+        if step == tuning.GUARD_STEPS - 1:
+            account.time.begin_batch()
         account.timed(
             timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None
         )
@@ -421,9 +423,9 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
 
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
-    assert collapsed(COLLAPSE_DRAFTS - 1, 0) is None
-    assert collapsed(COLLAPSE_DRAFTS, COLLAPSE_DRAFTS // 50) is None
-    account.stop(str(collapsed(COLLAPSE_DRAFTS, 0)))
+    assert collapsed(tuning.COLLAPSE_DRAFTS - 1, 0) is None
+    assert collapsed(tuning.COLLAPSE_DRAFTS, tuning.COLLAPSE_DRAFTS // 50) is None
+    account.stop(str(collapsed(tuning.COLLAPSE_DRAFTS, 0)))
     account.decided(4, True, False)  # of a step whose drafts were asked for before
     assert account.state is State.STOPPED
     assert account.reason == "acceptance collapsed: 0 accepted tokens of 400 drafts"
@@ -451,9 +453,9 @@ def test_plain_seconds_are_those_of_a_round_by_round_replay() -> None:
         SIMPLE.step(n, n, False)
         for n in (sum(x >= r for x in lengths) for r in range(1, 21))
     )
-    assert seconds_of(lengths, 4, SIMPLE.plain) == pytest.approx(replay)
-    assert seconds_of([], 4, SIMPLE.plain) == 0.0
-    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain) == pytest.approx(
+    assert seconds_of(lengths, 4, SIMPLE.plain_seconds) == pytest.approx(replay)
+    assert seconds_of([], 4, SIMPLE.plain_seconds) == 0.0
+    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain_seconds) == pytest.approx(
         2 * 10 * SIMPLE.step(2, 2, False)
     )
 
@@ -462,15 +464,15 @@ def written(*got: int) -> PlainTime:
     """Five drafted steps of 1.5 s, in which requests get so many tokens each."""
     time = make(model=SIMPLE).time
     for _ in range(5):
-        time.take(timed_step(np.array(got), 1.5, True), None)
+        time.record_step(timed_step(np.array(got), 1.5, True), None)
     return time
 
 
 def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> None:
     time = written(2, 4)
-    time.close(0)
+    time.end_request(0)
     plain = 10 * 1.2 + 10 * 1.1
-    assert time.saved() == pytest.approx(plain - 5 * 1.5)
+    assert time.saved_s() == pytest.approx(plain - 5 * 1.5)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -484,16 +486,16 @@ def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_t
     alone = np.zeros(1, dtype=int)
     seconds = PLAIN.step(1, 1, False)
     for _ in range(10):
-        account.time.take(timed_step(np.array([10, 1]), 0.012, True), None)
-    account.time.close(0)
+        account.time.record_step(timed_step(np.array([10, 1]), 0.012, True), None)
+    account.time.end_request(0)
     singly = 20 if together else 90
     for _ in range(singly):
         account.timed(TimedStep(alone + 1, alone + 1, 1, seconds, asked=False), None)
     if singly < 90:
         account.count(alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0]))
     plain = 100 * PLAIN.step(2, 2, False)
-    assert account.time.total() == pytest.approx(plain, rel=0.01)
-    assert account.time.saved() == pytest.approx(
+    assert account.time.plain_s() == pytest.approx(plain, rel=0.01)
+    assert account.time.saved_s() == pytest.approx(
         plain - 0.12 - 90 * seconds, abs=0.01 * plain
     )
     assert account.time.of_stock() == pytest.approx(
@@ -508,9 +510,9 @@ def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
     got = ONE.copy()
     got[0] = 8  # the longest alone is drafted for, and ends with the others
     for _ in range(100):
-        account.time.take(timed_step(got, 0.02, True), None)
-    assert account.time.compare() is not None
-    assert account.time.total() == pytest.approx(
+        account.time.record_step(timed_step(got, 0.02, True), None)
+    assert account.time.explain_loss() is not None
+    assert account.time.plain_s() == pytest.approx(
         100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1
     )
 
@@ -521,19 +523,19 @@ def test_baseline_steps_of_a_full_batch_say_nothing_of_a_small_one() -> None:
     """
     bound = StepModel(base=0.01, token=0.0, bend=0.0001, knee=60.0)
     time = PlainTime(StepTimes(bound))
-    for requests in [176, 180, 184, 188, 192, 192, 192, 192] * LEAST_STEPS:
+    for requests in [176, 180, 184, 188, 192, 192, 192, 192] * tuning.JUDGED_STEPS:
         step = bound.step(requests, requests, False)
-        time.take(
+        time.record_step(
             timed_step(np.ones(requests, dtype=int), step, False, asked=False), None
         )
-    time.settle()
+    time.begin_batch()
     seconds = 50 * bound.step(4, 4, False)
     for _ in range(50):
-        time.take(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
-    assert time.compare() == ""
-    assert time.saved() == pytest.approx(seconds, rel=0.05)
+        time.record_step(timed_step(np.full(4, 2), bound.step(4, 4, False), True), None)
+    assert time.explain_loss() == ""
+    assert time.saved_s() == pytest.approx(seconds, rel=0.05)
     assert time.of_stock() == pytest.approx(
-        time.passed / (time.passed + seconds), rel=0.05
+        time.passed_s / (time.passed_s + seconds), rel=0.05
     )
 
 
@@ -541,21 +543,21 @@ def test_baseline_steps_of_short_texts_say_nothing_of_long_ones() -> None:
     """Those of a rollout's begin, behind which all steps are drafted."""
     model = StepModel(base=0.01, token=0.0, context=1e-6)
     time = PlainTime(StepTimes(model))
-    for context in [1000, 1100, 1200, 1300] * LEAST_STEPS:
-        time.take(
+    for context in [1000, 1100, 1200, 1300] * tuning.JUDGED_STEPS:
+        time.record_step(
             timed_step(
                 ONE, model.step(8, 8, False, context), False, context, asked=False
             ),
             None,
         )
-    time.settle()
+    time.begin_batch()
     plain = 100 * model.step(8, 8, False, 40_000)
     for _ in range(50):
-        time.take(
+        time.record_step(
             timed_step(2 * ONE, model.step(8, 8, False, 40_000), True, 40_000), None
         )
-    assert time.compare() == ""
-    assert time.saved() == pytest.approx(0.5 * plain, rel=0.05)
+    assert time.explain_loss() == ""
+    assert time.saved_s() == pytest.approx(0.5 * plain, rel=0.05)
 
 
 def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone() -> (
@@ -565,11 +567,11 @@ def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone
     account = make(model=PLAIN)
     rollout(account, asking=1.0, requests=1)
     account.sync()
-    for _ in range(3 * BATCHES):
+    for _ in range(3 * tuning.JUDGED_BATCHES):
         for _ in range(10):
-            account.time.take(
+            account.time.record_step(
                 timed_step(np.full(1, 2), PLAIN.step(1, 1, False), True), None
             )
-        account.time.close(0)
-        account.time.settle()
+        account.time.end_request(0)
+        account.time.begin_batch()
     assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)

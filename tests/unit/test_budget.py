@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from das_adapter.core import tuning
 from das_adapter.core.budget import (
     allocate,
     das_budgets,
@@ -18,7 +19,7 @@ from das_adapter.core.budget import (
     makespan_weights,
     plan_rollout,
 )
-from das_adapter.core.latency import LAUNCH, StepModel
+from das_adapter.core.latency import StepModel
 
 
 def accepted(
@@ -185,7 +186,9 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
 def test_drafts_leave_the_cuda_graphs_only_where_they_are_worth_the_launches(
     step: float, most: int
 ) -> None:
-    model = StepModel(base=step, token=0.0, launch=LAUNCH, sizes=(*range(8, 513, 8),))
+    model = StepModel(
+        base=step, token=0.0, launch=tuning.LAUNCH_S, sizes=(*range(8, 513, 8),)
+    )
     chances = np.tile(np.float32(0.6) ** np.arange(1, 9), 128).astype(np.float32)
     found = allocate(chances, np.arange(129) * 8, np.full(128, step / 128), model)
     assert 128 + found.total == most

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from das_adapter.core.confidence import EVEN, KINDS, Confidence, Outlook
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.planners import Offer, with_model
+from das_adapter.core.planners import DraftCandidates, add_model_drafts
 from das_adapter.core.steps import StepPlan
 
 SURE = KINDS - 2
@@ -31,12 +31,12 @@ def test_a_token_of_greater_odds_is_taken_to_be_likelier_and_then_what_was_seen_
         kinds = rng.choice([UNSURE, SURE], (8, 4)).astype(np.uint8)
         right = rng.random(kinds.shape) < np.where(kinds == SURE, 0.6, 0.1)
         accepted = np.append(right, np.zeros((8, 1), bool), axis=1).argmin(axis=1)
-        confidence.verified(kinds, np.minimum(4, accepted + 1), accepted)
+        confidence.record_verified(kinds, np.minimum(4, accepted + 1), accepted)
     assert confidence.chances[[UNSURE, SURE]] == pytest.approx([0.1, 0.6], abs=0.05)
     before = confidence.chances
     confidence.forget()
     assert confidence.chances == pytest.approx(before)
-    confidence.verified(
+    confidence.record_verified(
         np.full((40, 1), SURE, np.uint8), np.ones(40, int), np.ones(40, int)
     )
     assert confidence.chances[SURE] > 0.8  # a weight sync lets it change soon
@@ -56,7 +56,7 @@ def test_the_outlook_counts_the_tokens_of_the_drafts_that_were_seen(
     survival = chances.cumprod(axis=1)
     levels = st.one_of(st.floats(0.0, 1.2), st.sampled_from(survival.ravel().tolist()))
     least = np.array(data.draw(st.lists(levels, min_size=1, max_size=4)))
-    verified, accepted, longest = Outlook(survival).tokens(least)
+    verified, accepted, longest = Outlook(survival).tokens_above(least)
     for row, some in enumerate(least):
         kept = survival >= some
         assert longest[row] == kept.sum(axis=1).max()
@@ -81,7 +81,7 @@ def test_beyond_what_was_drafted_tokens_survive_as_in_longer_drafts_or_as_the_fi
         ([SURE, EVEN], even),
     ):
         for _ in range(100):  # long enough to forget what was before
-            confidence.drafted(np.array([kinds] * 3, dtype=np.uint8), 4)
+            confidence.record_drafts(np.array([kinds] * 3, dtype=np.uint8), 4)
         expected = np.cumprod([sure, even, beyond, beyond])
         assert confidence.outlook.survival == pytest.approx(expected, rel=0.2)
 
@@ -92,7 +92,7 @@ def test_the_outlook_is_that_of_all_requests_of_a_batch(sure: int) -> None:
     kinds = np.full((64, 2), UNSURE, dtype=np.uint8)
     kinds[sure::8] = SURE
     for _ in range(64):
-        confidence.drafted(kinds, 2)
+        confidence.record_drafts(kinds, 2)
     assert confidence.outlook.survival == pytest.approx(
         confidence.chances[kinds].cumprod(axis=1).mean(axis=0), rel=0.05
     )
@@ -106,13 +106,13 @@ def planned(
     """
     drafts = ModelDrafts(len(kinds[0]), narrows=False)
     batch = len(worth)
-    drafts.expect(StepModel(base=passes, token=0.0))
+    drafts.set_pass_prior(StepModel(base=passes, token=0.0))
     if kinds[0]:
-        drafts.drafted_with(np.array(kinds, dtype=np.uint8))
+        drafts.record_draft_kinds(np.array(kinds, dtype=np.uint8))
     limits = np.full(batch, len(kinds[0]))
     nobody = np.zeros(batch + 1, dtype=np.int64)
-    offer = Offer(limits, np.zeros(0, np.float32), nobody, drafts, 0.0, True)
-    return with_model(offer, StepPlan.nothing(batch), np.array(worth), model)
+    offer = DraftCandidates(limits, np.zeros(0, np.float32), nobody, drafts, 0.0, True)
+    return add_model_drafts(offer, StepPlan.nothing(batch), np.array(worth), model)
 
 
 def test_as_many_tokens_are_verified_as_are_worth_it_of_longer_drafts() -> None:

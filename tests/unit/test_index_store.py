@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from own_history import OwnHistory
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.errors import DasError
@@ -303,18 +303,18 @@ def test_a_visit_too_large_for_the_budget_is_thinned_out(
 def test_with_scope_global_what_all_prompts_wrote_stays(
     store: HistoryStore, tmp_path: Path
 ) -> None:
-    policy = HistoryPolicy(HistoryConfig(scope="global"))
+    policy = HistoryRules(HistoryConfig(scope="global"))
     rng = np.random.default_rng(0)
     texts = rng.permutation(6000).reshape(300, 20).astype(np.int32)
     for version, text in enumerate(texts[:280]):
-        policy.remember(store, [(version, text.tobytes(), version)])
+        policy.add_and_seal(store, [(version, text.tobytes(), version)])
         while store.work(policy.window):
             pass
     store.save(tmp_path / "saved", policy.window)
     with HistoryStore(tmp_path / "resumed") as resumed:
         resumed.absorb(tmp_path / "saved")
         for version, text in enumerate(texts[280:], 280):
-            policy.remember(resumed, [(version, text.tobytes(), version)])
+            policy.add_and_seal(resumed, [(version, text.tobytes(), version)])
         index = SuffixIndex.attach(resumed.directory)
         assert (index.problems, index.tokens) == (1, texts.size)
         key = policy.key(5)

@@ -8,8 +8,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.hardware import DEVICES, recognise
-from das_adapter.core.latency import ASSUMED, LAUNCH, StepModel, StepTimes, fit
+from das_adapter.core.latency import ASSUMED, StepModel, StepTimes, fit
 from das_adapter.core.roofline import Roofline
 from das_adapter.sim.models import MODELS
 
@@ -137,8 +138,8 @@ def test_pauses_and_stray_steps_do_not_move_the_online_fit() -> None:
     assert times.model.base == pytest.approx(truth.base, rel=0.05)
     assert times.model.slope(50) == pytest.approx(truth.token, rel=0.05)
     # the pauses are missed, the rest is noise of 2.5 %
-    assert 0.02 < (times.take_error() or 0.0) < 0.15
-    assert times.take_error() is None
+    assert 0.02 < (times.pop_error() or 0.0) < 0.15
+    assert times.pop_error() is None
 
 
 def counted_fits(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -247,8 +248,8 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
     )
     assert model.padded([1, 8, 9, 17, 32, 33]).tolist() == [8, 8, 16, 32, 32, 33]
     assert model.step(9, 4, True) == model.step(16, 4, True) == pytest.approx(0.026)
-    assert model.marginal(9) == 0.0
-    assert model.marginal(16) == model.slope(16) == 0.001
+    assert model.marginal_price(9) == 0.0
+    assert model.marginal_price(16) == model.slope(16) == 0.001
     other = replace(model, drafted_sizes=(16, 24))
     assert other.padded([9, 9, 20, 20], [False, True, False, True]).tolist() == [
         16,
@@ -256,15 +257,15 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
         32,
         24,
     ]
-    assert [other.size(20, drafted) for drafted in (False, True)] == [32, 24]
+    assert [other.padded_size(20, drafted) for drafted in (False, True)] == [32, 24]
     assert (
         other.step(20, 4, True)
         == pytest.approx(float(other.seconds(20, 4, True)))
         == replace(model, sizes=()).step(24, 4, True)
     )
-    assert other.costs(4)[-1] == (16, 24) and other.marginal(
+    assert other.native_costs(4)[-1] == (16, 24) and other.marginal_price(
         20
-    ) == 0.0 < other.marginal(24)
+    ) == 0.0 < other.marginal_price(24)
     slow = replace(other, launch=0.5)
     for tokens, drafted, launched in (
         (24, True, False),
@@ -277,8 +278,8 @@ def test_a_step_is_padded_to_the_captured_size() -> None:
         assert float(slow.seconds(tokens, 4, drafted)) == pytest.approx(
             slow.step(tokens, 4, drafted)
         )
-    near = model.at(100)
-    far = model.at(1000)
+    near = model.at_context(100)
+    far = model.at_context(1000)
     assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
     assert far.seconds([9, 33], 4, True) == pytest.approx(
         model.seconds([9, 33], 4, True, 4000)
@@ -300,7 +301,9 @@ def observed(tokens: Sequence[int], launch: float) -> StepTimes:
 def test_what_launching_kernels_one_by_one_costs_is_assumed_until_it_was_seen() -> None:
     inside = observed((8, 16, 32, 64), 0.002).model
     both = observed((8, 16, 32, 64, 70, 90), 0.002).model
-    assert inside.launch == LAUNCH and both.launch == pytest.approx(0.002, rel=0.05)
+    assert inside.launch == tuning.LAUNCH_S and both.launch == pytest.approx(
+        0.002, rel=0.05
+    )
     assert both.step(80, 8, True) - both.step(64, 8, True) == pytest.approx(
         0.002 + 16e-5, rel=0.05
     )
@@ -329,7 +332,7 @@ def device_steps(b: np.ndarray, d: np.ndarray, s: np.ndarray) -> np.ndarray:
     """Seconds of an engine's steps on an H100 with CUDA graphs: a roofline, with
     padding, launches and an exchange.
     """
-    roof = Roofline.of(QWEN_7B, DEVICES["h100"])
+    roof = Roofline.from_config(QWEN_7B, DEVICES["h100"])
     n = b * (1 + d)
     host = np.where(d > 0, 20e-6, 8e-6) * b
     at = np.searchsorted(CAPTURED, n)
@@ -381,16 +384,16 @@ def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) ->
 def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step() -> (
     None
 ):
-    roof = Roofline.of(QWEN_7B, DEVICES["h100"], tensor_parallel=2)
+    roof = Roofline.from_config(QWEN_7B, DEVICES["h100"], tensor_parallel=2)
     held = roof.weight_bytes + roof.table_bytes
     # 7.6 B parameters, 2 bytes, 2 devices
     assert held == pytest.approx(7.6e9, rel=0.02)
     # a step reads a few rows of the input embeddings
     assert roof.table_bytes == 3584 * 152064
-    assert Roofline.of(
+    assert Roofline.from_config(
         QWEN_7B | {"tie_word_embeddings": True}, DEVICES["h100"], 2
     ) == replace(roof, table_bytes=0.0)
-    line = roof.line(context=1000)
+    line = roof.step_model(context=1000)
     for batch in (1, 8):
         assert line.step(batch, batch, False, batch * 1000) == pytest.approx(
             roof.seconds(batch, 1000, 0), rel=0.02
@@ -404,7 +407,7 @@ def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step()
 def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
     def kv_bytes(devices: int) -> float:
         return (
-            Roofline.of(QWEN_7B, DEVICES["h100"], devices).kv_bytes
+            Roofline.from_config(QWEN_7B, DEVICES["h100"], devices).kv_bytes
             * devices
             / (4 * 28 * 4 * 128)
         )
@@ -416,8 +419,8 @@ def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
 def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(
     devices: int,
 ) -> None:
-    roof = Roofline.of(MODELS["Qwen/Qwen3-30B-A3B"], DEVICES["h100"], devices)
-    line = roof.line(context=1000)
+    roof = Roofline.from_config(MODELS["Qwen/Qwen3-30B-A3B"], DEVICES["h100"], devices)
+    line = roof.step_model(context=1000)
     for requests, drafts in (
         (1, 0),
         (1, 7),
@@ -462,7 +465,7 @@ def test_a_driver_s_name_is_recognised(name: str, device: str | None) -> None:
 def test_until_there_is_a_fit_the_prior_is_brought_to_the_times_that_were_seen() -> (
     None
 ):
-    prior = Roofline.of(QWEN_7B, DEVICES["h100"]).line()
+    prior = Roofline.from_config(QWEN_7B, DEVICES["h100"]).step_model()
     times = StepTimes(prior)
     for _ in range(20):
         times.add(8, 8, False, 1.6 * prior.step(8, 8, False, 8000), 8000)

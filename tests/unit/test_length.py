@@ -9,12 +9,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from das_adapter.core import tuning
 from das_adapter.core.length import (
     RESPONSE,
     LengthClass,
     LengthLog,
     LengthModel,
-    beyond,
+    chance_ended_by,
     classes,
     expected_remaining,
 )
@@ -52,7 +53,7 @@ def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
     model = trained({0: lengths.tolist()})
     assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
     # version 0 is none of the recent ones any more
-    for version in range(1, model.RECENT + 1):
+    for version in range(1, tuning.POPULATION_VERSIONS + 1):
         model.observe(rows((7, 1000, version)))
     model.refit()
     assert model.bounds == (1000.0, 1000.0)
@@ -81,7 +82,7 @@ def test_without_history_everything_is_medium() -> None:
 def test_remaining_is_a_conditional_mean() -> None:
     model = trained({1: [400] * 40})
     rng = np.random.default_rng(0)
-    draws = np.minimum(400 * rng.lognormal(0.0, model.SPREAD, 400000), 4096)
+    draws = np.minimum(400 * rng.lognormal(0.0, tuning.LENGTH_SPREAD, 400000), 4096)
     for written in (0.0, 300.0, 500.0):
         expected = draws[draws > written].mean() - written
         found = expected_remaining(
@@ -98,7 +99,10 @@ def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
     )
     assert later < early
     assert (
-        beyond(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[0, 0] == 1.0
+        chance_ended_by(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[
+            0, 0
+        ]
+        == 1.0
     )
 
 
@@ -140,7 +144,7 @@ def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
 def test_lengths_are_remembered_for_a_problem_s_own_visits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("das_adapter.core.length.WINDOW", 2)
+    monkeypatch.setattr("das_adapter.core.tuning.HISTORY_WINDOW", 2)
     log = LengthLog()
     for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
         log.add(rows((1, tokens, version), (2, 100, 3)))
@@ -149,8 +153,8 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits(
     model = LengthModel(4096)
     model.observe(log.since(0))
     model.observe(rows((1, 100, 4)))  # it arrives late, and two later visits are known
-    assert model.own(1).tolist() == [1000, 1000]
-    assert model.own(2).tolist() == [100, 100, 100]
+    assert model.lengths_of(1).tolist() == [1000, 1000]
+    assert model.lengths_of(2).tolist() == [100, 100, 100]
 
 
 def test_what_is_remembered_of_a_problem_takes_little_more_than_its_lengths() -> None:
@@ -168,7 +172,7 @@ def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:
     for tokens in (100, 300):
         model.observe(np.full(2**18, np.array((1, tokens, 0), RESPONSE)))
     model.refit()
-    assert np.array_equal(model.own(1), np.full(2**18, 300.0))
+    assert np.array_equal(model.lengths_of(1), np.full(2**18, 300.0))
     assert model.bounds == (300.0, 300.0)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from das_adapter.core.length import RESPONSE, Expected
+from das_adapter.core.length import RESPONSE, ExpectedLengths
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import to_plain_payload
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
@@ -242,15 +242,15 @@ def rows(*responses: tuple[int, int, int]) -> np.ndarray:
 
 def test_predictions_follow_the_lengths() -> None:
     ledger = Ledger()
-    assert Expected(ledger.predictions())[1] == Expected().mean
+    assert ExpectedLengths(ledger.predictions())[1] == ExpectedLengths().mean
     ledger.add(
         rows(*[(p, 50, 0) for p in (1, 2, 3) for _ in range(4)], *[(9, 2000, 0)] * 4)
     )
-    lengths = Expected(ledger.predictions())
+    lengths = ExpectedLengths(ledger.predictions())
     assert lengths[9] > lengths.mean > lengths[1]
     for version in (70, 80, 90, 100):
         ledger.add(rows(*[(1, 2000, version)] * 4))
-    again = Expected(ledger.predictions())
+    again = ExpectedLengths(ledger.predictions())
     assert again[1] > lengths[9]  # what it wrote at version 0 has left the window
     assert again[2] > 0.9 * lengths[2]  # and problem 2 has not been visited since
 

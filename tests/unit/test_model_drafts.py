@@ -17,12 +17,18 @@ from test_policy import stated
 from test_two_sources import rollout
 
 from das_adapter.config import DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.planners import Offer, one_length, own_lengths, with_model
+from das_adapter.core.planners import (
+    DraftCandidates,
+    add_model_drafts,
+    plan_one_length,
+    plan_own_lengths,
+)
 from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.roofline import Roofline
 from das_adapter.core.steps import Outcome, StepPlan
@@ -33,7 +39,7 @@ def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
     """A copy whose tokens are accepted at this rate, and whose passes take so long."""
     drafts = ModelDrafts(most)
     drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
-    drafts.expect(StepModel(base=seconds, token=0.0))
+    drafts.set_pass_prior(StepModel(base=seconds, token=0.0))
     return drafts
 
 
@@ -58,8 +64,8 @@ def planned(
         for value, one, n in zip(theirs, worth, found.history, strict=True)
     ]
     offsets = np.append(0, np.cumsum(found.history))
-    return with_model(
-        Offer(limits, np.concatenate(chances), offsets, c, 0.0, cut),
+    return add_model_drafts(
+        DraftCandidates(limits, np.concatenate(chances), offsets, c, 0.0, cut),
         found,
         np.array(worth),
         m,
@@ -144,30 +150,30 @@ def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
 
 
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
-    assert list(copy(0.5, 0.1).lengths(0.2)) == [1, 2]
+    assert list(copy(0.5, 0.1).lengths_above(0.2)) == [1, 2]
 
 
 def test_the_first_passes_are_assumed_and_then_known() -> None:
     c = ModelDrafts(5)
-    assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(0.8)
+    assert c.passes_s(np.array([2, 1]), plain_s=1.0) == pytest.approx(0.8)
     for _ in range(20):
-        c.timed_pass(4, 0.1)
-    assert c.seconds(np.array([2, 1, 0]), plain=1.0) == pytest.approx(0.2)
+        c.record_pass(4, 0.1)
+    assert c.passes_s(np.array([2, 1, 0]), plain_s=1.0) == pytest.approx(0.2)
 
 
 def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> None:
     for narrows, seconds in ((True, 0.3), (False, 0.4)):
         c = ModelDrafts(5, narrows)
-        c.expect(StepModel(base=0.0, token=0.1))
-        assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
+        c.set_pass_prior(StepModel(base=0.0, token=0.1))
+        assert c.passes_s(np.array([2, 1]), plain_s=1.0) == pytest.approx(seconds)
 
 
 def test_a_parallel_drafter_makes_one_pass_for_all_tokens() -> None:
     for always, seconds in ((0, 0.1), (1, 0.0)):
-        c = ModelDrafts(5, narrows=False, always=always, parallel=True)
-        c.expect(StepModel(base=0.1, token=0.0))
-        assert c.seconds(np.array([5, 1]), plain=1.0) == pytest.approx(seconds)
-        assert c.seconds(np.array([0, 0]), plain=1.0) == 0.0
+        c = ModelDrafts(5, narrows=False, passes_every_step=always, parallel=True)
+        c.set_pass_prior(StepModel(base=0.1, token=0.0))
+        assert c.passes_s(np.array([5, 1]), plain_s=1.0) == pytest.approx(seconds)
+        assert c.passes_s(np.array([0, 0]), plain_s=1.0) == 0.0
 
 
 def test_acceptance_counts_only_what_was_tried() -> None:
@@ -182,7 +188,7 @@ def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
     rate = a.rate
     a.forget()
     assert a.rate == pytest.approx(rate)
-    assert a.tried == AcceptanceRate.KNOWN
+    assert a.tried == tuning.RATE_KNOWN_TOKENS
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(5, 5.0), (5, 5.7), (5, 3.5), (7, 7.0)])
@@ -193,10 +199,10 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
     """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048
     tokens of context.
     """
-    roof = Roofline.of(MODELS[model], DEVICES["a100"])
+    roof = Roofline.from_config(MODELS[model], DEVICES["a100"])
     context = 2048
-    step = roof.line(context)
-    of_pass = roof.line(context, share=0.25)
+    step = roof.step_model(context)
+    of_pass = roof.step_model(context, share=0.25)
     rate = brentq(lambda r: sum(r**j for j in range(tokens + 1)) - length, 0.01, 1.0)
 
     def speedup(b: int) -> float:
@@ -208,7 +214,7 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
     def predicted(b: int) -> tuple[float, bool]:
         drafts = ModelDrafts(tokens, lengths=(tokens,))
         drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
-        drafts.expect(of_pass)
+        drafts.set_pass_prior(of_pass)
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
         policy = DraftPolicy(das, limit=8192, prior=step, drafts=drafts)
         slots = np.array([policy.begin(i, 0, 8192) for i in range(b)])
@@ -239,7 +245,7 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
     batch = 8
     rng = np.random.default_rng(0)
     # at 0.8, the assumption, it would not pay
-    drafts.expect(StepModel(base=0.0075, token=0.0))
+    drafts.set_pass_prior(StepModel(base=0.0075, token=0.0))
     step = StepModel(base=0.01, token=1e-5)
     policy = DraftPolicy(
         DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts
@@ -326,7 +332,7 @@ def test_drafts_of_one_length_for_all_are_made_where_they_pay(
         truth.step((lengths > n).sum(), (lengths > n).sum(), False)
         for n in range(lengths.max())
     )
-    drafts = ModelDrafts(5, narrows=False, always=always)
+    drafts = ModelDrafts(5, narrows=False, passes_every_step=always)
     lengths_there = (1, 2, 4, 5)
     policy = DraftPolicy(
         DasConfig(drafter="self"), 2048, drafts=drafts, lengths=lengths_there
@@ -361,7 +367,7 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     """
     drafts = ModelDrafts(5, narrows=False, follows=True)
     running = 8
-    drafts.expect(StepModel(base=pass_s, token=0.0))
+    drafts.set_pass_prior(StepModel(base=pass_s, token=0.0))
     policy = DraftPolicy(
         DasConfig(max_draft_tokens=8),
         2048,
@@ -398,14 +404,16 @@ def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(
     """
     drafts = ModelDrafts(5, narrows=False, follows=follows)
     limits = np.full(4, 20)
-    drafts.expect(StepModel(base=1.0, token=0.0))
+    drafts.set_pass_prior(StepModel(base=1.0, token=0.0))
     worth = np.full(4, 0.01)
     found = np.tile(np.full(8, 0.9, dtype=np.float32), 4)
-    offer = Offer(limits, found, np.arange(5) * 8, drafts, 0.0, True)
-    plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
+    offer = DraftCandidates(limits, found, np.arange(5) * 8, drafts, 0.0, True)
+    plan = plan_one_length(
+        offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8)
+    )
     assert set(plan.history.tolist()) == {drafted}
     assert not plan.model.any()
-    own = own_lengths(offer, worth, StepModel(base=0.05, token=0.0))
+    own = plan_own_lengths(offer, worth, StepModel(base=0.05, token=0.0))
     assert (own.gain < 0, own.passes_s) == (follows, pytest.approx(float(follows)))
 
 
@@ -414,10 +422,10 @@ def test_the_model_drafts_one_of_its_lengths() -> None:
     passes.
     """
     drafts = ModelDrafts(5, narrows=False, lengths=(1, 2, 4, 5, 16))
-    drafts.expect(StepModel(base=0.1, token=0.0))
-    assert [drafts.drafted(n) for n in range(6)] == [0, 1, 2, 4, 4, 5]
-    assert drafts.seconds(np.array([3, 1]), 1.0) == pytest.approx(0.4)
-    assert drafts.lengths(0.0) == [1, 2, 4, 5]
+    drafts.set_pass_prior(StepModel(base=0.1, token=0.0))
+    assert [drafts.draft_length(n) for n in range(6)] == [0, 1, 2, 4, 4, 5]
+    assert drafts.passes_s(np.array([3, 1]), 1.0) == pytest.approx(0.4)
+    assert drafts.lengths_above(0.0) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 16)])
@@ -437,9 +445,9 @@ def test_fixed_budgets_have_all_tokens_that_there_can_be(
 
 
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
-    c = ModelDrafts(5, narrows=False, always=1)
-    c.expect(StepModel(base=0.1, token=0.0))
-    assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx(
+    c = ModelDrafts(5, narrows=False, passes_every_step=1)
+    c.set_pass_prior(StepModel(base=0.1, token=0.0))
+    assert [c.passes_s(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx(
         [0.0, 0.0, 0.2]
     )
 
@@ -451,7 +459,7 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
     slots = np.array([policy.begin(i, 0, 500) for i in range(2)])
 
     def drafts_at(pass_s: float) -> bool:
-        policy.drafts.expect(StepModel(base=pass_s, token=0.0))
+        policy.drafts.set_pass_prior(StepModel(base=pass_s, token=0.0))
         ones = np.ones(2, dtype=int)
         outcome = Outcome(slots, ones, None, None, 100 * ones, left_out=64)
         return bool(decide(policy, outcome).model.any())

@@ -12,7 +12,7 @@ import pytest
 from driver import decide
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import LOOK_REQUEST_S, LOOK_S, LOOK_SHARE, LOOK_STEPS
+from das_adapter.core import tuning
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
@@ -245,8 +245,12 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_w
     policy = warm(make(), lengths, truth, chance=0.05)
     result = rollout(lengths, truth, policy, chance=0.05)
     # in a step
-    looks = LOOK_SHARE * truth.step(64, 64, False) / (LOOK_S + 64 * LOOK_REQUEST_S)
-    usual = result.steps * min(0.5, max(1 / LOOK_STEPS, looks))
+    looks = (
+        tuning.LOOK_SHARE
+        * truth.step(64, 64, False)
+        / (tuning.LOOK_S + 64 * tuning.LOOK_REQUEST_S)
+    )
+    usual = result.steps * min(0.5, max(1 / tuning.LOOK_STEPS, looks))
     assert usual - 2 <= result.looks <= usual + 16
 
 
@@ -401,6 +405,6 @@ def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
     assert table.pace[unasked] > 3.5
     for _ in range(30):
         table.advance(asked, np.array([1]), None, curve)
-    table.skip(unasked, np.array([30]))
+    table.record_baseline_steps(unasked, np.array([30]))
     for column in (table.written, table.pace, table.load):
         assert column[unasked] == pytest.approx(column[asked])

@@ -46,7 +46,7 @@ def simulated(**keys: Any) -> Simulation:
 def test_a_model_s_sizes_give_its_parameters(
     model: str, billions: float, active: float
 ) -> None:
-    roof = Roofline.of(sizes(model), DEVICES["h100"])
+    roof = Roofline.from_config(sizes(model), DEVICES["h100"])
     assert (
         roof.weight_bytes + roof.table_bytes + roof.expert_bytes
     ) / 2e9 == pytest.approx(billions, rel=0.01)
@@ -66,7 +66,10 @@ def test_a_model_whose_layers_the_roofline_does_not_know_is_refused() -> None:
         {"kv_lora_rank": None},
         {"num_local_experts": 8, "num_experts_per_tok": 2},
     ):
-        assert Roofline.of(sizes(plain | keys), DEVICES["h100"]).weight_bytes > 1e9
+        assert (
+            Roofline.from_config(sizes(plain | keys), DEVICES["h100"]).weight_bytes
+            > 1e9
+        )
     for keys, message in (
         (
             {"model_type": "deepseek_v3"},
@@ -84,8 +87,8 @@ def test_a_model_whose_layers_the_roofline_does_not_know_is_refused() -> None:
 
 
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
-    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
-    read = roof.reading([1, 16, 10000]) * roof.hardware.bandwidth
+    roof = Roofline.from_config(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"])
+    read = roof.weights_s([1, 16, 10000]) * roof.hardware.bandwidth
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
     assert (
         read[0]
@@ -93,7 +96,7 @@ def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
         < read[2]
         == pytest.approx(roof.weight_bytes + roof.expert_bytes)
     )
-    half = Roofline.of(
+    half = Roofline.from_config(
         sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"], bytes_per_weight=1.0
     )
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
@@ -192,6 +195,6 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know() -> No
     ].latency.known  # steps that belong to no GPU
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
-    begin = Roofline.of(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
-    assert controllers(of_gpu)[0].latency.model == begin.line()
+    begin = Roofline.from_config(sizes("Qwen/Qwen2.5-7B"), DEVICES["h100"])
+    assert controllers(of_gpu)[0].latency.model == begin.step_model()
     assert not controllers(of_gpu, "b")[0].latency.known

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.store import HistoryStore
@@ -340,16 +340,16 @@ def test_what_is_published_while_a_history_is_thinned_out_is_looked_at_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = opened(tmp_path, max_bytes=2**16)
-    tidy = HistoryPolicy.tidy
+    tidy = HistoryRules.shrink_slice
 
     def published_meanwhile(
-        policy: HistoryPolicy, store: HistoryStore, room: float
+        policy: HistoryRules, store: HistoryStore, room: float
     ) -> bool:
         more = tidy(policy, store, room)
         take(writer)
         return more
 
-    monkeypatch.setattr(HistoryPolicy, "tidy", published_meanwhile)
+    monkeypatch.setattr(HistoryRules, "shrink_slice", published_meanwhile)
     put_batch(writer.directory, "engine", [written(1)])
     take(writer)
     put_batch(writer.directory, "engine", [written(number) for number in range(500)])

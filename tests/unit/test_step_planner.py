@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 import torch
 
 from das_adapter.config import parse
-from das_adapter.core.account import LOOK_STEPS
+from das_adapter.core import tuning
 from das_adapter.core.index import IndexFileError
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Rest, StepPlan, TimedStep
@@ -664,7 +664,9 @@ def test_a_resting_engine_looks_up_once_for_each_time_that_it_asks() -> None:
     engine = Plain(busy=0.0)
     engine.rollout(300)
     # sooner at first
-    assert 300 / LOOK_STEPS - 2 < sum(engine.looked) < 300 / LOOK_STEPS + 6
+    assert (
+        300 / tuning.LOOK_STEPS - 2 < sum(engine.looked) < 300 / tuning.LOOK_STEPS + 6
+    )
 
 
 def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:

@@ -79,11 +79,11 @@ def rollout(
             for of in (plan.history, plan.model)
         )
         if policy.drafts and (
-            longest := max(int(plan.model.max()), policy.drafts.always)
+            longest := max(int(plan.model.max()), policy.drafts.passes_every_step)
         ):
             asked = max(1, int(np.count_nonzero(plan.model)))
             drafting = longest * of_pass.step(asked, 0, False)
-            policy.drafts.timed_pass(asked, drafting / longest)
+            policy.drafts.record_pass(asked, drafting / longest)
         seconds += took + drafting
         policy.timed(TimedStep(at, got, tokens, took, drafting))
         for i in [i for i in live if done[i] >= lengths[i]]:

@@ -74,10 +74,10 @@ class CopySource(ModelSource):
                 drafts[i].append(token)
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
-            self.drafts.timed_pass(
+            self.drafts.record_pass(
                 len(at), time.perf_counter() - begin, float(positions.sum())
             )
-            self.drafts.made += 1
+            self.drafts.passes_made += 1
         self.drawn_with = {
             req: torch.stack(found)
             for req, found in zip(req_ids, drawn_with, strict=True)

@@ -112,7 +112,7 @@ class NeuralSource(ModelSource):
         self._read[unknown] = begins[unknown] if hidden else 0
         for row in np.flatnonzero(unknown).tolist():
             self._kept[req_ids[row]] = []
-        fits = ends + self.drafts.most < self._limit
+        fits = ends + self.drafts.max_draft_tokens < self._limit
         if hidden:
             token_bytes = self._keep(begins, ends, scheduled, fits)
             reads = fits & (
@@ -137,9 +137,9 @@ class NeuralSource(ModelSource):
                     for i, row in enumerate(rows[able].tolist())
                 }
             # else it was behind: that is not what drafts cost
-            if read <= len(rows) * (self.drafts.most + 1):
+            if read <= len(rows) * (self.drafts.max_draft_tokens + 1):
                 context = float(ends[rows[able]].sum())
-                self.drafts.timed_pass(
+                self.drafts.record_pass(
                     int(able.sum()), (time.perf_counter() - begin) / longest, context
                 )
             for i, ids in zip(np.flatnonzero(able).tolist(), found, strict=True):
@@ -241,7 +241,7 @@ class NeuralSource(ModelSource):
             sampling_metadata=of_rows(self.held["sampling_metadata"], which),
         )
         self._read[rows] = ends
-        self.drafts.made += passes
+        self.drafts.passes_made += passes
         return found
 
     def _hidden(

@@ -14,7 +14,7 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.requests import NOBODY, follow, with_room
+from das_adapter.core.requests import EMPTY_INTS, advance_lengths, with_slots
 from das_adapter.core.steps import Outcome, Rest, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
@@ -67,7 +67,7 @@ class Proposer:
         drafts = self.model_source.drafts if self.model_source else None
         self.engine = EngineController(config, vllm_config, drafts, leads=self.leads)
         self.timer = StepTimer()
-        self.model_tokens = NOBODY
+        self.model_tokens = EMPTY_INTS
         """Tokens that the model shall draft for each request of the batch, int64
         [batch].
         """
@@ -258,14 +258,17 @@ class Proposer:
         # it need not even follow the policy
         rests = policy.model_rests
         begin = time.perf_counter()
-        made = source.drafts.made
+        made = source.drafts.passes_made
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
-        if not self.timer.drafted(seconds, source.drafts.made - made) and not rests:
+        if (
+            not self.timer.drafted(seconds, source.drafts.passes_made - made)
+            and not rests
+        ):
             policy.timed_drafting(seconds)
         return drafts
 
@@ -310,7 +313,7 @@ class Proposer:
         if self._batch is not None and self._batch[:2] == (req_ids, everyone):
             _, _, rows, slots = self._batch
             now = lengths[: len(rows)].astype(np.int64)
-            followed = follow(slots, sampled, now, self._lengths, self._ends)
+            followed = advance_lengths(slots, sampled, now, self._lengths, self._ends)
         if followed is not None:
             got, room = followed
         else:
@@ -384,7 +387,7 @@ class Proposer:
         slot = live.slot
         columns = self._ends, self._lengths, self._by_model
         self._ends, self._lengths, self._by_model = (
-            with_room(column, slot + 1) for column in columns
+            with_slots(column, slot + 1) for column in columns
         )
         self._ends[slot] = live.end
         self._lengths[slot] = before

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.native import native
-from das_adapter.core.requests import NOBODY, with_room
+from das_adapter.core.requests import EMPTY_INTS, with_slots
 from das_adapter.core.steps import Chances, Floats, Ints, Outcome
 from das_adapter.engine.requests import LiveRequest
 
@@ -93,7 +93,7 @@ class LiveTexts:
         """By slot, tokens that end a request."""
         self._texts: dict[int, list[int]] = {}
         """By slot, texts that somebody needs."""
-        self._all_stops: Ints = NOBODY
+        self._all_stops: Ints = EMPTY_INTS
         """Tokens that end some request, rising."""
 
     def open(self, request: LiveRequest) -> None:
@@ -124,12 +124,12 @@ class LiveTexts:
                 self._stops.pop(request.slot, None)
                 self._texts.pop(request.slot, None)
         if not self._stops:
-            self._all_stops = NOBODY
+            self._all_stops = EMPTY_INTS
         self._known = None
 
     def _make_room(self, slots: int) -> None:
-        self.kinds = with_room(self.kinds, slots)
-        columns = {name: with_room(getattr(self, name), slots) for name in _COLUMNS}
+        self.kinds = with_slots(self.kinds, slots)
+        columns = {name: with_slots(getattr(self, name), slots) for name in _COLUMNS}
         vars(self).update(columns)
         self._native = native().LiveColumns(
             **{_COLUMNS[name]: column for name, column in columns.items()},
@@ -174,7 +174,7 @@ class LiveTexts:
         told = (
             slots,
             sampled,
-            NOBODY if given is None else given,
+            EMPTY_INTS if given is None else given,
             model,
             self._all_stops,
             self._stops,

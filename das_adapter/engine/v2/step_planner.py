@@ -25,7 +25,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.requests import NOBODY
+from das_adapter.core.requests import EMPTY_INTS
 from das_adapter.core.steps import Ints, Outcome, Rest, Search, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import SILENCE, DraftPlan
@@ -148,7 +148,7 @@ class StepPlanner:
             drafts = ModelDrafts(
                 config.model_tokens,
                 narrows=False,
-                always=always,
+                passes_every_step=always,
                 follows=config.neural,
                 parallel=config.parallel,
                 lengths=lengths,
@@ -256,7 +256,7 @@ class StepPlanner:
         with self.engine.surviving():
             policy = self.engine.policy
             got = np.full_like(slots, steps)
-            outcome = Outcome(slots, got, None, None, room=NOBODY, steps=steps)
+            outcome = Outcome(slots, got, None, None, room=EMPTY_INTS, steps=steps)
             self._note_rest(policy.next(outcome))
             busy_s = self._time_together(outputs, slots, newest)
             if training := int(np.count_nonzero(self.texts.record[slots])):
@@ -360,10 +360,10 @@ class StepPlanner:
         passes = sum(call.passes for call in step.calls)
         drafting_s = sum(call.seconds for call in step.calls)
         if drafts is not None:
-            drafts.made += passes
+            drafts.passes_made += passes
             for call in step.calls:
                 if call.usual:
-                    drafts.timed_pass(call.requests, call.seconds / call.passes)
+                    drafts.record_pass(call.requests, call.seconds / call.passes)
         if self._last_arrival is None:
             return
         seconds = arrived - self._last_arrival - drafting_s
@@ -396,7 +396,7 @@ class StepPlanner:
             kinds = step.kinds.numpy()
             self.texts.hear_kinds(step.req_ids, kinds)
             if not self.engine.rehearsing:
-                self.engine.drafts.drafted_with(kinds)
+                self.engine.drafts.record_draft_kinds(kinds)
 
     # Plans
 
@@ -420,7 +420,7 @@ class StepPlanner:
         chances = None
         if drafts is not None:
             wanted = max(chosen.longest, _largest(chosen.model))
-            num_model_tokens = drafts.drafted(wanted)
+            num_model_tokens = drafts.draft_length(wanted)
             chances = drafts.confidence.chances
         if not self._own_lengths:
             wanted = max(wanted, _largest(chosen.history))

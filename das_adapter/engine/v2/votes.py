@@ -37,7 +37,7 @@ PRIOR = tl.constexpr(_RULES["PRIOR"])
 DOUBT = tl.constexpr(_RULES["DOUBT"])
 MEMORY = tl.constexpr(_RULES["MEMORY"])
 """Weight of a kind's prior and of a source's, and of the past at most, tokens."""
-NOBODY = tl.constexpr(0x7FFFFFFF)
+EMPTY_INTS = tl.constexpr(0x7FFFFFFF)
 """Above every token."""
 
 
@@ -187,14 +187,14 @@ def _elected(token, alive, strong, weight, own):
     power = (strong + 1).to(tl.int64)
     power = power * power * power
     votes = tl.where(alive, power * power * weight, 0)
-    said = tl.min(tl.where(alive, token, NOBODY), axis=0)
+    said = tl.min(tl.where(alive, token, EMPTY_INTS), axis=0)
     winner = said
     most = tl.full([], 0, tl.int64)
-    while said < NOBODY:
+    while said < EMPTY_INTS:
         total = tl.sum(tl.where(token == said, votes, 0), axis=0)
         winner = tl.where(total > most, said, winner)
         most = tl.maximum(most, total)
-        said = tl.min(tl.where(alive & (token > said), token, NOBODY), axis=0)
+        said = tl.min(tl.where(alive & (token > said), token, EMPTY_INTS), axis=0)
     voters = alive & (token == winner)
     share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
     longest = tl.max(tl.where(voters, strong, 0), axis=0)

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import HistoryRules
 from das_adapter.engine import plan
 from das_adapter.engine.plan import PlanInForce, plan_of
 from das_adapter.engine.requests import LiveRequest, warm_up
@@ -91,7 +91,7 @@ class DeviceWorkerState(WorkerState):
                 states.max_num_reqs, states.num_speculative_steps, states.device
             )
             setattr(states, ADMITS, self.admission)
-        self._policy = HistoryPolicy(config.history)
+        self._policy = HistoryRules(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._requests: dict[str, LiveRequest] = {}
         self._begun: list[LiveRequest] = []
