@@ -1,6 +1,6 @@
 """Write the tables of keys in docs/block.md and docs/simulation.md from the models, the
-figures of all pages from results (`figures.py`), and the README's picture: `python
-scripts/reference.py`.
+table of numbers in docs/tuning.md from `core/tuning.py`, the figures of all pages from
+results (`figures.py`), and the README's picture: `python scripts/reference.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import docs_hooks
 import figures
+import numbers_page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -95,6 +96,7 @@ def _default(key: str, value: Any) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(update(page))
+    numbers_page.PAGE.write_text(numbers_page.page())
     (DOCS / "pictures" / "chart_epochs.svg").write_bytes(docs_hooks.epochs())
     for page in figures.PAGES:
         page.write_text(figures.update(page.read_text()))

@@ -141,9 +141,10 @@ class Roofline:
     ) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights'
         read time, then a line; with experts, of which each token reads more, the best
-        two lines up to some doublings of a token. `context`: tokens of a request's context at which a
-        token's computing is taken; `share`: of the passes of a policy copy, see
-        `seconds`.
+        two lines up to some doublings of a token.
+
+        `context`: tokens of a request's context at which a token's computing is taken;
+        `share`: of the passes of a policy copy, see `seconds`.
         """
         kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:

@@ -23,7 +23,7 @@ def number(value: Value, unit: str, reason: str) -> Value:
     return value
 
 
-# How much is drafted, and for whom (core/controller.py)
+# How much is drafted, and for whom (core/policy.py)
 
 REPLAN_STEPS = number(
     64,
@@ -519,7 +519,7 @@ HISTORY_WINDOW = number(
     " or 8",
 )
 
-# verl/router.py
+# Which lengths routing expects (verl/router.py)
 
 REQUESTS_PER_LENGTHS = number(
     1024,
@@ -527,7 +527,7 @@ REQUESTS_PER_LENGTHS = number(
     "a guess: after so many requests the ledger is asked for lengths again",
 )
 
-# nemo_rl/generation.py
+# Which lengths an asynchronous run expects (nemo_rl/generation.py)
 
 LENGTHS_FOR_S = number(
     10.0,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numbers_page
 import numpy as np
 import pytest
 
@@ -203,3 +204,9 @@ def test_the_native_core_was_built_with_the_numbers_of_the_table() -> None:
     ages = np.arange(256)
     weights = tuning.CPP_SIBLING_WEIGHT * 0.5 ** (ages / tuning.CPP_HALF_LIFE_VISITS)
     np.testing.assert_allclose(rules["FADING"], np.maximum(weights, 1), atol=0.5)
+
+
+def test_the_page_has_the_table() -> None:
+    assert numbers_page.PAGE.read_text() == numbers_page.page(), (
+        "run python scripts/reference.py"
+    )
