@@ -95,7 +95,7 @@ class HistorySource:
         self._lengths[slots] = written
 
     def found(self) -> tuple[Chances, Ints]:
-        """Return what was found, as `Controller.decide` takes it."""
+        """Return what was found, as `DraftPolicy.choose` takes it."""
         _, chances, offsets = self._looking.result()
         return chances, offsets
 

@@ -49,7 +49,7 @@ class WorkerState:
 
     def __init__(self, runner: Any, config: DasConfig, drafter: Any):
         """`drafter`: what decides on the drafts, the runner's `Proposer` or
-        `DraftLengths`; None: vLLM does, or another rank's, or nobody drafts.
+        `StepPlanner`; None: vLLM does, or another rank's, or nobody drafts.
         """
         self.runner = runner
         self.config = config

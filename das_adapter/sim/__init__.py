@@ -1,7 +1,7 @@
 """Simulate rollouts: what they would take on given hardware, with and without drafts.
 
 `Simulation` runs the arms of a `SimConfig`; `das-adapter simulate` reads one from YAML.
-Controller, toggle, routing, history and latency models are the package's own; only
+The policy of drafts, routing, history and latency models are the package's own; only
 engines and clocks are models.
 """
 
