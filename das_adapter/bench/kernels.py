@@ -78,7 +78,7 @@ class World:
         opened = [(slot, slot // GROUP, PROMPT) for slot in range(batch)]
         self.index.open(opened)
         while self.index.arena.unsealed:  # a piece in each step
-            self.index.arena.bring(sealed)
+            self.index.arena.copy_sealed(sealed)
         self.slots = torch.arange(asked, device=device)
         self.sampled = torch.ones(asked, dtype=torch.int32, device=device)
 

@@ -555,6 +555,35 @@ RUN_AHEAD_REST_STEPS = number(
 )
 RUN_AHEAD_MAX_REST_STEPS = number(64, "steps of a rest, at most", "a guess")
 
+# What an engine drafts from (engine/alone.py, engine/v2)
+
+MAX_LIVE_TOKENS = number(
+    2**22,
+    "tokens of ended responses at which an engine without a host seals them although"
+    " the weights are the same",
+    "a guess: live text takes more memory",
+)
+MEMBER_TEXTS = number(
+    64,
+    "texts of a problem that a request on the V2 runner drafts from, the newest",
+    "a guess: as many as the largest groups of samples have",
+)
+CLOSED_TEXTS = number(
+    32,
+    "texts of ended requests on the V2 runner's device for each request that runs at"
+    " once",
+    "a guess: all those of a rollout of as many waves",
+)
+MAX_CLOSED_TEXTS = number(
+    8192, "texts of ended requests on the V2 runner's device, at most", "a guess"
+)
+MISSED_TOKENS = number(
+    2048,
+    "tokens of all texts that a neural drafter on the V2 runner may miss before it"
+    " reads them",
+    "a guess: their hidden states take memory",
+)
+
 # The suffix index and the store of a node's history (core/index)
 
 SEAL_SLICE_TOKENS = number(

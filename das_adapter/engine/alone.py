@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core import tuning
 from das_adapter.core.index.private import is_private, make_private
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
@@ -44,21 +45,22 @@ PATIENCE_S = 30.0
 from what it has mapped.
 """
 IMPATIENCE_S = 1.0
-"""As `PATIENCE_S`, while the last sync had no answer."""
+"""Maximum time that a weight sync waits for the writer while the last sync had no
+answer.
+"""
 AGAIN_S = 2.0
 """Time after which a request is left again, and another writer started: the last one
 may have been killed. At once, where the last sync had no answer, or the first writer
 did not start.
 """
-MOST_LIVE_TOKENS = 2**22
-"""Tokens of finished responses after which they are sealed although the weights are the
-same: live text takes more memory.
-"""
+POLL_S = 0.002
+"""Time between two looks for the writer's answer."""
 
 
 class SharedHistory:
-    """What an engine writes goes into the spool of the history; a weight sync asks for
-    a generation, and is all that waits. No method raises.
+    """The history that engines of a node share. What an engine writes goes into the
+    spool of the history; a weight sync asks for a generation, and is all that waits. No
+    method raises.
     """
 
     def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
@@ -72,6 +74,7 @@ class SharedHistory:
         self._engine = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._number = 0
+        """Number of the generation that was asked for last."""
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the
         directory.
@@ -114,10 +117,9 @@ class SharedHistory:
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
         # until nobody has removed it
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
         while not (self._users and os.fstat(self._users.fileno()).st_nlink):
-            private = os.open(
-                self._directory / USERS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600
-            )
+            private = os.open(self._directory / USERS, flags, 0o600)
             self._users = open(private, "ab")
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
@@ -135,23 +137,22 @@ class SharedHistory:
             str(self._directory),
         ]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
-        path = os.pathsep.join(
-            filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        )
+        entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join(entry for entry in entries if entry)
         # It outlives this process, and must not keep its output open.
-        nowhere: dict[str, Any] = dict.fromkeys(
-            ("stdin", "stdout", "stderr"), subprocess.DEVNULL
-        )
-        options: dict[str, Any] = {
-            "start_new_session": True,
-            "env": {**os.environ, "PYTHONPATH": path},
-            **nowhere,
-        }
         subprocess.run(
-            [*command, *arguments], timeout=PATIENCE_S, check=True, **options
+            [*command, *arguments],
+            timeout=PATIENCE_S,
+            check=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
+        """Put trajectories into the spool."""
         self._enter()
         put_batch(self._directory, self._engine, batch)
 
@@ -162,27 +163,36 @@ class SharedHistory:
         self._number += 1
         self._leave_ask()
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
-        patience = IMPATIENCE_S if self.trouble and self._number > 1 else PATIENCE_S
-        again = 0.0 if self.trouble else AGAIN_S
-        begin = asked = time.monotonic()
-        while (now := time.monotonic()) < begin + patience:
-            if now > asked + again:
+        patience_s = PATIENCE_S
+        again_s = AGAIN_S
+        if self.trouble:
+            again_s = 0.0
+            if self._number > 1:
+                patience_s = IMPATIENCE_S
+        now = time.monotonic()
+        end = now + patience_s
+        asked = now
+        while now < end:
+            if now > asked + again_s:
                 self._start_writer()
                 self._leave_ask()
                 asked = now
-                again = AGAIN_S
+                again_s = AGAIN_S
             try:
                 answer = Answer.read(path)
                 path.unlink()
                 if answer.number == self._number:
                     return answer
             except (FileNotFoundError, ValueError, TypeError):
-                time.sleep(0.002)
-        raise TimeoutError(f"no answer within {patience} s")
+                time.sleep(POLL_S)
+            now = time.monotonic()
+        raise TimeoutError(f"no answer within {patience_s} s")
 
     def _leave_ask(self) -> None:
+        """Put the request for a generation into the spool."""
         self._enter()
-        put_file(self._directory, f"{ASK}-{self._engine}", str(self._number).encode())
+        number = str(self._number).encode()
+        put_file(self._directory, f"{ASK}-{self._engine}", number)
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
@@ -193,8 +203,8 @@ class SharedHistory:
 
 
 class Standalone:
-    """One worker's part. All ranks of an engine see the same requests and weight
-    updates; the first has the history.
+    """What one worker of an engine without a host does. All ranks of an engine see the
+    same requests and weight updates; the first has the history.
     """
 
     def __init__(self, state: Any, directory: str):
@@ -209,12 +219,13 @@ class Standalone:
         self._due = False
         """Whether the weights have changed since the last step."""
         self.synced = False
-        """Whether they had before the last refresh; else that sealed what was
-        written.
+        """Whether the weights had changed before the last refresh; else that sealed
+        what was written.
         """
         self._unread = state.config.shares_history
         """Whether there may be a history that an earlier engine has left."""
         self._finished: list[Trajectory] = []
+        """Whole trajectories since the last refresh."""
         self._live_tokens = 0
         self._shared: SharedHistory | None = None
         if state.config.shares_history and self._first:
@@ -222,9 +233,9 @@ class Standalone:
 
     def stats(self) -> EngineStats:
         """Return the figures of an engine that looks after its own history."""
-        return (
-            {"engines_behind": int(bool(self._shared.trouble))} if self._shared else {}
-        )
+        if self._shared is None:
+            return {}
+        return {"engines_behind": int(bool(self._shared.trouble))}
 
     def weights_changed(self) -> None:
         """Take note that the weights are other ones from the next step on. A weight
@@ -240,18 +251,27 @@ class Standalone:
         self._harvest(scheduled.finished_req_ids)
         if not scheduled.total_num_scheduled_tokens or updating:
             return
-        if self._due or self._unread or self._live_tokens > MOST_LIVE_TOKENS:
-            self._version, self.synced = self._version + self._due, self._due
-            self._due = False
-            self._unread = False
-            self._live_tokens = 0
-            lengths = responses(self._finished)
-            self._finished = []
-            published = self._shared.sync() if self._shared else None
-            # what a host would say
-            self._state.refresh(Refresh(self._version, published, lengths.tobytes()))
+        is_full = self._live_tokens > tuning.MAX_LIVE_TOKENS
+        if self._due or self._unread or is_full:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Do what a host does at a weight sync."""
+        if self._due:
+            self._version += 1
+        self.synced = self._due
+        self._due = False
+        self._unread = False
+        self._live_tokens = 0
+        lengths = responses(self._finished)
+        self._finished = []
+        published = self._shared.sync() if self._shared else None
+        message = Refresh(self._version, published, lengths.tobytes())
+        self._state.refresh(message)
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
+        """Take the texts of requests that are over."""
+        most_tokens = self._state.config.num_draft_tokens + 1
         for req_id in req_ids:
             response = self._state.response(req_id)
             if response is None or response.text is None:
@@ -259,13 +279,10 @@ class Standalone:
             self._live_tokens += len(response.text)
             if not response.record or not self._first:
                 continue
-            trajectory = Trajectory(
-                response.problem,
-                np.array(response.text, np.int32).tobytes(),
-                self._version,
-            )
+            tokens = np.array(response.text, np.int32).tobytes()
+            trajectory = Trajectory(response.problem, tokens, self._version)
             # else it says nothing of lengths
-            if response.is_whole(self._state.config.num_draft_tokens + 1):
+            if response.is_whole(most_tokens):
                 self._finished.append(trajectory)
             if self._shared:
                 self._shared.add(trajectory)

@@ -13,7 +13,7 @@ from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import needs_v1
 
 STATE = "_das_adapter"
-"""Attribute of vLLM's worker: its `WorkerState`."""
+"""Attribute of vLLM's worker that holds its `WorkerState`."""
 
 
 @patch("vllm.v1.worker.worker_base:WorkerBase.das_rpc", since="0.24", adds=True)
@@ -108,11 +108,9 @@ def build_speculator(stock: Any) -> Any:
 
     def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
         config = settings(vllm_config)
-        if (
-            config is None
-            or config.neural
-            or vllm_config.speculative_config.method != "ngram_gpu"
-        ):
+        if config is None or config.neural:
+            return stock(vllm_config, device, *states)
+        if vllm_config.speculative_config.method != "ngram_gpu":
             return stock(vllm_config, device, *states)
         if config.copies_policy:
             from das_adapter.engine.v2.copy_drafts import CopySpeculator

@@ -30,7 +30,7 @@ SHARED = ("lm_head", "embed_tokens")
 """Modules that vLLM has an EAGLE-3, DFlash or DSpark head share with the policy."""
 
 processed: WeakSet[torch.nn.Module] = WeakSet()
-"""Drafters with the weights of their checkpoint, of which vLLM has made what it
+"""Drafters with the weights of their checkpoint, from which vLLM has made those that it
 computes with.
 """
 
@@ -46,7 +46,9 @@ class DraftWeights:
         self._runner = runner
         self._config = config
         self._arrived = 0
+        """Weights of the drafter that have arrived since the last weight sync."""
         self._mark: list[float] = []
+        """Fingerprint of the weights of the drafter's checkpoint."""
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._follows: list[tuple[torch.nn.Module, torch.nn.Module]] = []
@@ -54,6 +56,7 @@ class DraftWeights:
         trainer sends its own.
         """
         self._refused: str | None = None
+        """Why weights that the trainer has sent were refused; None: none were."""
         self._buffers: dict[str, torch.Tensor] = {}
         """Copies on the host of the drafter's buffers, from sleep at level 2 to the
         first weights after it.
@@ -62,23 +65,23 @@ class DraftWeights:
     @property
     def drafter(self) -> Any:
         """vLLM's drafter model."""
-        return (getattr(self._runner, "speculator", None) or self._runner.drafter).model
+        source = getattr(self._runner, "speculator", None) or self._runner.drafter
+        return source.model
 
-    def take_loaded(self) -> None:
+    def follow_drafter(self) -> None:
         """Take over the drafter, which vLLM has just loaded with the policy."""
         for name in SHARED:
             if getattr(self.drafter, f"has_own_{name}", False):
                 self._part_from_policy(name)
-        if self._config.draft.weights == "trainer" and (
-            self._config.method == "eagle3" or self._config.parallel
-        ):
+        may_share = self._config.method == "eagle3" or self._config.parallel
+        if self._config.draft.weights == "trainer" and may_share:
             # now: CUDA graphs will read it where it lies
             self._follows = self._part_from_policy("lm_head")
         # which some draft models call otherwise
         inner = getattr(self.drafter, "model", None)
         if hasattr(inner, "_build_fused_kv_buffers"):
             keep_addresses.apply(inner, owner=inner)
-        see_weight_stream.apply(self._take, owner=self.drafter)
+        see_weight_stream.apply(self._load_drafter, owner=self.drafter)
         if self._config.draft.weights == "checkpoint":
             process_once.apply()
             processed.add(self.drafter)
@@ -91,11 +94,10 @@ class DraftWeights:
         """Copy the drafter's buffers, such as rotary tables, to the host, before sleep
         discards them.
         """
-        if not self._buffers:
-            self._buffers = {
-                name: buffer.to("cpu", copy=True)
-                for name, buffer in self.drafter.named_buffers()
-            }
+        if self._buffers:
+            return
+        for name, buffer in self.drafter.named_buffers():
+            self._buffers[name] = buffer.to("cpu", copy=True)
 
     def load(
         self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
@@ -106,19 +108,14 @@ class DraftWeights:
         kept: list[tuple[str, torch.Tensor]] = []
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
-            rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
-            trimmed = [
-                (
-                    name,
-                    (
-                        weight[:rows]
-                        if "embed_tokens" in name or "lm_head" in name
-                        else weight
-                    ),
-                )
-                for name, weight in kept
-            ]
-            self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
+            model = self._runner.speculative_config.draft_model_config
+            vocab = model.get_vocab_size()
+            trimmed = []
+            for name, weight in kept:
+                if "embed_tokens" in name or "lm_head" in name:
+                    weight = weight[:vocab]  # trainers pad the vocabulary
+                trimmed.append((name, weight))
+            self.drafter.load_weights(trimmed)
         return result
 
     def refresh(self) -> str | None:
@@ -127,27 +124,23 @@ class DraftWeights:
         """
         arrived = self._arrived
         self._arrived = 0
-        for own, shared in self._follows:
-            for mine, policys in zip(
-                own.parameters(), shared.parameters(), strict=True
-            ):
-                mine.data.copy_(policys)
+        for own_layer, policy_layer in self._follows:
+            own_weights = own_layer.parameters()
+            policy_weights = policy_layer.parameters()
+            for own, policy in zip(own_weights, policy_weights, strict=True):
+                own.data.copy_(policy)
         if self._config.draft.weights == "trainer":
             if not arrived:
-                mtp = self._config.method == "mtp"
-                names = (
-                    "as in the policy's checkpoint"
-                    if mtp
-                    else f"with {PREFIX!r} in front"
-                )
+                names = f"with {PREFIX!r} in front"
+                if self._config.method == "mtp":
+                    names = "as in the policy's checkpoint"
                 return (
                     "das.draft.weights: found 'trainer', but this weight sync brought"
                     f" no weight of the drafter (names {names}): it drafts for an older"
                     " policy"
                 )
-        elif (
-            self._fingerprint() != self._mark
-        ):  # after sleep at level 2, or when they were overwritten
+        elif self._fingerprint() != self._mark:
+            # after sleep at level 2, or when they were overwritten
             logger.warning(
                 "das: the drafter's weights were lost; reading its checkpoint again"
             )
@@ -166,7 +159,7 @@ class DraftWeights:
             else:
                 yield name, weight
 
-    def _take(
+    def _load_drafter(
         self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
     ) -> Any:
         """Load weights that somebody sends to the drafter itself (with `stock`): this
@@ -175,18 +168,17 @@ class DraftWeights:
         """
         self._restore_buffers()
         if self._config.method == "mtp":
-            loaded = self._take_layers(stock, weights, *args, **kwargs)
+            loaded = self._load_mtp_layers(stock, weights, *args, **kwargs)
         elif self._reading or self._config.draft.weights == "trainer":
             loaded = stock(self._own(weights), *args, **kwargs)
         else:
             for name, _ in weights:
                 self._refuse(PREFIX + name)
             return set()
-        # vLLM asks the checkpoint for these too
-        return loaded and {
-            *loaded,
-            *self._derived(),
-        }
+        if not loaded:
+            return loaded
+        # vLLM asks the checkpoint for the derived ones too
+        return {*loaded, *self._derived()}
 
     def _restore_buffers(self) -> None:
         """Give the drafter the buffers that sleep has discarded: before any weights,
@@ -197,7 +189,7 @@ class DraftWeights:
         for name, buffer in self.drafter.named_buffers() if kept else ():
             buffer.data.copy_(kept[name])
 
-    def _take_layers(
+    def _load_mtp_layers(
         self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
     ) -> Any:
         """Load the layers for MTP from the policy's stream, which hosts send to the
@@ -206,12 +198,12 @@ class DraftWeights:
         """
         if self._refused and not self._reading:
             return set()
-        policy = {id(p) for p in self._runner.model.parameters()}
-        shared = {
-            p: p.data
-            for p in self.drafter.parameters()
-            if self._reading and id(p) in policy
-        }
+        policy = {id(weight) for weight in self._runner.model.parameters()}
+        shared = {}
+        if self._reading:
+            for weight in self.drafter.parameters():
+                if id(weight) in policy:
+                    shared[weight] = weight.data
         for parameter, present in shared.items():
             parameter.data = torch.empty_like(present, device="cpu")
         loaded: Any = set()
@@ -221,10 +213,11 @@ class DraftWeights:
         finally:
             for parameter, present in shared.items():
                 parameter.data = present
-        named = self.drafter.named_parameters(remove_duplicate=False)
-        own = {name for name, p in named if id(p) not in policy}.intersection(
-            loaded or ()
-        )
+        own = set(loaded or ())
+        named = dict(self.drafter.named_parameters(remove_duplicate=False))
+        for name in list(own):
+            if name not in named or id(named[name]) in policy:
+                own.remove(name)
         self._arrived += len(own)
         if own and not self._reading and self._config.draft.weights == "checkpoint":
             self._refuse(min(own))
@@ -246,11 +239,8 @@ class DraftWeights:
         for name, weight in weights:
             self._arrived += 1
             for shared in SHARED:
-                if (
-                    shared in name
-                    and self._part_from_policy(shared)
-                    and not self._reading
-                ):
+                parted = shared in name and self._part_from_policy(shared)
+                if parted and not self._reading:
                     logger.warning(
                         "das: the trainer sends the drafter's %s, which was the"
                         " policy's until now: CUDA graphs that were captured go on"
@@ -270,10 +260,8 @@ class DraftWeights:
 
         for path, module in self.drafter.named_modules():
             if isinstance(module, AttentionLayerBase):
-                yield from (
-                    f"{path}.{name}"
-                    for name, _ in module.named_parameters(recurse=False)
-                )
+                for name, _ in module.named_parameters(recurse=False):
+                    yield f"{path}.{name}"
 
     def _part_from_policy(
         self, name: str
@@ -282,21 +270,27 @@ class DraftWeights:
         values, where it shares the policy's: where its checkpoint has none, or an equal
         one. Return it beside the policy's; empty: it has its own.
         """
-        policy = {id(p) for p in self._runner.model.parameters()}
+        policy = {id(weight) for weight in self._runner.model.parameters()}
         parted = []
         # both may be one in the policy
-        for path, shared in list(self.drafter.named_modules(remove_duplicate=False)):
+        modules = list(self.drafter.named_modules(remove_duplicate=False))
+        for path, shared in modules:
             owner, _, leaf = path.rpartition(".")
-            if leaf == name and any(id(p) in policy for p in shared.parameters()):
-                own = copy.deepcopy(shared)
-                for new, old in zip(own.parameters(), shared.parameters(), strict=True):
-                    # how it is loaded: copies lose it
-                    new.__dict__.update(old.__dict__)
-                setattr(self.drafter.get_submodule(owner), name, own)
-                parted.append((own, shared))
+            if leaf != name:
+                continue
+            if not any(id(weight) in policy for weight in shared.parameters()):
+                continue
+            own = copy.deepcopy(shared)
+            weights = zip(own.parameters(), shared.parameters(), strict=True)
+            for new, old in weights:
+                # how it is loaded: copies lose it
+                new.__dict__.update(old.__dict__)
+            setattr(self.drafter.get_submodule(owner), name, own)
+            parted.append((own, shared))
         return parted
 
     def _read_checkpoint(self) -> None:
+        """Load the weights of the drafter's checkpoint."""
         from vllm.config import set_current_vllm_config
         from vllm.config.load import LoadConfig
         from vllm.model_executor.model_loader import get_model_loader
@@ -322,14 +316,14 @@ class DraftWeights:
             self._reading = False
 
     def _fingerprint(self) -> list[float]:
-        """Sum a few values of each weight that only the drafter has."""
-        shared = {p.data_ptr() for p in self._runner.model.parameters()}
-        own = (
-            p
-            for p in self.drafter.parameters()
-            if p.numel() and p.data_ptr() not in shared
-        )
-        return [p.detach().flatten()[:16].float().abs().sum().item() for p in own]
+        """Return the sum of a few values of each weight that only the drafter has."""
+        shared = {weight.data_ptr() for weight in self._runner.model.parameters()}
+        sums = []
+        for weight in self.drafter.parameters():
+            if weight.numel() and weight.data_ptr() not in shared:
+                values = weight.detach().flatten()[:16]
+                sums.append(values.float().abs().sum().item())
+        return sums
 
 
 @contextmanager
@@ -421,11 +415,10 @@ def keep_addresses(stock: Any, drafter: Any) -> Any:
     """
 
     def build() -> None:
-        before = {
-            name: value
-            for name, value in vars(drafter).items()
-            if isinstance(value, torch.Tensor)
-        }
+        before = {}
+        for name, value in vars(drafter).items():
+            if isinstance(value, torch.Tensor):
+                before[name] = value
         stock()
         for name, kept in before.items():
             made = getattr(drafter, name)

@@ -22,17 +22,22 @@ def place(error: BaseException) -> str:
         return ""
     last = frames[-1]
     parts = PurePath(last.filename).parts
-    package = next(
-        (i for i, part in enumerate(parts) if part in ("vllm", "das_adapter")),
-        len(parts) - 1,
-    )
-    return f" at {'/'.join(parts[package:])}:{last.lineno}, in {last.name}"
+    path = parts[-1]
+    for i, part in enumerate(parts):
+        if part in ("vllm", "das_adapter"):
+            path = "/".join(parts[i:])
+            break
+    return f" at {path}:{last.lineno}, in {last.name}"
 
 
 def log_failure(error: BaseException, drafter: str, consequence: str) -> None:
     """Say in one ERROR that drafting has failed, where, and what follows."""
     logger.error(
         "das: the %s drafter failed; %s: vLLM %s%s: %r",
-        *(drafter, consequence, compat.version("vllm"), place(error), error),
+        drafter,
+        consequence,
+        compat.version("vllm"),
+        place(error),
+        error,
         exc_info=error,
     )

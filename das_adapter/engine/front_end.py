@@ -124,8 +124,9 @@ def _with(
     vars(args).update(changes)
     model = args.model
     asked = args.speculative_config or {}
-    # as vLLM does: a later one wins
-    given = {key.replace("-", "_"): value for key, value in asked.items()}
+    given = {}
+    for key, value in asked.items():  # as vLLM does: a later one wins
+        given[key.replace("-", "_")] = value
     made = make()
     taken = args.speculative_config
     if config.drafter != "none" and any(
@@ -153,18 +154,19 @@ def _beside_slots(
     if made.speculative_config is None:
         return made
     sizes = made.scheduler_config
-    slots = made.speculative_config.max_num_new_slots_for_drafting
-    step = sizes.max_num_scheduled_tokens
-    slots = sizes.max_num_seqs * slots
-    if sizes.max_num_batched_tokens >= step + slots:
+    slots_each = made.speculative_config.max_num_new_slots_for_drafting
+    slots = sizes.max_num_seqs * slots_each
+    step_tokens = sizes.max_num_scheduled_tokens
+    tokens = step_tokens + slots
+    if sizes.max_num_batched_tokens >= tokens:
         return made
     logger.info(
         "das: max_num_batched_tokens=%d: steps of %d tokens, and %d slots for drafting",
-        step + slots,
-        step,
+        tokens,
+        step_tokens,
         slots,
     )
-    more = {"max_num_batched_tokens": step + slots, "max_num_scheduled_tokens": step}
+    more = {"max_num_batched_tokens": tokens, "max_num_scheduled_tokens": step_tokens}
     own = {name: getattr(args, name) for name in more}
     try:
         return _with(args, changes | more, config, make)
@@ -173,21 +175,28 @@ def _beside_slots(
 
 
 def _checked(made: Any, config: DasConfig) -> Any:
+    """Return an engine's config (vLLM's), with what `judge_row_processors` reads of it.
+    ConfigError: the drafter does not work with it.
+    """
     refuse(config, made)
-    ours = ("custom_class", "ngram_gpu", config.method)
-    if made.speculative_config is not None and made.speculative_config.method in ours:
-        if config.keyed or not runs_v2(made):
-            setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
-        setattr(
-            made.speculative_config,
-            SHARDED,
-            getattr(made.parallel_config, "enable_batch_sharded_sampling", False),
-        )
-        setattr(made.speculative_config, UNMASKED, _unmasked(made))
+    speculative = made.speculative_config
+    own_methods = ("custom_class", "ngram_gpu", config.method)
+    if speculative is None or speculative.method not in own_methods:
+        return made
+    v2 = runs_v2(made)
+    if config.keyed or not v2:
+        setattr(speculative, VERIFIES, 2 if v2 else 1)
+    parallel = made.parallel_config
+    sharded = getattr(parallel, "enable_batch_sharded_sampling", False)
+    setattr(speculative, SHARDED, sharded)
+    setattr(speculative, UNMASKED, _unmasked(made))
     return made
 
 
 def _unmasked(made: Any) -> bool:
+    """Return whether structured outputs may not hold for a whole step, see
+    `UNMASKED`.
+    """
     installed = compat.version("vllm")
     if installed is None or compat.numbers(installed) >= (0, 25):
         return False
@@ -294,19 +303,16 @@ def label_requests(stock: Any) -> Any:
     ) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)
-            labels = (
-                RequestLabels(config, self.vllm_config, hosted(self.vllm_config))
-                if config
-                else None
-            )
+            labels = None
+            if config is not None:
+                is_hosted = hosted(self.vllm_config)
+                labels = RequestLabels(config, self.vllm_config, is_hosted)
             # several threads may begin together, and one counts
             vars(self).setdefault(LABELS, labels)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
-            if (
-                getattr(made, "resumable", False)
-                and self.vllm_config.speculative_config is not None
-            ):
+            drafts = self.vllm_config.speculative_config is not None
+            if drafts and getattr(made, "resumable", False):
                 from vllm.exceptions import VLLMValidationError
 
                 raise VLLMValidationError(
@@ -357,8 +363,8 @@ def log_figures(stock: Any) -> Any:
     feature="figures in vLLM's log",
 )
 def log_figures_offline(stock: Any) -> Any:
-    """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which
-    would return the figures as they were logged last. Remove this patch when
+    """Without it `LLM(disable_log_stats=False)` logs no figures of das-adapter, and
+    `LLM.get_metrics` returns them as they were logged last. Remove this patch when
     `log_figures` is removed.
     """
 
@@ -378,28 +384,24 @@ def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     since the last time, and set its Prometheus gauges; `answers`: to `stats`, of each
     data-parallel engine's ranks.
     """
-    parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
+    parts = []
+    for ranks in answers:
+        # the rank that counts
+        parts.append(max(ranks, key=lambda rank: rank.get("tokens", -1)))
     found = figures(parts, vars(engine).setdefault("_das_told", set()))
     if not sum(part["request_forwards"] for part in parts):
         return
+    model = engine.vllm_config.model_config.served_model_name or ""
     for key, value in found.items():
-        _gauge(key).labels(engine.vllm_config.model_config.served_model_name or "").set(
-            value
-        )
-    names = (
-        "tokens_per_forward",
-        "acceptance_length",
-        "draft_coverage",
-        "history_tokens",
-        "health",
-    )
+        _gauge(key).labels(model).set(value)
     logger.info(
         "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history"
         " %.0f tokens, health %.0f",
-        *(
-            found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1)
-            for name in names
-        ),
+        found.get("das/tokens_per_forward", 0.0),
+        found.get("das/acceptance_length", 0.0),
+        100 * found.get("das/draft_coverage", 0.0),
+        found.get("das/history_tokens", 0.0),
+        found.get("das/health", 0.0),
     )
 
 

@@ -32,37 +32,38 @@ class HistorySource:
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""
-        self._begun = self._hits = 0
-        """Requests that may be recorded, and those of them that found sealed history of
-        their problem.
+        self._num_requests = 0
+        """Requests since the last `stats` that may be recorded."""
+        self._num_hits = 0
+        """Requests since the last `stats` that found sealed history of their
+        problem.
         """
         self._lacking: set[int] = set()
-        """Slots of those that have found none yet."""
-        self._handles = self._lengths = EMPTY_INTS
-        """By slot: of the request in the index; tokens that the index knows of, prompt
-        included.
-        """
-        self._looking: Any = None
+        """Slots of the requests that have found no sealed history yet."""
+        self._handles = EMPTY_INTS
+        """Handle of each request in the index, by slot."""
+        self._lengths = EMPTY_INTS
+        """Tokens of each request that the index knows of, prompt included, by slot."""
+        self._search: Any = None
+        """The search that was begun last."""
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its
         text so far.
         """
         key = self._policy.key(live.problem)
-        start = live.start
-        handle = self.index.open(
-            key, prompt[:start], prefix=text[start:], ahead=live.ahead
-        )
+        before = prompt[: live.start]
+        response = text[live.start :]
+        handle = self.index.open(key, before, prefix=response, ahead=live.ahead)
         slot = live.slot
         if live.record and self._policy.kept:
-            self._begun += 1
+            self._num_requests += 1
             if self.index.age(handle) is None:
                 self._lacking.add(slot)
             else:
-                self._hits += 1
-        self._handles, self._lengths = (
-            with_slots(column, slot + 1) for column in (self._handles, self._lengths)
-        )
+                self._num_hits += 1
+        self._handles = with_slots(self._handles, slot + 1)
+        self._lengths = with_slots(self._lengths, slot + 1)
         self._handles[slot] = handle
         self._lengths[slot] = len(text)
 
@@ -71,11 +72,10 @@ class HistorySource:
         recorded.
         """
         self._lacking.discard(live.slot)
-        self.index.close(
-            int(self._handles[live.slot]), keep=live.record and self._policy.kept
-        )
+        handle = int(self._handles[live.slot])
+        self.index.close(handle, keep=live.record and self._policy.kept)
 
-    def look(
+    def begin_search(
         self,
         slots: np.ndarray,
         rows: np.ndarray,
@@ -89,23 +89,27 @@ class HistorySource:
         """
         handles = self._handles[slots]
         lengths = self._lengths[slots]
-        self._looking = self.index.draft_rows(
+        self._search = self.index.draft_rows(
             handles, tokens, rows, lengths, written, *search
         )
         self._lengths[slots] = written
 
-    def found(self) -> tuple[Chances, Ints]:
-        """Return what was found, as `DraftPolicy.choose` takes it."""
-        _, chances, offsets = self._looking.result()
+    def found_drafts(self) -> tuple[Chances, Ints]:
+        """Wait for the search; return what it found, as `DraftPolicy.choose`
+        takes it.
+        """
+        _, chances, offsets = self._search.result()
         return chances, offsets
 
-    def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
+    def put_drafts(
+        self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]
+    ) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the
         batch's `drafts`.
         """
         # The history does not know the vocabulary; the policy must be able to read
         # whatever was found there.
-        self._looking.put(rows, keep, self._vocabulary - 1, drafts)
+        self._search.put(rows, keep, self._vocabulary - 1, drafts)
 
     def refresh(self, message: Refresh) -> int:
         """Map what a service has published; if that fails, what is mapped stays. Return
@@ -144,26 +148,24 @@ class HistorySource:
                     " mapped: %r",
                     error,
                 )
-        found = {
-            slot
-            for slot in self._lacking
-            if self.index.age(int(self._handles[slot])) is not None
-        }
-        self._hits += len(found)
-        self._lacking -= found
+        for slot in list(self._lacking):
+            if self.index.age(int(self._handles[slot])) is not None:
+                self._num_hits += 1
+                self._lacking.remove(slot)
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures of the history."""
-        requests = self._begun
-        hits = self._hits
-        self._begun = 0
-        self._hits = 0
+        """Return the figures of the history, those of requests since the last call."""
+        num_requests = self._num_requests
+        num_hits = self._num_hits
+        self._num_requests = 0
+        self._num_hits = 0
+        num_bytes = 0
+        if self._directory:
+            num_bytes = bytes_on_disk(Path(self._directory))
         return {
             "history_tokens": self.index.tokens,
-            "history_bytes": bytes_on_disk(Path(self._directory))
-            if self._directory
-            else 0,
+            "history_bytes": num_bytes,
             "live_bytes": self.index.live_bytes,
-            "history_requests": requests,
-            "history_hits": hits,
+            "history_requests": num_requests,
+            "history_hits": num_hits,
         }

@@ -33,8 +33,9 @@ class PolicyCopy:
     def __init__(self, policy: torch.nn.Module, weights: str):
         self.weights = weights
         self.layers: list[tuple[Any, QuantisedWeight]] = []
+        """The policy's linear layers, each with its quantised copy."""
         self.requantise_s = 0.0
-        """Seconds that `quantise` took last."""
+        """Time that `quantise` took last."""
         self._policy = policy
         self.model: Any = self._copy(policy, weights)
         if not self.layers:
@@ -45,20 +46,21 @@ class PolicyCopy:
             )
 
     def _copy(self, module: torch.nn.Module, weights: str) -> torch.nn.Module:
+        """Return a copy of a module whose linear layers are quantised; the module
+        itself where it has none.
+        """
         if isinstance(module, LinearBase):
-            if not isinstance(module.quant_method, UnquantizedLinearMethod):
-                return module
-            weight = quantised(module.weight, weights)
-            self.layers.append((module, weight))
-            layer = copy.copy(module)
-            layer.quant_method = copy.copy(module.quant_method)
-            layer.quant_method.apply = functools.partial(_multiply, weight)
-            return layer
-        children = {
-            name: child and self._copy(child, weights)
-            for name, child in module._modules.items()
-        }
-        if all(child is module._modules[name] for name, child in children.items()):
+            return self._copy_layer(module, weights)
+        children = {}
+        is_copied = False
+        for name, child in module._modules.items():
+            twin_child = child
+            if child is not None:
+                twin_child = self._copy(child, weights)
+            children[name] = twin_child
+            if twin_child is not child:
+                is_copied = True
+        if not is_copied:
             return module
         twin: Any = copy.copy(module)  # shares parameters and buffers
         twin._modules = children
@@ -66,10 +68,25 @@ class PolicyCopy:
             twin.do_not_compile = True
         return twin
 
+    def _copy_layer(self, module: Any, weights: str) -> Any:
+        """Return a linear layer that computes with a quantised copy of its weights; the
+        layer itself where these are quantised already.
+        """
+        if not isinstance(module.quant_method, UnquantizedLinearMethod):
+            return module
+        weight = quantised(module.weight, weights)
+        self.layers.append((module, weight))
+        layer = copy.copy(module)
+        layer.quant_method = copy.copy(module.quant_method)
+        layer.quant_method.apply = functools.partial(_multiply, weight)
+        return layer
+
     def quantise(self) -> None:
         """Quantise the policy's present weights; tensors keep their addresses."""
         for module in self._policy.modules():
-            getattr(module, REPACK, lambda: None)()
+            repack = getattr(module, REPACK, None)
+            if repack is not None:
+                repack()
         begin = time.perf_counter()
         for layer, weight in self.layers:
             weight.quantise(layer.weight)
@@ -79,8 +96,11 @@ class PolicyCopy:
 
     def stats(self) -> EngineStats:
         """Return its figures: the bytes are in addition to the policy's."""
-        nbytes = sum(t.nbytes for _, weight in self.layers for t in weight.kept)
-        return EngineStats(requantise_s=self.requantise_s, drafter_bytes=nbytes)
+        num_bytes = 0
+        for _, weight in self.layers:
+            for tensor in weight.kept:
+                num_bytes += tensor.nbytes
+        return EngineStats(requantise_s=self.requantise_s, drafter_bytes=num_bytes)
 
 
 def _multiply(
@@ -90,4 +110,6 @@ def _multiply(
     the layer's own.
     """
     y = weight.linear(x)
-    return y if bias is None else y.add_(bias)
+    if bias is not None:
+        y.add_(bias)
+    return y

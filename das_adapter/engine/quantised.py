@@ -15,17 +15,17 @@ import torch
 from das_adapter.core.native import native
 from das_adapter.errors import ConfigError
 
-GROUP, ROWS = 128, 16
-"""Inputs that share a scale; rows that stand together in memory
-(`csrc/quantised_linear.cpp`).
-"""
+GROUP = 128
+"""Inputs that share a scale."""
+ROWS = 16
+"""Rows that stand together in memory (`csrc/quantised_linear.cpp`)."""
 
 
 class QuantisedWeight(Protocol):
     """A quantised weight matrix [rows, inputs]."""
 
     kept: list[torch.Tensor]
-    """What it is kept in, in a fixed order."""
+    """Tensors in which it is kept, in a fixed order."""
 
     def quantise(self, weight: torch.Tensor) -> None:
         """Quantise `weight` [rows, inputs] into the existing tensors."""
@@ -38,19 +38,18 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
     """Quantise a copy of `weight` [rows, inputs] in the format `weights`. ConfigError:
     the format or dtype does not exist on the weight's device.
     """
-    if weight.device.type == "cpu":
-        formats: dict[str, Any] = {
-            "int8": _CpuWeight,
-            "int4": partial(_CpuWeight, bits=4),
-        }
+    formats: dict[str, Any]
+    device = weight.device.type
+    if device == "cpu":
+        formats = {"int8": _CpuWeight, "int4": partial(_CpuWeight, bits=4)}
     else:
         from das_adapter.engine import quantised_gpu
 
         formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
     if weights not in formats:
+        allowed = ", ".join(map(repr, formats))
         raise ConfigError(
-            f"das.self.weights: found {weights!r}, allowed on {weight.device.type}:"
-            f" {', '.join(map(repr, formats))}"
+            f"das.self.weights: found {weights!r}, allowed on {device}: {allowed}"
         )
     copy: QuantisedWeight = formats[weights](weight)
     copy.quantise(weight)
@@ -71,25 +70,30 @@ class _CpuWeight:
         self.rows, self.inputs = weight.shape
         blocks = -(-self.rows // ROWS)
         groups = -(-self.inputs // GROUP)
-        codes = torch.empty(blocks, groups, ROWS * GROUP * bits // 8, dtype=torch.uint8)
+        block_bytes = ROWS * GROUP * bits // 8
+        codes = torch.empty(blocks, groups, block_bytes, dtype=torch.uint8)
         scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
         zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
         self.kept = [codes, scales, zeros]
-        self._matrix = self.rows, self.inputs, bits, *(t.data_ptr() for t in self.kept)
+        addresses = [tensor.data_ptr() for tensor in self.kept]
+        self._matrix = self.rows, self.inputs, bits, *addresses
+        """What the native kernels are told of the matrix."""
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
-        half = weight.dtype == torch.bfloat16
-        native().quantise(
-            weight.data_ptr(), half, *self._matrix, torch.get_num_threads()
-        )
+        is_bfloat16 = weight.dtype == torch.bfloat16
+        threads = torch.get_num_threads()
+        native().quantise(weight.data_ptr(), is_bfloat16, *self._matrix, threads)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        half = x.dtype == torch.bfloat16
-        threads = torch.get_num_threads()
         native().quantised_linear(
-            flat.data_ptr(), half, len(flat), *self._matrix, out.data_ptr(), threads
+            flat.data_ptr(),
+            x.dtype == torch.bfloat16,
+            len(flat),
+            *self._matrix,
+            out.data_ptr(),
+            torch.get_num_threads(),
         )
         return out

@@ -16,7 +16,8 @@ from vllm.scalar_type import scalar_types
 from das_adapter.errors import ConfigError
 
 GROUP = 128
-_AT_ONCE = 2**24
+"""Inputs that share a scale."""
+_WEIGHTS_AT_ONCE = 2**24
 """Weights that are quantised at once: the float32 copies on the way take some 20 bytes
 each.
 """
@@ -28,8 +29,10 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     """
     pairs = codes.to(torch.int32).reshape(len(codes), -1, 4, 2)
     packed = torch.zeros_like(pairs[..., 0, 0])
-    for place in range(8):  # the even ones of eight numbers first
-        packed |= pairs[..., place % 4, place // 4] << 4 * place
+    # of eight numbers those at even places first: 0 2 4 6 1 3 5 7
+    for place in range(8):
+        numbers = pairs[..., place % 4, place // 4]
+        packed |= numbers << (4 * place)
     return packed
 
 
@@ -44,14 +47,14 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     low = grouped.amin(-1).clamp(max=0)
     high = grouped.amax(-1).clamp(min=0)
     # such as float16 has, too
-    scales = ((high - low) / 15).clamp(min=1e-6).to(weight.dtype)
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (
-        (grouped / scales.float()[..., None])
-        .round_()
-        .add_(zeros[..., None])
-        .clamp_(0, 15)
-    )
+    steps = ((high - low) / 15).clamp(min=1e-6)
+    scales = steps.to(weight.dtype)
+    divisors = scales.float()
+    zeros = (-low / divisors).round().clamp(0, 15)
+    codes = grouped / divisors[..., None]
+    codes.round_()
+    codes.add_(zeros[..., None])
+    codes.clamp_(0, 15)
     return codes.view(weight.shape), scales, zeros
 
 
@@ -60,7 +63,8 @@ def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
     `marlin_zero_points`.
     """
     order = get_scale_perms()[0]
-    return pack(zeros.reshape(-1, len(order))[:, order].reshape(zeros.shape))
+    ordered = zeros.reshape(-1, len(order))[:, order]
+    return pack(ordered.reshape(zeros.shape))
 
 
 class Fp8:
@@ -78,12 +82,11 @@ class Fp8:
             kept.copy_(new)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = ops.scaled_fp8_quant(
-            x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True
-        )
-        own, own_scales = self.kept
+        flat = x.reshape(-1, x.shape[-1])
+        codes, scales = ops.scaled_fp8_quant(flat, use_per_token_if_dynamic=True)
+        own_codes, own_scales = self.kept
         y = ops.cutlass_scaled_mm(
-            codes, own.t(), scales, own_scales.t(), out_dtype=x.dtype
+            codes, own_codes.t(), scales, own_scales.t(), out_dtype=x.dtype
         )
         return y.reshape(*x.shape[:-1], -1)
 
@@ -105,27 +108,33 @@ class Int4:
         self.inputs = inputs
         self.kept: list[torch.Tensor] = []
         self._workspace = marlin_make_workspace_new(weight.device)
-        none = torch.empty(0, dtype=torch.int32, device=weight.device)
-        unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 no longer has them
-        self._unordered = {
-            k: v
-            for k, v in unordered.items()
-            if k in inspect.signature(ops.marlin_gemm).parameters
-        }
+        self._unordered: dict[str, torch.Tensor] = {}
+        """Arguments that say that the inputs are in order, which vLLM 0.32 no longer
+        has.
+        """
+        known = inspect.signature(ops.marlin_gemm).parameters
+        for name in ("g_idx", "perm"):
+            if name in known:
+                nothing = torch.empty(0, dtype=torch.int32, device=weight.device)
+                self._unordered[name] = nothing
 
     def quantise(self, weight: torch.Tensor) -> None:
-        at_once = max(1, _AT_ONCE // self.inputs // 64) * 64
-        parts = []
-        for part in torch.split(weight, at_once):
-            codes, scales, zeros = rounded(part)
-            parts.append((pack(codes.t()), scales, zeros))
-        packed, all_scales, all_zeros = zip(*parts, strict=True)
+        rows_at_once = max(1, _WEIGHTS_AT_ONCE // self.inputs // 64) * 64
+        packed_parts = []
+        scale_parts = []
+        zero_parts = []
+        for part in torch.split(weight, rows_at_once):
+            codes, part_scales, part_zeros = rounded(part)
+            packed_parts.append(pack(codes.t()))
+            scale_parts.append(part_scales)
+            zero_parts.append(part_zeros)
+        packed = torch.cat(packed_parts, 1)
+        scales = torch.cat(scale_parts).t().contiguous()
+        zeros = torch.cat(zero_parts).t()
         fresh = [
-            ops.awq_marlin_repack(torch.cat(packed, 1), self.inputs, self.rows, 4),
-            marlin_permute_scales(
-                torch.cat(all_scales).t().contiguous(), self.inputs, self.rows, GROUP
-            ),
-            pack_zeros(torch.cat(all_zeros).t()),
+            ops.awq_marlin_repack(packed, self.inputs, self.rows, 4),
+            marlin_permute_scales(scales, self.inputs, self.rows, GROUP),
+            pack_zeros(zeros),
         ]
         if not self.kept:
             self.kept = fresh

@@ -29,6 +29,7 @@ TOKEN = 1
 history has a draft for it. Not 0, with which drafts are filled up.
 """
 PROMPT_TOKENS = 4
+"""Length of the request's prompt, where the model has room for it."""
 STEPS = {1: 3, 2: 6}
 """Steps of the rehearsal by model runner. On V1 the first step drafts and the second
 verifies. On V2 a worker's choice comes to the third step, at whose end it drafts; all
@@ -67,8 +68,8 @@ def try_drafts(stock: Any) -> Any:
     feature="trying drafts before the first request",
 )
 def try_drafts_in_process(stock: Any) -> Any:
-    """As `try_drafts`, for an engine in a process of its own, which loads plug-ins
-    while it is made. Remove this patch when `try_drafts` is removed.
+    """Without it `try_drafts` does not reach an engine in a process of its own, which
+    loads plug-ins while it is made. Remove this patch when `try_drafts` is removed.
     """
 
     def run_busy_loop(self: Any) -> Any:
@@ -93,11 +94,9 @@ class Outcome:
 def may_rehearse(config: DasConfig, vllm_config: Any) -> bool:
     """Return whether an engine drafts, and its steps concern nobody else."""
     model = vllm_config.model_config
-    if (
-        config.drafter == "none"
-        or model.runner_type == "pooling"
-        or model.is_encoder_decoder
-    ):
+    if config.drafter == "none":
+        return False
+    if model.runner_type == "pooling" or model.is_encoder_decoder:
         return False
     from vllm import envs
 
@@ -132,7 +131,9 @@ def rehearse(core: Any) -> None:
             logging.getLogger("vllm.das_adapter").info(
                 "das: drafts arrive: %d tokens verified, %d accepted, in %.2f s before"
                 " the first request",
-                *(answers[0]["verified"], answers[0]["accepted"], seconds),
+                answers[0]["verified"],
+                answers[0]["accepted"],
+                seconds,
             )
             return
         _give_up(core, reason)
@@ -140,7 +141,9 @@ def rehearse(core: Any) -> None:
             logger.error(
                 "das: the %s drafter failed; the engine goes on as stock: no draft"
                 " arrives on vLLM %s: %s",
-                *(config.drafter, compat.version("vllm"), reason),
+                config.drafter,
+                compat.version("vllm"),
+                reason,
             )
     except Exception as error:
         # a worker does not answer: the engine would fail at its first request, too
@@ -250,9 +253,8 @@ def _reason(
         return "vLLM's scheduler gave the drafts no place in a step"
     if not first["verified"]:
         return "no draft token was verified"
-    repeats = (
-        config.looked_up is not None and config.keyed and outcome.tokens == {TOKEN}
-    )
+    looks_up = config.looked_up is not None and config.keyed
+    repeats = looks_up and outcome.tokens == {TOKEN}
     if repeats and not first["accepted"]:
         return "no draft token was accepted, although the text repeats one token"
     return None

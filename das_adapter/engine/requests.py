@@ -38,10 +38,8 @@ def media(request: Any) -> list[str]:
     """Return the hashes of the images, sound and video in a request's prompt, in their
     order; `request`: any of vLLM's that has `mm_features`.
     """
-    return [
-        feature.mm_hash or feature.identifier
-        for feature in getattr(request, "mm_features", None) or ()
-    ]
+    features = getattr(request, "mm_features", None) or ()
+    return [feature.mm_hash or feature.identifier for feature in features]
 
 
 class RequestLabels:
@@ -50,16 +48,13 @@ class RequestLabels:
     def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
         """`hosted`: whether a host labels the requests."""
         self._keyed = config.keyed
-        self._trusts = config.history.scope in (
-            "trusted",
-            "global",
-        )
-        source = _source(vllm_config)
-        self._labeller = (
-            None
-            if hosted
-            else Labeller(config.verify.seed, source, joins_turns=self._trusts)
-        )
+        self._trusts = config.history.scope in ("trusted", "global")
+        self._labeller: Labeller | None = None
+        if not hosted:
+            source = _source(vllm_config)
+            self._labeller = Labeller(
+                config.verify.seed, source, joins_turns=self._trusts
+            )
         self._lock = threading.Lock()
         self._warned = False
         """Whether the log has said that a request passed a host by."""
@@ -85,7 +80,9 @@ class RequestLabels:
         if params is None:
             return
         given = Label.of(params.extra_args)
-        seed = params.seed if given.seed is None else given.seed
+        seed = given.seed
+        if seed is None:
+            seed = params.seed
         if labeller is None:
             if given.problem is None:
                 self._drop(params)
@@ -94,11 +91,10 @@ class RequestLabels:
                 _refuse(given)
             if given.problem is None or seed is None:
                 own = self._own(labeller, request, given.record)
-                seed = own.seed if seed is None else seed
-                params.extra_args = {
-                    **replace(own, seed=None).extra_args(),
-                    **(params.extra_args or {}),
-                }
+                if seed is None:
+                    seed = own.seed
+                added = replace(own, seed=None).extra_args()
+                params.extra_args = {**added, **(params.extra_args or {})}
         if self._keyed:
             params.seed = _signed(seed, request.request_id, params.n)
 
@@ -131,7 +127,8 @@ def _refuse(given: Label) -> None:
     """Refuse a label with which a client would read or write the history of a prompt
     that it need not know.
     """
-    for key, value in (("das_problem", given.problem), ("das_start", given.start)):
+    refused = {"das_problem": given.problem, "das_start": given.start}
+    for key, value in refused.items():
         if value is not None:
             raise BadLabel(
                 f"{key}: found {value}, allowed: none, unless the server's block has"
@@ -144,11 +141,14 @@ def _signed(seed: int | None, req_id: str, samples: int) -> int:
     of the samples after it, and none is -1, which vLLM takes for no seed.
     """
     if seed is None:
-        seed = int.from_bytes(
-            hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little"
-        )
-    found = min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
-    return found - samples if -samples <= found < 0 else found
+        digest = hashlib.blake2b(req_id.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+    wrapped = (int(seed) + 2**63) % 2**64 - 2**63
+    # vLLM counts it on for each sample: not beyond 2**63 - 1, and not past -1
+    first = min(wrapped, 2**63 - samples)
+    if -samples <= first < 0:
+        first -= samples
+    return first
 
 
 def _source(vllm_config: Any) -> str:
@@ -156,24 +156,23 @@ def _source(vllm_config: Any) -> str:
     same prompts: their samples must differ.
     """
     parallel = vllm_config.parallel_config
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    ranks = parallel.data_parallel_rank, parallel._api_process_rank
+    parts = [
+        socket.gethostname(),
+        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        vllm_config.model_config.seed,
+        parallel.data_parallel_rank,
+        parallel._api_process_rank,
+    ]
     # of SkyRL's servers, which see the same devices
     bundles = os.environ.get("VLLM_RAY_BUNDLE_INDICES")
-    return repr(
-        (
-            socket.gethostname(),
-            devices,
-            vllm_config.model_config.seed,
-            *ranks,
-            *filter(None, [bundles]),
-        )
-    )
+    if bundles:
+        parts.append(bundles)
+    return repr(tuple(parts))
 
 
 def label_of(request: Any) -> Label:
     """Return the label of a request of vLLM's, as the front end has completed it
-    (`labels.RequestLabels`).
+    (`RequestLabels`).
     """
     label: Label | None = getattr(request, LABEL, None)
     if label is None:
@@ -200,17 +199,17 @@ class LiveRequest:
     stops: frozenset[int] = frozenset()
     """Tokens that end it."""
     ends_outside: bool = False
-    """Whether the front end ends it, at strings: to the worker it looks as if it were
-    aborted.
+    """Whether the front end may end it, at strings: to the worker it looks as if it
+    were aborted.
     """
     slot: int = -1
+    """The controller's slot of it; -1: it has none yet."""
     began: float = field(default_factory=time.time)
+    """When it joined the batch, seconds since the epoch."""
     length: int = 0
-    """Tokens when it joined the batch. This and what follows: on the V2 runner
-    alone.
-    """
+    """Tokens when it joined the batch (V2 runner alone)."""
     text: list[int] | None = None
-    """What it has written, where the host needs that."""
+    """Tokens that it has written, where the host needs them."""
 
     @classmethod
     def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
@@ -218,34 +217,30 @@ class LiveRequest:
         `mm_features` are read); `longest`: tokens of a text at most.
         """
         prompt = request.prompt_token_ids
-        params = request.sampling_params
         label = label_of(request)
         if prompt is None:  # it has embeddings in their place
             prompt = [0] * len(request.prompt_embeds)
-        limit = (params.max_tokens if params else None) or longest
-        problem = label.problem_of(prompt, media(request))
-        end = min(longest, len(prompt) + limit)
-        ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)
+        most_tokens = longest
         stops = frozenset[int]()
-        if params:  # its own set has the end of the text even where that is ignored
-            stops = frozenset(
-                (
-                    params.stop_token_ids
-                    if params.ignore_eos
-                    else params.all_stop_token_ids
-                )
-                or ()
-            )
-        strings = bool(params and params.stop)
+        ends_outside = False
+        params = request.sampling_params
+        if params is not None:
+            most_tokens = params.max_tokens or longest
+            if params.ignore_eos:  # vLLM's own set has the end of the text even then
+                stop_ids = params.stop_token_ids
+            else:
+                stop_ids = params.all_stop_token_ids
+            stops = frozenset(stop_ids or ())
+            ends_outside = bool(params.stop)
         return cls(
             req_id,
-            problem,
-            label.start_in(len(prompt)),
-            end,
-            label.record,
-            ahead,
-            stops,
-            strings,
+            problem=label.problem_of(prompt, media(request)),
+            start=label.start_in(len(prompt)),
+            end=min(longest, len(prompt) + most_tokens),
+            record=label.record,
+            ahead=np.frombuffer(label.ahead or b"", dtype=np.int32),
+            stops=stops,
+            ends_outside=ends_outside,
         )
 
     def is_whole(self, last: int) -> bool:
@@ -253,8 +248,6 @@ class LiveRequest:
         one; `last`: the most tokens that a step adds, among which its end may be.
         """
         text = self.text or []
-        return (
-            self.ends_outside
-            or self.start + len(text) >= self.end
-            or not self.stops.isdisjoint(text[-last:])
-        )
+        is_full = self.start + len(text) >= self.end
+        has_stop = not self.stops.isdisjoint(text[-last:])
+        return self.ends_outside or is_full or has_stop

@@ -1,5 +1,5 @@
-"""Which of vLLM's model runners an engine gets, what vLLM is told, and what is
-refused.
+"""Choose vLLM's model runner for an engine and what vLLM is told, and refuse what does
+not work.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ ONE_LENGTH: dict[str, Callable[[Any], bool]] = {
 engine (vLLM's config) has it.
 """
 HOST_PLANS = "plans by lengths that the host knows"
+"""What of an engine's attention has all requests of a step draft equally many tokens on
+V2; so have the next two.
+"""
 NO_GRAPHS = "has no full CUDA graphs for unequal lengths"
+"""Attention that would run such steps without CUDA graphs."""
 SMALL_HEADS = "has heads of 64 or less, with experts over data-parallel ranks"
-"""The same of attention."""
+"""Attention of small heads where data-parallel ranks share experts."""
 STOCK_NOISE = "das.verify.noise=stock"
-"""The same of the block."""
+"""What of the block has all requests of a step draft equally many tokens on V2."""
 
 _chosen = threading.Event()
 """Set while `set_v1` has chosen the runner of this process's environment."""
@@ -80,18 +84,12 @@ def runner_for(
         ConfigError: an engine argument does not work with the runner that the block
             needs.
     """
-    why = (
-        lacking
-        or needs_v1(config)
-        or (None if triton else "vLLM finds no device that Triton compiles for")
-    )
+    why = lacking or needs_v1(config)
+    if why is None and not triton:
+        why = "vLLM finds no device that Triton compiles for"
     drafts = config.drafter != "none"
-    if (
-        why is None
-        and drafts
-        and args.async_scheduling is False
-        and compat.missing(compat.V2_OWN_LENGTHS)
-    ):
+    synchronous = args.async_scheduling is False
+    if why is None and drafts and synchronous and compat.missing(compat.V2_OWN_LENGTHS):
         why = (
             "its V2 runner drafts equally many tokens in every step where scheduling is"
             " synchronous"
@@ -102,9 +100,9 @@ def runner_for(
             f" alone, from vLLM {compat.V2_RUNNER.oldest} on, but the engine runs V1:"
             f" {why}"
         )
-    if why is not None and getattr(
-        getattr(args, "aux_output_config", None), "enable_return_routed_experts", False
-    ):
+    outputs = getattr(args, "aux_output_config", None)
+    returns_experts = getattr(outputs, "enable_return_routed_experts", False)
+    if why is not None and returns_experts:
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True,"
             " which this vLLM allows on its V2 model runner alone, but the engine runs"
@@ -125,11 +123,8 @@ def runner_for(
     if args.speculative_config is None:
         changed["speculative_config"] = v1_speculative_config(config)
         if config.neural and not hosted(args) and args.load_format == "dummy":
-            changed[
-                "load_format"
-            ] = (  # the drafter needs its weights; the first update fills the policy's
-                "auto"
-            )
+            # the drafter needs its weights; the first update fills the policy's
+            changed["load_format"] = "auto"
     if why is None and not hosted(args):
         why = "its speculative_config is not das-adapter's"
     return Choice(why, changed)
@@ -160,7 +155,8 @@ def set_v1(why: str) -> None:
     """
     if RUNNER_VARIABLE not in os.environ:
         _chosen.set()
-    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
+    found = os.environ.setdefault(RUNNER_VARIABLE, "0")
+    if found != "0":
         raise ConfigError(
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine"
             f" needs vLLM's V1 model runner ({why}): unset it"
@@ -231,23 +227,22 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
                 parallel.data_parallel_size > 1 and getattr(model, "is_moe", True)
             ),
         }
-    for found in (name for name, wrong in refused.items() if wrong):
-        other = (
-            config.neural
-            and not config.uses_history
-            and parallel.pipeline_parallel_size == 1
-        )
-        ways = "; das.budget=unlimited with das.speculate=always does" if other else ""
+    for found, wrong in refused.items():
+        if not wrong:
+            continue
+        works_uncontrolled = config.neural and not config.uses_history
+        ways = ""
+        if works_uncontrolled and parallel.pipeline_parallel_size == 1:
+            ways = "; das.budget=unlimited with das.speculate=always does"
         raise ConfigError(
             f"das.drafter={config.drafter!r} does not work with {found}{ways}"
         )
-    plug_ins = (
-        []
-        if runs_v2(vllm_config)
-        else importlib.metadata.entry_points(group="vllm.logits_processors")
-    )
+    plug_ins: list[str] = []
+    if not runs_v2(vllm_config):
+        entries = importlib.metadata.entry_points(group="vllm.logits_processors")
+        plug_ins = sorted(entry.name for entry in entries)
     if plug_ins:
-        names = ", ".join(sorted(entry.name for entry in plug_ins))
+        names = ", ".join(plug_ins)
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found installed logits processors"
             f" ({names}), which vLLM's V1 runner leaves out beside any drafter: other"

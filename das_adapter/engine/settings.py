@@ -33,19 +33,15 @@ def settings(vllm_config: Any) -> DasConfig | None:
     one it is made here.
     """
     additional = vllm_config.additional_config
-    config = (
-        parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
-    )
-    if (
-        config is None
-        or config.log_dir is None
-        or hosted(vllm_config)
-        or not hasattr(vllm_config, "instance_id")
-    ):
+    if not isinstance(additional, dict):
+        return None
+    config = parse(additional.get(SETTINGS_KEY))
+    if config is None or config.log_dir is None or hosted(vllm_config):
         return config
-    return config.model_copy(
-        update={"log_dir": f"{config.log_dir}/{_run(vllm_config)}"}
-    )
+    if not hasattr(vllm_config, "instance_id"):  # they are arguments
+        return config
+    log_dir = f"{config.log_dir}/{_run(vllm_config)}"
+    return config.model_copy(update={"log_dir": log_dir})
 
 
 def hosted(vllm_config: Any) -> bool:
@@ -87,9 +83,10 @@ def take_block_from_environment(args: Any) -> None:
         block = read(source)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
-    if block is not None and (
-        args.runner == "generate" or args.create_model_config().runner_type != "pooling"
-    ):
+    if block is None:
+        return
+    writes = args.runner == "generate"
+    if writes or args.create_model_config().runner_type != "pooling":
         args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
 
 
@@ -102,16 +99,18 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
             f"das.drafter={config.drafter!r} and speculative_config both choose a"
             " drafter: remove one of them"
         )
-    if getattr(args, "_api_process_rank", 0) == -1 and int(
-        os.environ.get("VLLM_USE_RUST_FRONTEND") or 0
-    ):
+    has_no_python_front_end = getattr(args, "_api_process_rank", 0) == -1
+    rust = int(os.environ.get("VLLM_USE_RUST_FRONTEND") or 0)
+    if has_no_python_front_end and rust:
         raise ConfigError(
             "VLLM_USE_RUST_FRONTEND: found '1', allowed beside a das: block: '0',"
             " because vLLM's Rust front end gives requests neither labels nor seeds"
         )
-    if refused := without_host(config):
+    refused = without_host(config)
+    if refused:
         raise ConfigError(refused)
-    if run := os.environ.get(RUN_VARIABLE):
+    run = os.environ.get(RUN_VARIABLE)
+    if run:
         args.additional_config = {**args.additional_config, RUN_KEY: run}
 
 
@@ -169,10 +168,9 @@ def _run(vllm_config: Any) -> str:
     """Return a name for the run of an engine without a host (vLLM's config), 12
     characters that a path may have.
     """
-    # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel siblings
-    # have.
-    run = (
-        vllm_config.additional_config.get(RUN_KEY)
-        or vllm_config.instance_id.partition("_dp")[0]
-    )
+    run = vllm_config.additional_config.get(RUN_KEY)
+    if not run:
+        # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel
+        # siblings have.
+        run, _, _ = vllm_config.instance_id.partition("_dp")
     return hashlib.blake2b(run.encode(), digest_size=6).hexdigest()

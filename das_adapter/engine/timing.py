@@ -19,7 +19,7 @@ from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Prior, Roofline
 from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
-"""By vLLM's name of the quantisation."""
+"""Bytes of a weight, by vLLM's name of the quantisation."""
 
 
 class StepTimer:
@@ -33,58 +33,55 @@ class StepTimer:
         timed.
         """
         self._begin = 0.0
+        """When the present step began, seconds."""
         self._req_ids: list[str] = []
+        """Requests of the present step."""
 
-    def begin(self, scheduled: Any, now: float) -> TimedStep | None:
+    def begin_step(self, scheduled: Any, now: float) -> TimedStep | None:
         """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous
         one, if it was timed.
         """
         step = self._step
-        self._step = None
+        step_s = now - self._begin
+        req_ids = self._req_ids
         counts = scheduled.num_scheduled_tokens
-        new = scheduled.scheduled_new_reqs
-        drafts = scheduled.scheduled_spec_decode_tokens
-        if (
-            counts
-            and not new
-            and scheduled.total_num_scheduled_tokens
-            == len(counts) + sum(map(len, drafts.values()))
-        ):
-            self._step = TimedStep(
-                EMPTY_INTS, EMPTY_INTS, scheduled.total_num_scheduled_tokens, 0.0
-            )
-        begin = self._begin
-        before = self._req_ids
+        num_tokens = scheduled.total_num_scheduled_tokens
         self._begin = now
         self._req_ids = list(counts)
-        if (
-            step is None
-            or not len(step.slots)
-            or (new and not any(req_id in counts for req_id in before))
-        ):
-            # it was not sampled, or a pause without requests lies between them
-            return None
-        return step._replace(seconds=now - begin - step.drafting_seconds)
+        self._step = None
+        has_new = bool(scheduled.scheduled_new_reqs)
+        if counts and not has_new:
+            drafts = scheduled.scheduled_spec_decode_tokens
+            num_drafted = sum(map(len, drafts.values()))
+            if num_tokens == len(counts) + num_drafted:
+                self._step = TimedStep(EMPTY_INTS, EMPTY_INTS, num_tokens, 0.0)
+        if step is None or not len(step.slots):
+            return None  # it was not sampled
+        if has_new and not any(req_id in counts for req_id in req_ids):
+            return None  # a pause without requests lies between them
+        return step._replace(seconds=step_s - step.drafting_seconds)
 
-    def sampled(
+    def record_sampled(
         self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True
     ) -> None:
         """Take what the step sampled: slots of its requests and the tokens that each
         got, int64 [b], the tokens of context that they have together, and whether a
         drafter is asked; where none is, slots do not matter.
         """
-        if self._step is not None and (asked or self._step.tokens == len(slots)):
-            self._step = self._step._replace(
+        step = self._step
+        if step is not None and (asked or step.tokens == len(slots)):
+            self._step = step._replace(
                 slots=slots, got=got, context=context, asked=asked
             )
 
-    def drafted(self, seconds: float, passes: int) -> bool:
+    def record_drafting(self, seconds: float, passes: int) -> bool:
         """Take the seconds and the forward passes of a model that drafted at the end of
         the step; return whether the step is timed.
         """
-        if self._step is None:
+        step = self._step
+        if step is None:
             return False
-        self._step = self._step._replace(drafting_seconds=seconds, passes=passes)
+        self._step = step._replace(drafting_seconds=seconds, passes=passes)
         return True
 
 
@@ -94,11 +91,8 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     """
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    if (
-        vllm_config.model_config.enforce_eager
-        or mode is None
-        or mode is CUDAGraphMode.NONE
-    ):
+    is_eager = vllm_config.model_config.enforce_eager
+    if is_eager or mode is None or mode is CUDAGraphMode.NONE:
         return ()
     return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
 
@@ -120,11 +114,9 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
     `Roofline.from_config` does not know the model's family.
     """
     model = vllm_config.model_config
-    if (
-        config.speculate != "auto"
-        or model.quantization not in _WEIGHT_BYTES
-        or not current_platform.is_cuda_alike()
-    ):
+    if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES:
+        return None
+    if not current_platform.is_cuda_alike():
         return None
     sizes = model.hf_text_config.to_dict()
     device = recognise(current_platform.get_device_name())
@@ -132,16 +124,14 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
     roof = Roofline.from_config(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
-    return Prior(
-        roof.step_model(),
-        (
-            roof.step_model(share=COPY_SHARE[config.self.weights])
-            if config.copies_policy
-            else None
-        ),
-    )
+    passes = None
+    if config.copies_policy:
+        passes = roof.step_model(share=COPY_SHARE[config.self.weights])
+    return Prior(roof.step_model(), passes)
 
 
 def assumed() -> StepModel:
     """Return how the times of steps relate where no roofline tells."""
-    return ASSUMED_ON_GPU if current_platform.is_cuda_alike() else ASSUMED
+    if current_platform.is_cuda_alike():
+        return ASSUMED_ON_GPU
+    return ASSUMED

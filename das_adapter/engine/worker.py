@@ -28,7 +28,7 @@ logger = logging.getLogger("das_adapter")
 
 @dataclass
 class Seen:
-    """What a worker has seen of a rehearsal's drafts."""
+    """Figures of a rehearsal's drafts, as a worker has seen them."""
 
     asked: bool = False
     """Whether the controller's plan came with a step of vLLM's scheduler; True where no
@@ -37,6 +37,7 @@ class Seen:
     verified: int = 0
     """Draft tokens that the policy has verified."""
     accepted: int = 0
+    """Draft tokens that were accepted."""
 
 
 class WorkerState:
@@ -45,7 +46,7 @@ class WorkerState:
     """
 
     model_runner: int
-    """vLLM's: 1 or 2."""
+    """Version of vLLM's model runner: 1 or 2."""
 
     def __init__(self, runner: Any, config: DasConfig, drafter: Any):
         """`drafter`: what decides on the drafts, the runner's `Proposer` or
@@ -54,14 +55,16 @@ class WorkerState:
         self.runner = runner
         self.config = config
         self._decides = drafter
-        self.counters: Counters = (
-            Counters() if drafter is None else drafter.engine.counters
-        )
-        self.draft_weights = DraftWeights(runner, config) if config.neural else None
+        self.counters = Counters()
+        if drafter is not None:
+            self.counters = drafter.engine.counters
+        self.draft_weights: DraftWeights | None = None
+        if config.neural:
+            self.draft_weights = DraftWeights(runner, config)
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
         self.rehearsal: Seen | None = None
-        """Of the rehearsal that is going on; None: none is."""
+        """Figures of the rehearsal that is going on; None: none is."""
         self.gave_up = False
         """Whether nothing will be drafted in this engine, weight sync or not."""
 
@@ -75,9 +78,9 @@ class WorkerState:
         """The policy copy that drafts; None: none does."""
         if not self.config.copies_policy:
             return None
-        source = (
-            getattr(self.runner, "speculator", None) or self.runner.drafter.model_source
-        )
+        source = getattr(self.runner, "speculator", None)
+        if not source:
+            source = self.runner.drafter.model_source
         copy: PolicyCopy = source.copy
         return copy
 
@@ -101,7 +104,7 @@ class WorkerState:
         weights.
         """
         if self.draft_weights:
-            self.draft_weights.take_loaded()
+            self.draft_weights.follow_drafter()
         if self.draft_weights or self.standalone:
             see_weight_stream.apply(self.load_weights, owner=self.runner.get_model())
 
@@ -109,11 +112,9 @@ class WorkerState:
         """Load the weights of a trainer's stream into the policy, with `stock`, and
         into the drafter.
         """
-        load = (
-            functools.partial(self.draft_weights.load, stock)
-            if self.draft_weights
-            else stock
-        )
+        load = stock
+        if self.draft_weights:
+            load = functools.partial(self.draft_weights.load, stock)
         result = load(*args, **kwargs)
         if self.standalone:
             self.standalone.weights_changed()
@@ -124,10 +125,9 @@ class WorkerState:
         host.
         """
         if self.standalone and self.rehearsal is None:
+            updating = getattr(self._worker, "_weight_update_active", False)
             try:
-                self.standalone.begin_step(
-                    scheduled, getattr(self._worker, "_weight_update_active", False)
-                )
+                self.standalone.begin_step(scheduled, updating)
             except Exception as error:
                 logger.exception(
                     "das: the engine was not brought up to date; decoding goes on"
@@ -163,31 +163,32 @@ class WorkerState:
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
-        answer: Refreshed = (
-            Refreshed() if self._decides is None else self._decides.refresh(message)
-        )
+        answer = Refreshed()
+        if self._decides is not None:
+            answer = self._decides.refresh(message)
         if not self.gave_up:
             self._draft_again()
             if self._decides is None:  # else it has begun anew itself
                 self.counters.error = None
         if self.copy is not None:
             self.copy.quantise()
-        if not self.draft_weights or self.standalone is None or self.standalone.synced:
-            self.counters.alarm = (
-                self.draft_weights.refresh() if self.draft_weights else None
-            )
+        if self.draft_weights is None:
+            self.counters.alarm = None
+        elif self.standalone is None or self.standalone.synced:
+            self.counters.alarm = self.draft_weights.refresh()
             if self.counters.alarm:
                 logger.error("das: %s", self.counters.alarm)
         return answer
 
     def map_guest_history(self, files: list[str]) -> None:
-        """Take the history of problems that are at home on other nodes."""
+        """Map the history of problems that are at home on other nodes."""
         if self._decides is not None:
             self._decides.map_guest_history(files)
 
     def own_stats(self) -> EngineStats:
         """Return the figures of what stands in the device's memory."""
-        return EngineStats() if self.copy is None else self.copy.stats()
+        copy = self.copy
+        return EngineStats() if copy is None else copy.stats()
 
     def rehearse(self) -> None:
         """Draft in every step from now on, for the request with which the engine tries
@@ -220,8 +221,8 @@ class WorkerState:
         self.counters.error = error
 
     def fail_in_step(self, error: Exception) -> None:
-        """As `fail`, where vLLM's own part of a step has failed with drafts: it takes
-        none any more.
+        """Draft no more until the next weight sync, where vLLM's own part of a step has
+        failed with drafts: it verifies none any more.
         """
         self._draft_no_more()
         self.fail(error)
@@ -251,42 +252,38 @@ class WorkerState:
         """
 
     def _draft_again(self) -> None:
-        """Put it back, at a weight sync."""
+        """Put the drafter back into the runner's steps, at a weight sync."""
 
     def _hello(self) -> dict[str, str]:
-        sampler = type(self.runner.sampler).__name__
-        runner = f"V{self.model_runner}"
         return {
             "version": __version__,
             "drafter": self.config.drafter,
-            "sampler": sampler,
-            "runner": runner,
+            "sampler": type(self.runner.sampler).__name__,
+            "runner": f"V{self.model_runner}",
         }
 
     def _refresh(self, **payload: Any) -> Refreshed:
         # whoever calls keeps no history; all that it may say is: now
         if self.standalone:
             if payload:
+                found = ", ".join(payload)
                 return Refreshed(
-                    error=(
-                        f"refresh: found {', '.join(payload)}, allowed without a host:"
-                        " no arguments"
-                    )
+                    error=f"refresh: found {found}, allowed without a host: no"
+                    " arguments"
                 )
             self.standalone.weights_changed()
             return Refreshed()
         return self.refresh(Refresh(**payload))
 
     def _stats(self) -> EngineStats:
-        stats = (
-            self.counters.read_and_reset()
-            if self._decides is None
-            else self._decides.stats() | self.own_stats()
-        )
-        return stats | {
-            "model_runner": self.model_runner,
-            **(self.standalone.stats() if self.standalone else {}),
-        }
+        if self._decides is None:
+            stats = self.counters.read_and_reset()
+        else:
+            stats = self._decides.stats() | self.own_stats()
+        stats["model_runner"] = self.model_runner
+        if self.standalone:
+            stats |= self.standalone.stats()
+        return stats
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")

@@ -55,13 +55,13 @@ def drafter_without_weights() -> None:
     """Let neural drafters start with noise for weights."""
     from das_adapter.engine.draft_weights import DraftWeights
 
-    stock = DraftWeights.take_loaded
+    stock = DraftWeights.follow_drafter
 
-    def take_loaded(self: Any) -> None:
+    def follow_drafter(self: Any) -> None:
         stock(self)
         lose(self._runner)
 
-    DraftWeights.take_loaded = take_loaded
+    DraftWeights.follow_drafter = follow_drafter
 
 
 def send_drafter(runner: Any, file: str, host: str | None) -> None:

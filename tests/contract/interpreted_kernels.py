@@ -41,8 +41,8 @@ from das_adapter.engine.v2.admission import (
 )
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.neural import Speculation
+from das_adapter.engine.v2.sampling_limits import SamplingLimits
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.v2.verification import accept_drawn
 from das_adapter.engine.v2.worker import DeviceWorkerState
@@ -103,7 +103,7 @@ class World:
         index.open([(slot, slot % 2, len(p)) for slot, p in enumerate(self.prompts)])
         for slot, prompt in enumerate(self.prompts):
             texts[slot, : len(prompt)] = torch.from_numpy(prompt)
-        index.arena.bring(self.sealed)
+        index.arena.copy_sealed(self.sealed)
         return index
 
     def write(self, indices: list[DeviceIndex]) -> list[int]:
@@ -232,7 +232,7 @@ def test_a_model_drafts_within_a_requests_min_p_top_k_and_top_p_alone() -> None:
     runner: Any = SimpleNamespace(
         max_num_reqs=8, vocab_size=vocabulary, device=torch.device("cpu")
     )
-    limits = Limits(runner)
+    limits = SamplingLimits(runner)
     temperature = torch.tensor([1.0, 0.7, 1.3, 2.0, 0.0, 1.0, 0.8, 1.5])
     k = torch.tensor(
         [vocabulary, 20, vocabulary, 50, 5, 1, vocabulary, 50], dtype=torch.int32
@@ -241,7 +241,7 @@ def test_a_model_drafts_within_a_requests_min_p_top_k_and_top_p_alone() -> None:
     least = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.01, 0.05])
     held = {"top_k": Held(k), "top_p": Held(p), "min_p": Held(least)}
     runner.sampler = SimpleNamespace(sampling_states=SimpleNamespace(**held))
-    limits.take()
+    limits.copy_from_sampler()
     drafted = (
         torch.randn(10, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
     )

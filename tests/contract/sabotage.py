@@ -76,7 +76,7 @@ def failing_search() -> None:
     def found(_: Any) -> Any:
         raise RuntimeError("the search is broken on purpose")
 
-    HistorySource.found = found
+    HistorySource.found_drafts = found
 
 
 def dear_drafter() -> None:
@@ -87,7 +87,7 @@ def dear_drafter() -> None:
     tuning.LOOK_STEPS = 2
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
-    HistorySource.look = taking(clock, 0.03, HistorySource.look)
+    HistorySource.begin_search = taking(clock, 0.03, HistorySource.begin_search)
 
 
 def failing_pass() -> None:

@@ -85,7 +85,7 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
     prompts = [rng.integers(0, VOCABULARY, 10).astype(np.int32) for _ in range(2)]
     device.open([(slot, slot % 2, 10) for slot in range(SLOTS)])
-    device.arena.bring(host)
+    device.arena.copy_sealed(host)
     handles = [host.open(slot % 2, prompts[slot % 2]) for slot in range(SLOTS)]
     for slot in range(SLOTS):
         texts[slot, :10] = torch.from_numpy(prompts[slot % 2])
@@ -154,7 +154,7 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     total = torch.zeros(1, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, 5000)
     device.open([(0, 7, 10)])
-    device.arena.bring(host)
+    device.arena.copy_sealed(host)
     handle = host.open(7, prompt)
     written = 0
     drafted = 0

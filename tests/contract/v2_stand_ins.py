@@ -86,7 +86,7 @@ def install(compared: bool) -> None:
         rejection_sampler_utils,
     )
 
-    from das_adapter.engine.v2 import confidence, limits, ranking
+    from das_adapter.engine.v2 import confidence, ranking, sampling_limits
 
     for owners, compute, written in (
         ((gumbel, sampler), gumbel_sample, lambda *_: []),
@@ -124,7 +124,7 @@ def install(compared: bool) -> None:
         (input_batch, "_get_num_sampled_and_rejected_kernel", count),
         (input_batch, "_post_update_kernel", append),
         (rejection_sampler, "_flatten_sampled_kernel", flatten),
-        (limits, "leave_out", leave_out),
+        (sampling_limits, "leave_out", leave_out),
         (confidence, "sum_others", sum_others),
         (confidence, "write_kind", write_kind),
         (ranking, "admit", admit),
@@ -373,7 +373,7 @@ def leave_out(
     least: Tensor,
     **_: int,
 ) -> None:
-    """`leave_out` of `das_adapter.engine.v2.limits`."""
+    """`leave_out` of `das_adapter.engine.v2.sampling_limits`."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     heat, k, p, least = (of[slots.clamp(min=0)] for of in (heat, k, p, least))

@@ -116,7 +116,7 @@ def test_what_was_not_found_is_looked_for_again() -> None:
     found.open(1, 8, 0, 0)
     sealed(found, 7, 100, 90)
     sealed(found, 8, 0, 0)
-    found.look_again()
+    found.forget_missing()
     assert found.missing() == [8]
     assert found.tables.sealed_count.tolist() == [90, 0, 0, 0]
 

@@ -41,7 +41,7 @@ class Device:
     def step(self, index: SuffixIndex) -> int:
         """Return how many words a step brought."""
         before = self.words.clone()
-        self.arena.bring(index)
+        self.arena.copy_sealed(index)
         return int((self.words != before).sum())
 
     def text(self, problem: int) -> tuple[list[int], int]:
@@ -72,7 +72,7 @@ def test_beside_the_steps_the_same_text_arrives_problem_by_problem(
     at_once = Device(beside=False)
     beside = Device(beside=True)
     assert at_once.step(index) > 2000
-    monkeypatch.setattr(arena, "A_STEP", 1)
+    monkeypatch.setattr(arena, "MAX_COPIED_WORDS", 1)
     steps = until_all_is_there(beside, index)
     assert (
         0 < max(steps) <= len(at_once.text(2)[0])
@@ -88,7 +88,7 @@ def test_beside_the_steps_the_same_text_arrives_problem_by_problem(
 def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arena, "A_STEP", 1)
+    monkeypatch.setattr(arena, "MAX_COPIED_WORDS", 1)
     index = history()
     device = Device(beside=True)
     while not device.step(index):
@@ -103,7 +103,7 @@ def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(
 def test_text_that_comes_from_another_node_while_it_is_looked_for_is_found() -> None:
     device = Device(beside=True)
     device.step(SuffixIndex())  # where there is none yet
-    device.arena.look_again()
+    device.arena.forget_missing()
     until_all_is_there(device, history())
     assert all(device.text(problem)[1] > 0 for problem in range(PROBLEMS))
 

@@ -53,7 +53,7 @@ def test_a_draft_model_of_any_family_takes_the_trainers_weights() -> None:
     weights = DraftWeights(
         SimpleNamespace(speculator=SimpleNamespace(model=drafter)), config
     )
-    weights.take_loaded()
+    weights.follow_drafter()
     assert "brought no weight" in str(weights.refresh())
     drafter.load_weights([("transformer.weight", torch.ones(2, 2))])
     assert weights.refresh() is None and drafter.transformer.weight.sum() == 4
@@ -152,7 +152,7 @@ class Mtp:
         self.weights = DraftWeights(
             runner, parse({"drafter": "mtp", "draft": {"weights": source}})
         )
-        self.weights.take_loaded()
+        self.weights.follow_drafter()
 
     def sync(self, stream: dict[str, torch.Tensor]) -> str | None:
         """Send a stream to both models, as veRL does, and return the alarm."""
@@ -349,7 +349,7 @@ def test_batches_of_a_stream_may_lack_the_layers_for_mtp(
     weights = DraftWeights(
         runner, parse({"drafter": "mtp", "draft": {"weights": "trainer"}})
     )
-    weights.take_loaded()
+    weights.follow_drafter()
     for number in range(2):
         drafter.load_weights(
             [(f"model.layers.{number}.input_layernorm.weight", torch.ones(2))]
@@ -388,7 +388,7 @@ def test_an_output_layer_that_the_trainer_may_send_lies_where_cuda_graphs_will_r
     weights = DraftWeights(
         SimpleNamespace(model=policy, drafter=SimpleNamespace(model=drafter)), config
     )
-    weights.take_loaded()
+    weights.follow_drafter()
     place = drafter.lm_head.weight.data_ptr()
     assert place != policy.lm_head.weight.data_ptr()
     assert drafter.embed_tokens is embedding

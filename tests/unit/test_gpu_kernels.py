@@ -18,7 +18,12 @@ from own_history import OwnHistory  # noqa: E402
 
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
-from das_adapter.engine.v2 import limits, ranking, search, votes  # noqa: E402
+from das_adapter.engine.v2 import (  # noqa: E402
+    ranking,
+    sampling_limits,
+    search,
+    votes,
+)
 from das_adapter.engine.v2.device_index import SCAN, DeviceIndex  # noqa: E402
 
 
@@ -113,11 +118,11 @@ def test_leaving_out_what_is_beyond_top_k_and_top_p_compiles_for_a_gpu(
     runner = SimpleNamespace(
         max_num_reqs=4, vocab_size=152_064, device=torch.device("meta")
     )
-    of = limits.Limits(runner)
+    of = sampling_limits.SamplingLimits(runner)
     with pytest.MonkeyPatch.context() as patch:
-        noted = forms(patch, limits)
+        noted = forms(patch, sampling_limits)
         of.apply(torch.zeros(2, 152_064, dtype=dtype), torch.arange(2), torch.ones(4))
-    check_compiled(noted, 90, limits)
+    check_compiled(noted, 90, sampling_limits)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 128])
@@ -166,7 +171,7 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     total = torch.zeros(slots, dtype=torch.int32, device=meta)
     for _ in range(2):
         index.open([(slot, 1, 5) for slot in range(slots)])
-        index.arena.bring(history)
+        index.arena.copy_sealed(history)
         slots_of_batch = torch.arange(slots, device=meta)
         assert index.draft(
             slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total

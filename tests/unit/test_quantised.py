@@ -250,7 +250,7 @@ def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(
     whole = quantised_gpu.Int4(weight)
     whole.quantise(weight)
     assert torch.equal(whole.kept[0], awq_pack(codes.t().int(), 4, 384, 256))
-    monkeypatch.setattr(quantised_gpu, "_AT_ONCE", 64 * 384)
+    monkeypatch.setattr(quantised_gpu, "_WEIGHTS_AT_ONCE", 64 * 384)
     parts = quantised_gpu.Int4(weight)
     parts.quantise(weight)
     assert all(map(torch.equal, parts.kept, whole.kept))

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from das_adapter.config import parse
-from das_adapter.engine import alone
+from das_adapter.core import tuning
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.settings import history_name
 from das_adapter.engine.v1.worker import HostWorkerState
@@ -88,7 +88,7 @@ def test_no_length_is_learnt_from_a_response_that_was_aborted() -> None:
 def test_weights_that_a_trainer_did_not_send_are_missed_at_a_weight_sync_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(alone, "MOST_LIVE_TOKENS", 5)
+    monkeypatch.setattr(tuning, "MAX_LIVE_TOKENS", 5)
     state = Worker(
         None,
         parse(

@@ -38,52 +38,51 @@ class CopySource(ModelSource):
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not
         complete.
         """
-        runner = self.runner
-        keyed = self._drafter.config.keyed
+        batch = self.runner.input_batch
         drafts: list[list[int]] = [[] for _ in rows]
         drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
-        at = np.arange(len(rows))
+        going = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
-        req_ids = [runner.input_batch.req_ids[row] for row in rows]
-        drawing = (
-            [runner.requests[req_id].sampling_params for req_id in req_ids]
-            if keyed
-            else []
-        )
-        seeds = np.array([params.seed for params in drawing], dtype=np.int64)
+        req_ids = [batch.req_ids[row] for row in rows]
+        seeds = self._seeds(req_ids)
         for step in range(counts.max(initial=0)):
-            left = counts[at] > step
-            at = at[left]
-            ids = ids[left]
+            goes_on = counts[going] > step
+            going = going[goes_on]
+            ids = ids[goes_on]
             begin = time.perf_counter()
-            positions = lengths[rows[at]].astype(np.int64) - 1 + step
-            logits = self.copy.model.compute_logits(
-                self._pass(rows[at], ids.astype(np.int64), positions)
-            )
-            keys = (
-                Keys(beside(seeds[at], logits), beside(positions, logits))
-                if keyed
-                else None
-            )
-            sampling = of_rows(
-                runner.input_batch.sampling_metadata, beside(rows[at], logits)
-            )
+            going_rows = rows[going]
+            positions = lengths[going_rows].astype(np.int64) - 1 + step
+            hidden = self._pass(going_rows, ids.astype(np.int64), positions)
+            logits = self.copy.model.compute_logits(hidden)
+            keys = None
+            if seeds is not None:
+                keys = Keys(beside(seeds[going], logits), beside(positions, logits))
+            sampling = of_rows(batch.sampling_metadata, beside(going_rows, logits))
             drawn, probabilities = draw(logits, keys, sampling)
             ids = drawn.cpu().numpy()
-            for n, (i, token) in enumerate(zip(at.tolist(), ids.tolist(), strict=True)):
-                drafts[i].append(token)
+            for n, i in enumerate(going.tolist()):
+                drafts[i].append(int(ids[n]))
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
-            self.drafts.record_pass(
-                len(at), time.perf_counter() - begin, float(positions.sum())
-            )
+            pass_s = time.perf_counter() - begin
+            self.drafts.record_pass(len(going), pass_s, float(positions.sum()))
             self.drafts.passes_made += 1
-        self.drawn_with = {
-            req: torch.stack(found)
-            for req, found in zip(req_ids, drawn_with, strict=True)
-            if found
-        }
+        self.drawn_with = {}
+        for req_id, found in zip(req_ids, drawn_with, strict=True):
+            if found:
+                self.drawn_with[req_id] = torch.stack(found)
         return drafts
+
+    def _seeds(self, req_ids: list[str]) -> np.ndarray | None:
+        """Return the seeds of the policy's noise, int64 [requests]; None: it draws with
+        vLLM's own noise.
+        """
+        if not self._drafter.config.keyed:
+            return None
+        seeds = []
+        for req_id in req_ids:
+            seeds.append(self.runner.requests[req_id].sampling_params.seed)
+        return np.array(seeds, dtype=np.int64)
 
     def _pass(
         self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray
@@ -94,28 +93,26 @@ class CopySource(ModelSource):
         runner = self.runner
         batch = runner.input_batch
         device = runner.device
-        which = torch.from_numpy(rows).to(device)
+        device_rows = torch.from_numpy(rows).to(device)
         metadata = {}
         slots = {}
         for gid, groups in enumerate(runner.attn_groups):
             table = batch.block_table[gid]
-            blocks = table.get_device_tensor(batch.num_reqs)[which]
-            asked = queries(blocks, table.block_size, positions, positions + 1)
+            blocks = table.get_device_tensor(batch.num_reqs)[device_rows]
+            attention = queries(blocks, table.block_size, positions, positions + 1)
             for group in groups:
-                metadata.update(
-                    dict.fromkeys(
-                        group.layer_names, group.get_metadata_builder().build(0, asked)
-                    )
-                )
-                slots.update(dict.fromkeys(group.layer_names, asked.slot_mapping))
-        config = runner.vllm_config
-        at = torch.from_numpy(positions).to(device)
+                built = group.get_metadata_builder().build(0, attention)
+                for name in group.layer_names:
+                    metadata[name] = built
+                    slots[name] = attention.slot_mapping
+        device_ids = torch.from_numpy(ids).to(device)
+        device_positions = torch.from_numpy(positions).to(device)
         with set_forward_context(
             metadata,
-            config,
+            runner.vllm_config,
             num_tokens=len(rows),
             slot_mapping=slots,
             skip_compiled=True,
         ):
-            hidden: torch.Tensor = self.copy.model(torch.from_numpy(ids).to(device), at)
+            hidden: torch.Tensor = self.copy.model(device_ids, device_positions)
         return hidden

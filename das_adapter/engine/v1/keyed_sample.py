@@ -22,15 +22,16 @@ except ImportError:
     triton = None
 
 _BLOCK = 4096
+"""Tokens of which a program of the kernel draws one."""
 
 
 class Keys(NamedTuple):
     """What the noise of some rows is keyed by."""
 
     seeds: torch.Tensor
-    """int64 [rows], of the requests."""
+    """Seeds of the requests, int64 [rows]."""
     positions: torch.Tensor
-    """int64 [rows], of the input tokens: what is drawn stands one further."""
+    """Positions of the input tokens, int64 [rows]: what is drawn stands one further."""
 
     def at(self, rows: torch.Tensor | slice) -> Keys:
         """Return the keys of some rows."""
@@ -48,7 +49,10 @@ def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
     if logits.device.type == "cpu":
         tokens = torch.empty(len(logits), dtype=torch.int64)
         native().keyed_sample(
-            *(x.contiguous().numpy() for x in (logits.detach(), *keys)), tokens.numpy()
+            logits.detach().contiguous().numpy(),
+            keys.seeds.contiguous().numpy(),
+            keys.positions.contiguous().numpy(),
+            tokens.numpy(),
         )
         return tokens
     if triton is None:
@@ -99,17 +103,17 @@ if triton is not None:
 
     @triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
     def _draw_blocks(  # type: ignore[no-untyped-def]
-        logits,
-        stride,
-        seeds,
-        positions,
-        scores,
-        tokens,
-        vocab,
-        blocks,
-        BLOCK: tl.constexpr,
+        logits,  # float32 [rows, vocab]
+        stride,  # int: values from one row to the next
+        seeds,  # int64 [rows]
+        positions,  # int64 [rows]
+        scores,  # float32 [rows, blocks]: written
+        tokens,  # int64 [rows, blocks]: written
+        vocab,  # int
+        blocks,  # int
+        BLOCK: tl.constexpr,  # tokens of a block
     ):
-        """Each block's best score, and its token."""
+        """Write down the best score of each block of tokens, and its token."""
         row = tl.program_id(0).to(tl.int64)
         block = tl.program_id(1)
         token = block * BLOCK + tl.arange(0, BLOCK)
@@ -125,21 +129,23 @@ if triton is not None:
 
     def triton_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
         """Draw as `keyed_sample`, with the kernel for a GPU."""
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
         rows, vocab = logits.shape
         blocks = triton.cdiv(vocab, _BLOCK)
         scores = logits.new_empty(rows, blocks)
         tokens = logits.new_empty(rows, blocks, dtype=torch.int64)
         if rows:
-            keyed = (key.contiguous() for key in keys)
             _draw_blocks[(rows, blocks)](
                 logits,
                 logits.stride(0),
-                *keyed,
+                keys.seeds.contiguous(),
+                keys.positions.contiguous(),
                 scores,
                 tokens,
                 vocab,
                 blocks,
                 BLOCK=_BLOCK,
             )
-        return tokens.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+        best_block = scores.argmax(dim=1, keepdim=True)
+        return tokens.gather(1, best_block).squeeze(1)

@@ -59,7 +59,8 @@ class ModelSource:
             return None
         metadata, _, *others = given
         req_ids = self.runner.input_batch.req_ids
-        return metadata, of_draft_tokens(drawn_with, req_ids, metadata), *others
+        probabilities = of_draft_tokens(drawn_with, req_ids, metadata)
+        return metadata, probabilities, *others
 
     def draft(
         self,
@@ -114,14 +115,16 @@ class ModelSource:
         """Return the first rank's counts, as tensor-parallel ranks run the model
         together; None where it is not able to.
         """
-        told = torch.from_numpy(np.append(counts, int(able)))
+        message = torch.from_numpy(np.append(counts, int(able)))
         if self._drafter.ranks > 1:
             from vllm.distributed import get_tp_group
 
             group = get_tp_group()
-            torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
-        agreed: np.ndarray = told.numpy()
-        return agreed[:-1] if agreed[-1] else None
+            first = group.ranks[0]
+            torch.distributed.broadcast(message, src=first, group=group.cpu_group)
+        received: np.ndarray = message.numpy()
+        is_able = bool(received[-1])
+        return received[:-1] if is_able else None
 
 
 def of_draft_tokens(
@@ -135,18 +138,17 @@ def of_draft_tokens(
     step.
     """
     tokens = metadata.draft_token_ids.long()[:, None]
-    counts = metadata.num_draft_tokens
-    size = next(iter(drawn_with.values())).shape[1]
-    found = torch.zeros(len(tokens), size, device=tokens.device).scatter_(
-        1, tokens.clamp(min=0), 1.0
-    )
-    for req_id, count, end in zip(
-        req_ids, counts, np.cumsum(counts).tolist(), strict=False
-    ):
+    _, vocab = next(iter(drawn_with.values())).shape
+    found = torch.zeros(len(tokens), vocab, device=tokens.device)
+    found.scatter_(1, tokens.clamp(min=0), 1.0)
+    begin = 0
+    for req_id, count in zip(req_ids, metadata.num_draft_tokens, strict=False):
         if count and req_id in drawn_with:
             rows = drawn_with[req_id][:count]
-            found[end - count : end - count + len(rows)] = rows
-    return found.masked_fill_(tokens < 0, 0.0).nan_to_num_()
+            found[begin : begin + len(rows)] = rows
+        begin += count
+    found.masked_fill_(tokens < 0, 0.0)
+    return found.nan_to_num_()
 
 
 def queries(
@@ -157,14 +159,15 @@ def queries(
     [requests, most blocks], on the device.
     """
     device = blocks.device
-    n = len(begins)
+    requests = len(begins)
     counts = ends - begins
     starts = np.concatenate([[0], np.cumsum(counts)])
-    at, which = (
-        torch.from_numpy(x).to(device, non_blocking=True)
-        for x in (stretches(begins, counts), np.repeat(np.arange(n), counts))
-    )
-    slots = blocks[which, at // block_size].long() * block_size + at % block_size
+    host_positions = stretches(begins, counts)
+    host_rows = np.repeat(np.arange(requests), counts)
+    positions = torch.from_numpy(host_positions).to(device, non_blocking=True)
+    rows = torch.from_numpy(host_rows).to(device, non_blocking=True)
+    block = blocks[rows, positions // block_size].long()
+    slots = block * block_size + positions % block_size
 
     def on_host(values: np.ndarray) -> torch.Tensor:
         # vLLM counts some of them on, each by itself
@@ -177,24 +180,26 @@ def queries(
         "_seq_lens_cpu": on_host(ends),
         "seq_lens_cpu_upper_bound": on_host(ends),
         "_num_computed_tokens_cpu": on_host(begins),
-        "positions": at,
-        "num_reqs": n,
-        "num_actual_tokens": len(at),
+        "positions": positions,
+        "num_reqs": requests,
+        "num_actual_tokens": len(positions),
         "max_query_len": int(counts.max()),
         "max_seq_len": int(ends.max()),
         "causal": True,
-        "is_prefilling": torch.zeros(n, dtype=torch.bool),
+        "is_prefilling": torch.zeros(requests, dtype=torch.bool),
         "block_table_tensor": blocks,
         "slot_mapping": slots,
     }
-    # in this version
-    known = CommonAttentionMetadata.__dataclass_fields__.keys() & described.keys()
-    return CommonAttentionMetadata(**{name: described[name] for name in known})
+    fields = CommonAttentionMetadata.__dataclass_fields__
+    for name in list(described):
+        if name not in fields:  # in this version of vLLM
+            del described[name]
+    return CommonAttentionMetadata(**described)
 
 
 def stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return begin, begin + 1, ... for each of some stretches, one after the other,
-    int64.
+    int64: 5, 6, 2, 3, 4 for `begins` 5, 2 and `counts` 2, 3.
     """
     before = np.cumsum(counts) - counts
     return np.arange(counts.sum()) + np.repeat(begins - before, counts)

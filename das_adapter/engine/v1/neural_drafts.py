@@ -4,9 +4,9 @@ steps in which they pay.
 Such a drafter has a KV cache of its own, which has to contain what the policy has
 written; EAGLE and MTP read the policy's hidden states beside the text. In a step
 without drafts it does not run: it reads what it has missed in one pass when it is
-wanted again, or, for its hidden states must be kept until then, when `KEPT_BYTES` of
-them are waiting. So its drafts are those of a drafter that runs in every step. Prompts
-it reads with the policy.
+wanted again. Hidden states must be kept until then: when `KEPT_BYTES` of them are
+waiting, it reads all it has missed. So its drafts are those of a drafter that runs in
+every step. It reads prompts with the policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,15 @@ where vLLM has reserved the activations of whole prompts.
 _PROPOSERS = ("EagleProposer", "DraftModelProposer")
 
 
+class Piece(NamedTuple):
+    """Hidden states of some tokens of a request's text."""
+
+    begin: int
+    """Position of the first one."""
+    states: torch.Tensor
+    """Hidden states of the policy, [tokens, size]."""
+
+
 class NeuralSource(ModelSource):
     """Runs the drafter that vLLM has loaded, for any rows of the batch and draft
     lengths.
@@ -44,8 +53,8 @@ class NeuralSource(ModelSource):
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
         self.held: dict[str, Any] = {}
-        """What vLLM would have drafted with in the present step: arguments of
-        `propose_draft_token_ids`.
+        """Arguments of `propose_draft_token_ids`, with which vLLM would have drafted in
+        the present step.
         """
         self.noise: KeyedDrafts | None = None
         self._limit = 0
@@ -81,9 +90,9 @@ class NeuralSource(ModelSource):
         """Tokens of each request of the batch that the drafter has read; -1: not
         known.
         """
-        self._kept: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._kept: dict[str, list[Piece]] = {}
         """Hidden states of each request's tokens that it has not read, and of the last
-        one that it has: where they begin, and [tokens, size].
+        one that it has.
         """
 
     def _draft(
@@ -93,58 +102,89 @@ class NeuralSource(ModelSource):
         lengths: np.ndarray,
         tokens: np.ndarray,
     ) -> list[list[int]]:
-        runner = self.runner
-        hidden = self._proposer.pass_hidden_states_to_model
-        req_ids = runner.input_batch.req_ids
-        if req_ids != self._req_ids:
-            known = dict(zip(self._req_ids, self._read.tolist(), strict=True))
-            self._req_ids = list(req_ids)
-            self._read = np.array(
-                [known.get(req_id, -1) for req_id in req_ids], dtype=np.int64
-            )
-            self._kept = {req_id: self._kept.get(req_id, []) for req_id in req_ids}
-        batch = len(req_ids)
-        begins = runner.input_batch.num_computed_tokens_cpu[:batch].astype(np.int64)
-        scheduled = np.diff(runner.query_start_loc.np[: batch + 1]).astype(np.int64)
-        ends = np.minimum(lengths[:batch].astype(np.int64) - 1, begins + scheduled)
-        unknown = (self._read < 0) | (begins < self._read)
-        # a prefix that was cached it may not have read
-        self._read[unknown] = begins[unknown] if hidden else 0
-        for row in np.flatnonzero(unknown).tolist():
-            self._kept[req_ids[row]] = []
+        self._follow_batch()
+        batch = self.runner.input_batch
+        requests = len(self._req_ids)
+        query_begins = self.runner.query_start_loc.np[: requests + 1]
+        scheduled = np.diff(query_begins).astype(np.int64)
+        begins = batch.num_computed_tokens_cpu[:requests].astype(np.int64)
+        last_tokens = lengths[:requests].astype(np.int64) - 1
+        ends = np.minimum(last_tokens, begins + scheduled)
+        unknown = self._forget_unknown(begins)
         fits = ends + self.drafts.max_draft_tokens < self._limit
-        if hidden:
+        if self._proposer.pass_hidden_states_to_model:
             token_bytes = self._keep(begins, ends, scheduled, fits)
-            reads = fits & (
-                unknown | (begins < runner.input_batch.num_prompt_tokens[:batch])
-            )
+            in_prompt = begins < batch.num_prompt_tokens[:requests]
+            reads = fits & (unknown | in_prompt)
             reads[rows] = False
-            if (ends - self._read)[fits].sum() * token_bytes > KEPT_BYTES:
+            num_unread = (ends - self._read)[fits].sum()
+            if num_unread * token_bytes > KEPT_BYTES:
                 reads = fits
             if reads.any():
                 self._read_up(np.flatnonzero(reads), ends, 1, tokens)
-        able = fits[rows]
         drafts: list[list[int]] = [[] for _ in rows]
+        able = fits[rows]
         if able.any():
-            longest = int(counts[able].max())
-            begin = time.perf_counter()
-            read = int((ends - self._read)[rows[able]].sum())
-            found = self._read_up(rows[able], ends, longest, tokens).tolist()
-            drawn_with = self._proposer.take_last_draft_probs()
-            if drawn_with is not None:
-                self.drawn_with = {
-                    req_ids[row]: drawn_with[i]
-                    for i, row in enumerate(rows[able].tolist())
-                }
-            # else it was behind: that is not what drafts cost
-            if read <= len(rows) * (self.drafts.max_draft_tokens + 1):
-                context = float(ends[rows[able]].sum())
-                self.drafts.record_pass(
-                    int(able.sum()), (time.perf_counter() - begin) / longest, context
-                )
-            for i, ids in zip(np.flatnonzero(able).tolist(), found, strict=True):
-                drafts[i] = ids[: counts[i]]
+            able_rows = rows[able]
+            able_counts = counts[able]
+            found = self._draft_for(able_rows, able_counts, ends, len(rows), tokens)
+            able_places = np.flatnonzero(able).tolist()
+            for i, draft in zip(able_places, found, strict=True):
+                drafts[i] = draft
         return drafts
+
+    def _follow_batch(self) -> None:
+        """Bring what is known of requests into the order of the present batch."""
+        req_ids = self.runner.input_batch.req_ids
+        if req_ids == self._req_ids:
+            return
+        known = dict(zip(self._req_ids, self._read.tolist(), strict=True))
+        read = [known.get(req_id, -1) for req_id in req_ids]
+        self._req_ids = list(req_ids)
+        self._read = np.array(read, dtype=np.int64)
+        self._kept = {req_id: self._kept.get(req_id, []) for req_id in req_ids}
+
+    def _forget_unknown(self, begins: np.ndarray) -> np.ndarray:
+        """Return of which requests it is not known what the drafter has read, bool
+        [batch], and let it read them from where the step begins, or from their begin
+        where the text alone is read.
+        """
+        unknown = (self._read < 0) | (begins < self._read)
+        if self._proposer.pass_hidden_states_to_model:
+            self._read[unknown] = begins[unknown]
+        else:  # a prefix that was cached it may not have read
+            self._read[unknown] = 0
+        for row in np.flatnonzero(unknown).tolist():
+            self._kept[self._req_ids[row]] = []
+        return unknown
+
+    def _draft_for(
+        self,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        ends: np.ndarray,
+        num_asked: int,
+        tokens: np.ndarray,
+    ) -> list[list[int]]:
+        """Return the drafts of some rows, `counts` [rows] tokens each; `num_asked`:
+        rows for which drafts were asked, those included that are too long.
+        """
+        longest = int(counts.max())
+        num_read = int((ends - self._read)[rows].sum())
+        begin = time.perf_counter()
+        found = self._read_up(rows, ends, longest, tokens).tolist()
+        probabilities = self._proposer.take_last_draft_probs()
+        if probabilities is not None:
+            self.drawn_with = {
+                self._req_ids[row]: probabilities[i]
+                for i, row in enumerate(rows.tolist())
+            }
+        # else it was behind: that is not what drafts cost
+        if num_read <= num_asked * (self.drafts.max_draft_tokens + 1):
+            pass_s = (time.perf_counter() - begin) / longest
+            context_tokens = float(ends[rows].sum())
+            self.drafts.record_pass(len(rows), pass_s, context_tokens)
+        return [ids[:count] for ids, count in zip(found, counts, strict=True)]
 
     @property
     def _proposer(self) -> Any:
@@ -161,26 +201,30 @@ class NeuralSource(ModelSource):
         requests; return the bytes of one. Rejected draft tokens are left out, and
         requests that the drafter can't read to their end.
         """
-        runner = self.runner
         counts = ends - begins
-        parts = [self.held["hidden_states"]]
-        if getattr(runner, "use_aux_hidden_state_outputs", False):
-            parts = self.held["aux_hidden_states"]
-        elif (
-            other := getattr(
-                runner.get_model(), "get_mtp_target_hidden_states", lambda: None
-            )()
-        ) is not None:
-            parts = [other]
-        valid = torch.from_numpy(
-            stretches(np.cumsum(scheduled) - scheduled, counts)
-        ).to(runner.device)
-        # vLLM writes the next step's in their place
-        hidden = torch.cat([part[valid] for part in parts], dim=-1)
-        for row, piece in enumerate(torch.split(hidden, counts.tolist())):
+        first_tokens = np.cumsum(scheduled) - scheduled
+        valid = torch.from_numpy(stretches(first_tokens, counts)).to(self.runner.device)
+        parts = [part[valid] for part in self._policy_hidden_states()]
+        hidden = torch.cat(parts, dim=-1)
+        for row, states in enumerate(torch.split(hidden, counts.tolist())):
             if fits[row]:
-                self._kept[self._req_ids[row]].append((int(begins[row]), piece))
+                piece = Piece(int(begins[row]), states)
+                self._kept[self._req_ids[row]].append(piece)
         return hidden.shape[1] * hidden.element_size()
+
+    def _policy_hidden_states(self) -> list[torch.Tensor]:
+        """Return what the drafter reads of the policy beside the step's tokens,
+        [tokens, size] each; vLLM writes the next step's in their place.
+        """
+        if getattr(self.runner, "use_aux_hidden_state_outputs", False):
+            states: list[torch.Tensor] = self.held["aux_hidden_states"]
+            return states
+        model = self.runner.get_model()
+        if hasattr(model, "get_mtp_target_hidden_states"):
+            own = model.get_mtp_target_hidden_states()
+            if own is not None:
+                return [own]
+        return [self.held["hidden_states"]]
 
     def _read_up(
         self, rows: np.ndarray, ends: np.ndarray, passes: int, tokens: np.ndarray
@@ -188,15 +232,19 @@ class NeuralSource(ModelSource):
         """Let the drafter read what it has missed of some rows, and draft `passes`
         tokens, [rows, passes].
         """
+        own_ends = ends[rows]
         most = self._proposer.max_num_tokens - len(rows)
         while True:
-            begins = np.minimum(self._read[rows], ends[rows] - 1)
-            left = ends[rows] - begins
-            now = np.minimum(left, most - np.minimum(np.cumsum(left) - left, most))
-            if (now == left).all():
-                return self._propose(rows, begins, ends[rows], passes, tokens)
-            some = now > 0
-            self._propose(rows[some], begins[some], (begins + now)[some], 1, tokens)
+            begins = np.minimum(self._read[rows], own_ends - 1)
+            left = own_ends - begins
+            before = np.cumsum(left) - left
+            room = most - np.minimum(before, most)
+            num_read = np.minimum(left, room)
+            if (num_read == left).all():
+                return self._propose(rows, begins, own_ends, passes, tokens)
+            some = num_read > 0
+            reached = begins + num_read
+            self._propose(rows[some], begins[some], reached[some], 1, tokens)
 
     @torch.inference_mode()
     def _propose(
@@ -215,30 +263,28 @@ class NeuralSource(ModelSource):
         hidden = None
         if proposer.pass_hidden_states_to_model:
             hidden = self._hidden(rows, begins, ends)
-        which = torch.from_numpy(rows).to(runner.device)
-        table = runner.input_batch.block_table[
-            max(0, getattr(proposer, "kv_cache_gid", 0))
-        ]
-        asked = queries(
-            table.get_device_tensor(len(self._req_ids))[which],
-            table.block_size,
-            begins,
-            ends,
-        )
-        text = np.concatenate(
-            [tokens[row, b:e] for row, b, e in zip(rows, begins, ends, strict=True)]
-        )
+        device = runner.device
+        device_rows = torch.from_numpy(rows).to(device)
+        group = max(0, getattr(proposer, "kv_cache_gid", 0))
+        table = runner.input_batch.block_table[group]
+        blocks = table.get_device_tensor(len(self._req_ids))[device_rows]
+        attention = queries(blocks, table.block_size, begins, ends)
+        texts = []
+        for row, begin, end in zip(rows, begins, ends, strict=True):
+            texts.append(tokens[row, begin:end])
+        text = torch.from_numpy(np.concatenate(texts)).to(device)
+        next_tokens = torch.from_numpy(tokens[rows, ends]).to(device)
         if self.noise:
-            self.noise.rows = which
+            self.noise.rows = device_rows
         found: torch.Tensor = proposer.propose(
             num_speculative_tokens=passes,
-            target_token_ids=torch.from_numpy(text).to(runner.device),
-            target_positions=asked.positions,
+            target_token_ids=text,
+            target_positions=attention.positions,
             target_hidden_states=hidden,
-            next_token_ids=torch.from_numpy(tokens[rows, ends]).to(runner.device),
+            next_token_ids=next_tokens,
             token_indices_to_sample=None,
-            common_attn_metadata=asked,
-            sampling_metadata=of_rows(self.held["sampling_metadata"], which),
+            common_attn_metadata=attention,
+            sampling_metadata=of_rows(self.held["sampling_metadata"], device_rows),
         )
         self._read[rows] = ends
         self.drafts.passes_made += passes
@@ -251,17 +297,17 @@ class NeuralSource(ModelSource):
         last stay for another pass.
         """
         found = []
-        for row, begin, end in zip(
-            rows.tolist(), begins.tolist(), ends.tolist(), strict=True
-        ):
-            kept = self._kept[self._req_ids[row]]
-            found += [
-                piece[max(0, begin - first) : max(0, end - first)]
-                for first, piece in kept
-            ]
-            self._kept[self._req_ids[row]] = [
-                (first, piece) for first, piece in kept if first + len(piece) >= end
-            ]
+        ranges = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        for row, begin, end in ranges:
+            req_id = self._req_ids[row]
+            still_kept = []
+            for piece in self._kept[req_id]:
+                skipped = max(0, begin - piece.begin)
+                stop = max(0, end - piece.begin)
+                found.append(piece.states[skipped:stop])
+                if piece.begin + len(piece.states) >= end:
+                    still_kept.append(piece)
+            self._kept[req_id] = still_kept
         return torch.cat(found)
 
 
@@ -295,9 +341,12 @@ class KeyedDrafts:
         """
         logits = self._runner.drafter.model.compute_logits(hidden)
         seeds = self._seeds()
-        keys = Keys(seeds if self.rows is None else seeds[self.rows], self._positions)
+        if self.rows is not None:
+            seeds = seeds[self.rows]
+        keys = Keys(seeds, self._positions)
         self._positions = self._positions + 1
-        return draw(logits, keys, sampling)[0]
+        tokens, _ = draw(logits, keys, sampling)
+        return tokens
 
 
 @patch(

@@ -109,7 +109,7 @@ class Proposer:
 
     def time_step(self, scheduled: Any, now: float) -> None:
         """As `begin_step`, while the forward pass runs."""
-        step = self.timer.begin(scheduled, now) if self.leads else None
+        step = self.timer.begin_step(scheduled, now) if self.leads else None
         if step is not None:
             self.engine.timed(step, time.time() - time.perf_counter() + now)
         self.engine.stop_if_collapsed()
@@ -188,7 +188,9 @@ class Proposer:
         slots = outcome.slots
         if self.engine.history:
             assert outcome.context is not None
-            self.engine.history.look(slots, rows, outcome.context, tokens, search)
+            self.engine.history.begin_search(
+                slots, rows, outcome.context, tokens, search
+            )
         choose = partial(self._choose, rows, slots, search, drafts)
         if self.model_source:
             choose()
@@ -266,7 +268,7 @@ class Proposer:
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if (
-            not self.timer.drafted(seconds, source.drafts.passes_made - made)
+            not self.timer.record_drafting(seconds, source.drafts.passes_made - made)
             and not rests
         ):
             policy.timed_drafting(seconds)
@@ -276,7 +278,7 @@ class Proposer:
         """Tell the timer what the step brought, and whether a drafter was asked."""
         assert outcome.context is not None
         context = int(outcome.context.sum())
-        self.timer.sampled(outcome.slots, outcome.got, context, asked)
+        self.timer.record_sampled(outcome.slots, outcome.got, context, asked)
 
     def _choose(
         self,
@@ -287,14 +289,14 @@ class Proposer:
     ) -> None:
         """Put what the policy chooses into the batch's `drafts`."""
         history = self.engine.history
-        candidates = None if history is None else history.found()
+        candidates = None if history is None else history.found_drafts()
         plan = self.engine.policy.choose(search, candidates)
         if self.model_source:
             self._by_model[slots] = 0
         if isinstance(plan, Rest):
             return
         if history:
-            history.take(rows, plan.history, drafts)
+            history.put_drafts(rows, plan.history, drafts)
         if self.model_source:
             self._by_model[slots] = plan.model
             self.model_tokens[rows] = plan.model

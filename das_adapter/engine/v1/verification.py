@@ -43,7 +43,7 @@ class KeyedSampler(Sampler):
     """
 
     keys: Keys | None = None
-    """Of the rows of the next call; None in dummy runs."""
+    """Keys of the rows of the next call; None in dummy runs."""
 
     def __init__(self, logprobs_mode: Any = "raw_logprobs") -> None:
         super().__init__(logprobs_mode)
@@ -52,8 +52,9 @@ class KeyedSampler(Sampler):
     def apply_logits_processors(
         self, logits: torch.Tensor, sampling: SamplingMetadata, *args: Any
     ) -> torch.Tensor:
-        """As vLLM's. With thinking budgets each request has one row (`expands`); where
-        an engine speculates, vLLM looks for as many as it has draft tokens.
+        """Apply vLLM's logits processors. With thinking budgets each request has one
+        row (`expands`); where an engine speculates, vLLM looks for as many as it has
+        draft tokens.
         """
         if _has_thinking_budgets(sampling):
             sampling.thinking_budget_state_holder.in_spec_mode = False
@@ -76,8 +77,11 @@ class KeyedSampler(Sampler):
             processed = logits
         elif self.logprobs_mode == "processed_logprobs":
             processed = self.compute_logprobs(logits)
-        none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return keyed_sample(logits, self.keys or Keys(none, none)), processed
+        keys = self.keys
+        if keys is None:
+            zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            keys = Keys(zeros, zeros)
+        return keyed_sample(logits, keys), processed
 
 
 class KeyedRejectionSampler(RejectionSampler):
@@ -106,50 +110,65 @@ class KeyedRejectionSampler(RejectionSampler):
             Tokens int32 [batch, max_spec_len + 1] with -1 after the last one accepted,
             and, if asked for, their log-probabilities in the same padded order.
         """
-        drafted = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
-        starts = np.cumsum(drafted + 1) - drafted - 1
+        num_drafted = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        starts = np.cumsum(num_drafted + 1) - num_drafted - 1
         if expands(sampling_metadata):
-            most = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
-            parts = []
-            for begin in range(0, len(logits), most):
-                rows = slice(begin, min(begin + most, len(logits)))
-                parts.append(
-                    self._sample(
-                        logits[rows],
-                        by_row(sampling_metadata, metadata, rows, starts),
-                        rows,
-                    )
-                )
-            output = _joined(parts)
+            output = self._sample_rows(metadata, logits, sampling_metadata, starts)
         else:
             # a state that only vLLM can advance: sample one position, drop the drafts
-            first = beside(starts, logits)
-            output = self._sample(logits[first], sampling_metadata, first)
-            drafted, starts = np.zeros_like(drafted), np.arange(len(drafted))
-        requests = np.arange(len(drafted))[:, None]
-        ahead = np.arange(metadata.max_spec_len + 1)
-        row = np.minimum(starts[:, None] + ahead, len(output.sampled_token_ids) - 1)
-        inside = ahead[:-1] < drafted[:, None]
-        draft = np.where(
-            inside,
-            starts[:, None] - requests + ahead[:-1],
-            len(metadata.draft_token_ids),
-        )
-        fed = torch.nn.functional.pad(
+            first_rows = beside(starts, logits)
+            output = self._sample(logits[first_rows], sampling_metadata, first_rows)
+            num_drafted = np.zeros_like(num_drafted)
+            starts = np.arange(len(num_drafted))
+
+        # Of two requests with 2 and 0 draft tokens, a b, the rows are 0 1 2 and 3:
+        #   row    0 1 2 | 3 3 3   whose samples stand at a place of the answer
+        #   place  0 1   | 2 2     of the draft token that the sample must equal;
+        #                          behind the last one stands one that none equals
+        requests = np.arange(len(num_drafted))
+        first_row = starts[:, None]
+        first_draft = first_row - requests[:, None]
+        offset = np.arange(metadata.max_spec_len + 1)
+        last_row = len(output.sampled_token_ids) - 1
+        host_row = np.minimum(first_row + offset, last_row)
+        row = beside(host_row, logits)
+        is_drafted = offset[:-1] < num_drafted[:, None]
+        behind = len(metadata.draft_token_ids)
+        host_place = np.where(is_drafted, first_draft + offset[:-1], behind)
+        place = beside(host_place, logits)
+        draft = torch.nn.functional.pad(
             metadata.draft_token_ids, (0, 1), value=PLACEHOLDER_TOKEN_ID
         )
-        place = beside(row, logits)
-        sampled = output.sampled_token_ids.squeeze(-1)[place]
-        kept = torch.cumprod(
-            (sampled[:, :-1] == fed[beside(draft, logits)]).to(torch.int32), dim=1
-        ).bool()
-        kept = torch.nn.functional.pad(kept, (1, 0), value=True)
+        sampled = output.sampled_token_ids.squeeze(-1)[row]
+        equals = sampled[:, :-1] == draft[place]
+        accepted = torch.cumprod(equals.to(torch.int32), dim=1).bool()
+        kept = torch.nn.functional.pad(accepted, (1, 0), value=True)
         logprobs = output.logprobs_tensors
+        if logprobs is not None:
+            flat_row = row.flatten()
+            logprobs = LogprobsTensors(*(part[flat_row] for part in logprobs[:3]))
         return SamplerOutput(
             sampled_token_ids=sampled.masked_fill(~kept, PLACEHOLDER_TOKEN_ID),
-            logprobs_tensors=logprobs
-            and LogprobsTensors(*(x[place.flatten()] for x in logprobs[:3])),
+            logprobs_tensors=logprobs,
         )
+
+    def _sample_rows(
+        self,
+        metadata: SpecDecodeMetadata,
+        logits: torch.Tensor,
+        sampling: SamplingMetadata,
+        starts: Ints,
+    ) -> SamplerOutput:
+        """Sample every row of logits, some at a time; `starts`: each request's first
+        row, [batch].
+        """
+        rows_at_once = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+        parts = []
+        for begin in range(0, len(logits), rows_at_once):
+            rows = slice(begin, min(begin + rows_at_once, len(logits)))
+            row_sampling = by_row(sampling, metadata, rows, starts)
+            parts.append(self._sample(logits[rows], row_sampling, rows))
+        return _joined(parts)
 
     def _sample(
         self,
@@ -157,9 +176,11 @@ class KeyedRejectionSampler(RejectionSampler):
         metadata: SamplingMetadata,
         rows: torch.Tensor | slice,
     ) -> SamplerOutput:
+        """Sample some rows of a batch, of which `logits` are given."""
         keys = self.sampler.keys
         try:
-            self.sampler.keys = keys and keys.at(rows)
+            if keys is not None:
+                self.sampler.keys = keys.at(rows)
             # The sampler changes them in place; where it fails, the step is drawn from
             # them again without drafts.
             return self.sampler(logits.to(torch.float32, copy=True), metadata)
@@ -179,9 +200,8 @@ def by_row(
     of one for each request of the batch; `starts`: each request's first row,
     [batch].
     """
-    requests = (
-        np.searchsorted(starts, np.arange(rows.start, rows.stop), side="right") - 1
-    )
+    row_numbers = np.arange(rows.start, rows.stop)
+    requests = np.searchsorted(starts, row_numbers, side="right") - 1
     at = beside(requests, metadata.draft_token_ids)
     names = ["temperature", "top_p", "top_k", "allowed_token_ids_mask"]
     if not sampling.no_penalties:
@@ -191,17 +211,19 @@ def by_row(
             "presence_penalties",
             "repetition_penalties",
         ]
-    given = {name: getattr(sampling, name) for name in names}
-    spread: dict[str, Any] = {
-        name: None if value is None else value[at] for name, value in given.items()
-    }
+    spread: dict[str, Any] = {}
+    for name in names:
+        value = getattr(sampling, name)
+        spread[name] = None if value is None else value[at]
     if sampling.bad_words_token_ids or not sampling.no_penalties:
         drafts = metadata.draft_token_ids.tolist()
         texts = []
         words = {}
         for i, request in enumerate(requests.tolist()):
-            first = int(starts[request])
-            before = drafts[first - request : rows.start + i - request]
+            first_row = int(starts[request])
+            row = rows.start + i
+            # each request before it has one row more than draft tokens
+            before = drafts[first_row - request : row - request]
             texts.append(sampling.output_token_ids[request] + before)
             if request in sampling.bad_words_token_ids:
                 words[i] = sampling.bad_words_token_ids[request]
@@ -219,39 +241,32 @@ def _at_rows(
     """
     found = []
     for processor in processors.all:
-        first = {
-            int(starts[request]) - rows.start: held
-            for request, held in processor.min_toks.items()
-        }
+        held_by_row = {}
+        for request, held in processor.min_toks.items():
+            first_row = int(starts[request])
+            if rows.start <= first_row < rows.stop:
+                held_by_row[first_row - rows.start] = held
         processor = copy.copy(processor)
-        processor.min_toks = {
-            row: held
-            for row, held in first.items()
-            if 0 <= row < rows.stop - rows.start
-        }
+        processor.min_toks = held_by_row
         # tensors anew
-        moved = [
-            (row, row, MoveDirectionality.UNIDIRECTIONAL) for row in processor.min_toks
-        ]
-        processor.update_state(
-            BatchUpdate(len(moved), removed=[], added=[], moved=moved)
-        )
+        moved = [(row, row, MoveDirectionality.UNIDIRECTIONAL) for row in held_by_row]
+        update = BatchUpdate(len(moved), removed=[], added=[], moved=moved)
+        processor.update_state(update)
         found.append(processor)
     return LogitsProcessors(found)
 
 
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    logprobs = [
-        part.logprobs_tensors[:3] for part in parts if part.logprobs_tensors is not None
-    ]
-    return SamplerOutput(
-        sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
-        logprobs_tensors=(
-            LogprobsTensors(*map(torch.cat, zip(*logprobs, strict=True)))
-            if logprobs
-            else None
-        ),
-    )
+    """Return the output of a step that was sampled in parts."""
+    tokens = torch.cat([part.sampled_token_ids for part in parts])
+    logprobs = []
+    for part in parts:
+        if part.logprobs_tensors is not None:
+            logprobs.append(part.logprobs_tensors[:3])
+    joined = None
+    if logprobs:
+        joined = LogprobsTensors(*map(torch.cat, zip(*logprobs, strict=True)))
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=joined)
 
 
 def expands(sampling: SamplingMetadata) -> bool:
@@ -270,13 +285,12 @@ def of_rows(sampling: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
     """Return the sampling metadata with which a model drafts for some rows of the
     batch, int64 [rows].
     """
-    given = {
-        name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")
-    }
-    return replace(
-        sampling,
-        **{name: value[rows] for name, value in given.items() if value is not None},
-    )
+    chosen = {}
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(sampling, name)
+        if value is not None:
+            chosen[name] = value[rows]
+    return replace(sampling, **chosen)
 
 
 def draw(
@@ -308,9 +322,8 @@ def draw(
     else:
         drawn = keyed_sample(scaled, keys)
     if not sampling.all_random:
-        drawn = torch.where(
-            sampling.temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn
-        )
+        is_greedy = sampling.temperature < _SAMPLING_EPS
+        drawn = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
     return drawn, probabilities
 
 
@@ -326,10 +339,7 @@ def truncate(
     there are, the more parts these kernels add up a row's top-p in. Arguments are
     float32 [rows, vocab], int32 [rows] and float32 [rows]; None: no limit.
     """
-    if (
-        (top_k is not None or top_p is not None)
-        and logits.is_cuda
-        and topk_topp_sampler.HAS_TRITON
-    ):
+    is_limited = top_k is not None or top_p is not None
+    if is_limited and logits.is_cuda and topk_topp_sampler.HAS_TRITON:
         return topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
     return topk_topp_sampler.apply_top_k_top_p(logits, top_k, top_p)

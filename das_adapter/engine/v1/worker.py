@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,17 @@ from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 
 
+class Batch(NamedTuple):
+    """What is known of the requests of the runner's batch."""
+
+    seeds: torch.Tensor
+    """Seeds of their noise on the runner's device, int64 [requests]; 0 where it is
+    stock's.
+    """
+    training: list[bool]
+    """Whether each belongs to a training rollout."""
+
+
 class HostWorkerState(WorkerState):
     """The state of one worker on the V1 runner, whose drafts are made on the host. All
     ranks draft.
@@ -36,13 +47,13 @@ class HostWorkerState(WorkerState):
 
     def __init__(self, runner: Any, config: DasConfig):
         self.drafter: Proposer | None = None
-        """None: vLLM's own drafts in every step, or nobody does."""
-        if config.controlled:
-            self.drafter = (
-                Proposer(runner.vllm_config)
-                if config.neural
-                else getattr(runner, "drafter", None)
-            )
+        """The drafter that the controller asks; None: vLLM's own drafts in every step,
+        or nobody does.
+        """
+        if config.controlled and config.neural:
+            self.drafter = Proposer(runner.vllm_config)
+        elif config.controlled:
+            self.drafter = getattr(runner, "drafter", None)
         super().__init__(runner, config, self.drafter)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
@@ -50,14 +61,12 @@ class HostWorkerState(WorkerState):
         nobody had any.
         """
         self.began = 0.0
-        """When that step began, seconds."""
+        """When the step that is going on began, seconds."""
         self.drafts_no_more = False
         """Whether drafting has failed in a place that the controller does not see."""
-        self._batch: tuple[list[str], torch.Tensor, list[bool]] = (
-            [],
-            torch.zeros(0, dtype=torch.int64),
-            [],
-        )
+        self._req_ids: list[str] = []
+        """Requests of the batch for which `_batch` was made."""
+        self._batch = Batch(torch.zeros(0, dtype=torch.int64), [])
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that
@@ -70,9 +79,8 @@ class HostWorkerState(WorkerState):
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
-            runner.sampler = self.sampler = KeyedSampler(
-                logprobs_mode=runner.sampler.logprobs_mode
-            )
+            self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
+            runner.sampler = self.sampler
             if hasattr(runner, "rejection_sampler"):
                 runner.rejection_sampler = KeyedRejectionSampler(
                     self.sampler, runner.speculative_config, runner.device
@@ -104,24 +112,22 @@ class HostWorkerState(WorkerState):
         live.text = [*request.prompt_token_ids[live.start :], *request.output_token_ids]
         return live
 
-    def batch(self) -> tuple[torch.Tensor, list[bool]]:
-        """Return of the batch's requests the seeds of their noise on the runner's
-        device, int64 [requests], 0 where it is stock's, and whether each belongs to a
-        training rollout.
-        """
+    def batch(self) -> Batch:
+        """Return what is known of the requests of the runner's batch."""
         req_ids = self.runner.input_batch.req_ids
-        if req_ids != self._batch[0]:
-            requests = [self.runner.requests[req_id] for req_id in req_ids]
-            seeds = [
-                request.sampling_params.seed if self.config.keyed else 0
-                for request in requests
-            ]
-            training = [label_of(request).record for request in requests]
-            on_device = torch.tensor(seeds, dtype=torch.int64).to(
-                self.runner.device, non_blocking=True
-            )
-            self._batch = list(req_ids), on_device, training
-        return self._batch[1:]
+        if req_ids == self._req_ids:
+            return self._batch
+        seeds = []
+        training = []
+        for req_id in req_ids:
+            request = self.runner.requests[req_id]
+            seeds.append(request.sampling_params.seed if self.config.keyed else 0)
+            training.append(label_of(request).record)
+        host_seeds = torch.tensor(seeds, dtype=torch.int64)
+        device_seeds = host_seeds.to(self.runner.device, non_blocking=True)
+        self._req_ids = list(req_ids)
+        self._batch = Batch(device_seeds, training)
+        return self._batch
 
     def keys(self, metadata: Any) -> Keys:
         """Return the keys of the rows that are sampled: request after request, its
@@ -131,35 +137,41 @@ class HostWorkerState(WorkerState):
         asynchronous scheduling the host does not know how many draft tokens of the step
         before were accepted. `metadata`: as in `_sample`.
         """
-        runner = self.runner
-        (seeds, _) = self.batch()
-        positions = getattr(runner.positions, "gpu", runner.positions)
         if metadata is None:
             return self.first_keys(None)
-        rows = np.repeat(
-            np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1
-        )
-        place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
-        return Keys(seeds[place], positions[metadata.logits_indices.long()])
+        seeds = self.batch().seeds
+        num_rows = np.asarray(metadata.num_draft_tokens) + 1
+        requests = np.repeat(np.arange(len(seeds)), num_rows)
+        row_seeds = seeds[beside(requests, seeds)]
+        return Keys(row_seeds, self._positions[metadata.logits_indices.long()])
+
+    @property
+    def _positions(self) -> torch.Tensor:
+        """Positions of the tokens that the policy reads, int64 [tokens], on the
+        device.
+        """
+        positions: Any = self.runner.positions
+        return getattr(positions, "gpu", positions)
 
     def first_rows(self, drafted: Sequence[int]) -> torch.Tensor:
         """Return each request's first row of logits, int64 [batch], where it has so
         many drafted positions and one more.
         """
-        rows = np.asarray(drafted, dtype=np.int64) + 1
-        return beside(np.cumsum(rows) - rows, self.batch()[0])
+        num_rows = np.asarray(drafted, dtype=np.int64) + 1
+        first_rows = np.cumsum(num_rows) - num_rows
+        return beside(first_rows, self.batch().seeds)
 
     def first_keys(self, drafted: Sequence[int] | None) -> Keys:
-        """Return the keys of these rows; None: nobody has a drafted position."""
-        seeds = self.batch()[0]
-        runner = self.runner
-        positions = getattr(runner.positions, "gpu", runner.positions)
-        last = runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1
-        if drafted is None:
-            return Keys(seeds, positions[last])
-        return Keys(
-            seeds, positions[last - beside(np.asarray(drafted, dtype=np.int64), seeds)]
-        )
+        """Return the keys of each request's first row; None: nobody has a drafted
+        position.
+        """
+        seeds = self.batch().seeds
+        ends = self.runner.query_start_loc.gpu[1 : len(seeds) + 1]
+        tokens = ends.long() - 1
+        if drafted is not None:
+            num_drafted = np.asarray(drafted, dtype=np.int64)
+            tokens = tokens - beside(num_drafted, seeds)
+        return Keys(seeds, self._positions[tokens])
 
     def count(
         self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]
@@ -169,21 +181,16 @@ class HostWorkerState(WorkerState):
         """
         if self.rehearsal is not None and drafts is not None:
             self.rehearsal.verified += sum(drafts)
-            self.rehearsal.accepted += sum(
-                max(0, len(tokens) - 1) for tokens in sampled
-            )
+            for tokens in sampled:
+                self.rehearsal.accepted += max(0, len(tokens) - 1)
         if not any(training):
             return
-        got = [
-            len(tokens) if record else 0
-            for record, tokens in zip(training, sampled, strict=True)
-        ]
-        counted = partial(
-            self.counters.count_step,
-            got,
-            drafts or [0] * len(got),
-            time.perf_counter() - self.began,
-        )
+        got = []
+        for record, tokens in zip(training, sampled, strict=True):
+            got.append(len(tokens) if record else 0)
+        step_s = time.perf_counter() - self.began
+        carried = drafts or [0] * len(got)
+        counted = partial(self.counters.count_step, got, carried, step_s)
         if self.drafter:
             self.drafter.later(counted)
         else:
@@ -221,29 +228,29 @@ class HostWorkerState(WorkerState):
             )
 
     def loaded(self) -> None:
-        """As `WorkerState.loaded`; a drafter with weights draws with the policy's
-        noise, and the controller runs it.
+        """Take over what vLLM has just loaded, see `WorkerState.loaded`; a drafter with
+        weights draws with the policy's noise, and the controller runs it.
         """
         super().loaded()
         if not self.draft_weights:
             return
         noise = None
-        options = self.config.draft.options
-        most_likely = options.get("parallel_drafting") or options.get(
-            "use_heterogeneous_vocab"
-        )
-        # Under M-RoPE a drafter knows no positions in the text.
-        if (
-            self.config.keyed
-            and not most_likely
-            and hasattr(self.runner.drafter, "positions")
-        ):
-            noise = KeyedDrafts(self.runner, lambda: self.batch()[0])
+        if self.config.keyed and self._draws_tokens():
+            noise = KeyedDrafts(self.runner, lambda: self.batch().seeds)
         if self.drafter:
             source = self.drafter.model_source
             assert isinstance(source, NeuralSource)
             source.noise = noise
             self.drafter.load_model(self.runner.model)
+
+    def _draws_tokens(self) -> bool:
+        """Return whether a drafter with weights can draw tokens by their positions."""
+        options = self.config.draft.options
+        for name in ("parallel_drafting", "use_heterogeneous_vocab"):
+            if options.get(name):  # it drafts the most likely ones
+                return False
+        # Under M-RoPE a drafter knows no positions in the text.
+        return hasattr(self.runner.drafter, "positions")
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -273,18 +280,14 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
     """
 
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        if spec_decode_metadata is not None and not any(
-            spec_decode_metadata.num_draft_tokens
-        ):
-            spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
-        drops = state.sampler is not None and not expands(
-            state.runner.input_batch.sampling_metadata
-        )
-        state.drafts = (
-            None
-            if drops or spec_decode_metadata is None
-            else spec_decode_metadata.num_draft_tokens
-        )
+        drafted = getattr(spec_decode_metadata, "num_draft_tokens", None)
+        if drafted is not None and not any(drafted):
+            # vLLM 0.32 describes steps without drafts too
+            spec_decode_metadata = None
+            drafted = None
+        sampling = state.runner.input_batch.sampling_metadata
+        drops = state.sampler is not None and not expands(sampling)
+        state.drafts = None if drops else drafted
         if state.drafter:
             state.drafter.carried = state.drafts
             state.drafter.drops = drops
@@ -297,9 +300,7 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             if spec_decode_metadata is None and state.sampler is None:
                 raise
             state.fail_in_step(error)
-            return without_drafts(
-                logits, getattr(spec_decode_metadata, "num_draft_tokens", None)
-            )
+            return without_drafts(logits, drafted)
         finally:
             if state.sampler is not None:
                 state.sampler.keys = None
@@ -313,9 +314,9 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             state.drafter.carried = None
         if state.sampler is not None:
             state.sampler.keys = state.first_keys(drafted)
-        return stock(
-            logits if drafted is None else logits[state.first_rows(drafted)], None
-        )
+        if drafted is not None:
+            logits = logits[state.first_rows(drafted)]
+        return stock(logits, None)
 
     return sample
 
@@ -334,10 +335,8 @@ def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
         scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
         nothing: list[list[int]] = [[] for _ in range(len(sampled_token_ids))]
-        alone = (
-            state.runner.parallel_config.tensor_parallel_size == 1
-            or state.looks_up_alone
-        )
+        ranks = state.runner.parallel_config.tensor_parallel_size
+        alone = ranks == 1 or state.looks_up_alone
         may_fail = alone and not state.runner.use_async_scheduling
         if state.drafts_no_more and may_fail:
             return nothing
@@ -368,7 +367,7 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
         arrives = getattr(output, "get_output", None)
         if not getattr(output, "sampled_token_ids", None) and arrives is None:
             return output
-        _, training = state.batch()
+        training = state.batch().training
         if arrives is None:
             with state.surviving():
                 state.count(output.sampled_token_ids, drafts, training)

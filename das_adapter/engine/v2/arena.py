@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,59 +15,66 @@ import torch
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.steps import Ints
 
-A_STEP = 2**18
+MAX_COPIED_WORDS = 2**18
 """Words of 32 bits after which a step copies no further text: 1 MiB, 0.05 ms of PCIe 4.
 Only starting a copy takes the host's time.
 """
-AHEAD = 4
+MAX_ORDERED = 4
 """Problems whose text is made ready, or waits in pinned memory."""
 _WHOLE = 2**40
 """Words in which every history fits."""
 
-Text = tuple[torch.Tensor, int, bool]
-"""A problem's sealed text, tokens and then places, int32 [n] on the host; how many of
-these are tokens; and whether there is some, but no room for it.
-"""
+
+class SealedText(NamedTuple):
+    """A problem's sealed text on the host."""
+
+    words: torch.Tensor
+    """Its tokens and then their places, int32 [n]."""
+    num_tokens: int
+    """How many of these are tokens."""
+    lacks_room: bool
+    """Whether there is some, but no room for it: then it has no words."""
 
 
 class Tables:
-    """What the kernels read of it, as parts of one int64 array, which is copied to the
-    device when it has changed.
+    """What the kernels read of the arena, as parts of one int64 array, which is copied
+    to the device when it has changed.
     """
 
     begin: Ints
-    """By slot, tokens before the response."""
+    """Tokens before the response, by slot."""
     text_at: Ints
-    """By text, its offset in the arena."""
+    """Offset of each text in the arena."""
     sealed_texts: Ints
-    """By slot, the offset of its problem's sealed tokens."""
+    """Offset of the sealed tokens of the request's problem, by slot."""
     sealed_places: Ints
-    """By slot, the offset of their places."""
+    """Offset of the places of these tokens, by slot."""
     sealed_count: Ints
-    """By slot, the number of places."""
+    """Number of these places, by slot."""
     member_count: Ints
-    """By slot, the number of its problem's texts."""
+    """Number of the texts of the request's problem, by slot."""
     members: Ints
-    """By slot, `width` entries each, the texts."""
+    """Numbers of these texts, `width` entries for each slot."""
 
     def __init__(self, slots: int, texts: int, width: int) -> None:
         self.width = width
-        self._sizes = dict.fromkeys(Tables.__annotations__, slots) | {
-            "text_at": texts,
-            "members": slots * width,
-        }
-        self.all: Ints = np.zeros(sum(self._sizes.values()), dtype=np.int64)
+        self._sizes = dict.fromkeys(Tables.__annotations__, slots)
+        self._sizes["text_at"] = texts
+        self._sizes["members"] = slots * width
+        size = sum(self._sizes.values())
+        self.all: Ints = np.zeros(size, dtype=np.int64)
         vars(self).update(self.parts(self.all))
 
     def parts(self, array: Any) -> dict[str, Any]:
         """Return the parts by name of an array, or a tensor, that is laid out as `all`
         is.
         """
-        ends = np.cumsum([0, *self._sizes.values()]).tolist()
-        return {
-            name: array[a:b]
-            for name, a, b in zip(self._sizes, ends[:-1], ends[1:], strict=True)
-        }
+        parts = {}
+        begin = 0
+        for name, size in self._sizes.items():
+            parts[name] = array[begin : begin + size]
+            begin += size
+        return parts
 
 
 @dataclass
@@ -78,19 +85,30 @@ class Problem:
     """Slots of its requests, in the order in which they began."""
     closed: list[int] = field(default_factory=list)
     """Texts of those that ended, oldest first."""
-    sealed: tuple[int, int, int] | None = None
-    """Offset, tokens and places of its sealed text; None: nobody has looked for it."""
+    sealed: SealedPart | None = None
+    """Where its sealed text lies; None: nobody has looked for it."""
+
+
+class SealedPart(NamedTuple):
+    """The part of the arena in which a problem's sealed text lies."""
+
+    at: int
+    """Offset of its tokens, behind which their places stand."""
+    num_tokens: int
+    """Its tokens; 0: none was found."""
+    num_places: int
 
 
 @dataclass
 class Kept:
-    """Where the text of a request that ended goes: its number, its offset in the arena,
-    and its most tokens.
-    """
+    """Where the text of a request that ended goes."""
 
     text: int
+    """Number of the text."""
     at: int
+    """Offset in the arena."""
     room: int
+    """Tokens that it has at most."""
 
 
 class Arena:
@@ -124,8 +142,8 @@ class Arena:
         self._of_slot: dict[int, int] = {}
         # begins its thread with the first work
         self._worker = ThreadPoolExecutor(1, "das-bring")
-        self._ordered: dict[int, Future[Text]] = {}
-        """By problem, sealed text on its way."""
+        self._ordered: dict[int, Future[SealedText]] = {}
+        """Sealed text on its way, by problem."""
 
     @property
     def room(self) -> int:
@@ -135,7 +153,7 @@ class Arena:
     @property
     def lacks(self) -> bool:
         """Whether sealed text is missing or on its way, so that there is something to
-        `bring`.
+        do for `copy_sealed`.
         """
         return self.unsealed or bool(self._ordered)
 
@@ -146,7 +164,8 @@ class Arena:
         self.close(slot)
         known = self._problems.setdefault(problem, Problem())
         known.open.append(slot)
-        self.unsealed = self.unsealed or known.sealed is None
+        if known.sealed is None:
+            self.unsealed = True
         self._of_slot[slot] = problem
         self.tables.begin[slot] = begin
         self.tables.text_at[slot] = at
@@ -158,9 +177,12 @@ class Arena:
         """
         if slot not in self._of_slot:
             return None
-        known = self._problems[self._of_slot.pop(slot)]
+        problem = self._of_slot.pop(slot)
+        known = self._problems[problem]
         known.open.remove(slot)
-        kept = self._keep(known, room) if room > 0 else None
+        kept = None
+        if room > 0:
+            kept = self._keep(known, room)
         self._describe(known)
         return kept
 
@@ -179,16 +201,15 @@ class Arena:
         looked for, in order.
         """
         drafted = dict.fromkeys(self._of_slot.values())
-        return [
-            problem for problem in drafted if self._problems[problem].sealed is None
-        ]
+        problems = self._problems
+        return [problem for problem in drafted if problems[problem].sealed is None]
 
-    def look_again(self) -> None:
+    def forget_missing(self) -> None:
         """Forget that nothing was found of some problems, or is on its way: there may
         be sealed text of them now.
         """
         for known in self._problems.values():
-            if known.sealed and not known.sealed[1]:
+            if known.sealed is not None and known.sealed.num_tokens == 0:
                 known.sealed = None
         self.unsealed = True
         self._ordered = {}
@@ -197,104 +218,127 @@ class Arena:
         """Forget all sealed text, what is on its way, and the text of requests that
         ended, at a weight sync.
         """
-        self.used, self.short, self._texts = 0, 0, self._slots
+        self.used = 0
+        self.short = 0
+        self._texts = self._slots
         self.unsealed = True
         self._ordered = {}
-        self._problems = {
-            problem: known for problem, known in self._problems.items() if known.open
-        }
-        for known in self._problems.values():
+        for problem, known in list(self._problems.items()):
+            if not known.open:
+                del self._problems[problem]
+                continue
             known.closed = []
             known.sealed = None
             self._describe(known)
 
-    def bring(self, index: SuffixIndex) -> None:
-        """Order what is missing, and copy what is ready."""
-        copied = 0
-        while copied < A_STEP or not self._beside:
+    def copy_sealed(self, index: SuffixIndex) -> None:
+        """Order the sealed text that is missing, and copy what is ready."""
+        num_copied = 0
+        while num_copied < MAX_COPIED_WORDS or not self._beside:
             self._order(index)
             problem = next(iter(self._ordered), None)
-            if problem is None or (self._beside and not self._ordered[problem].done()):
+            if problem is None:
                 return
-            copied += self.put(problem, *self._ordered.pop(problem).result())
+            if self._beside and not self._ordered[problem].done():
+                return
+            text = self._ordered.pop(problem).result()
+            num_copied += self.put(problem, *text)
 
     def put(
-        self, problem: int, text: torch.Tensor, tokens: int, short: bool = False
+        self,
+        problem: int,
+        words: torch.Tensor,
+        num_tokens: int,
+        lacks_room: bool = False,
     ) -> int:
-        """Copy a problem's sealed text, a `Text`, and have it searched; return its
-        words.
+        """Copy a problem's sealed text, see `SealedText`, and have it searched; return
+        the number of its words.
         """
-        if len(text) > self.room:  # texts of requests that ended have taken it
-            text = text[:0]
-            tokens = 0
-            short = True
-        self.short += short
-        at = self._take(len(text))
-        self.words[at : at + len(text)].copy_(text, non_blocking=True)
-        if known := self._problems.get(problem):
-            known.sealed = at, tokens, len(text) - tokens
+        if len(words) > self.room:  # texts of requests that ended have taken it
+            words = words[:0]
+            num_tokens = 0
+            lacks_room = True
+        self.short += lacks_room
+        size = len(words)
+        at = self._allocate(size)
+        self.words[at : at + size].copy_(words, non_blocking=True)
+        known = self._problems.get(problem)
+        if known is not None:
+            known.sealed = SealedPart(at, num_tokens, size - num_tokens)
             self._describe(known)
-        return len(text)
+        return size
 
     def _order(self, index: SuffixIndex) -> None:
-        if self.unsealed:
-            missing = [
-                problem for problem in self.missing() if problem not in self._ordered
-            ]
-            self.unsealed = bool(missing or self._ordered)
-            for problem in missing[
-                : (AHEAD if self._beside else 1) - len(self._ordered)
-            ]:
-                looks = self._worker.submit(
-                    looked_up, index, problem, self.room, self.words.is_cuda
-                )
-                self._ordered[problem] = looks
+        """Have sealed text that is missing looked up, of a few problems at a time."""
+        if not self.unsealed:
+            return
+        missing = []
+        for problem in self.missing():
+            if problem not in self._ordered:
+                missing.append(problem)
+        self.unsealed = bool(missing or self._ordered)
+        most = MAX_ORDERED if self._beside else 1
+        num_free = most - len(self._ordered)
+        pinned = self.words.is_cuda
+        for problem in missing[:num_free]:
+            self._ordered[problem] = self._worker.submit(
+                look_up_sealed, index, problem, self.room, pinned
+            )
 
-    def _take(self, size: int) -> int:
+    def _allocate(self, size: int) -> int:
+        """Return the offset of a new part of the arena."""
         at = self.used
-        self.used = self.used + size
+        self.used += size
         return at
 
     def _keep(self, known: Problem, room: int) -> Kept | None:
+        """Allocate a text of a request that ended; None: there is no room for it."""
         if self._texts == len(self.tables.text_at):
             return None
         if room > self.room:
             self.short += 1
             return None
-        kept = Kept(self._texts, self._take(room), room)
+        kept = Kept(self._texts, self._allocate(room), room)
         self._texts += 1
         self.tables.text_at[kept.text] = kept.at
         known.closed.append(kept.text)
         return kept
 
     def _describe(self, known: Problem) -> None:
+        """Write down in the tables what the requests of a problem search."""
         self.changed = True
         tables = self.tables
+        width = tables.width
         slots = np.array(known.open, dtype=np.int64)
-        texts = [*known.open[::-1], *known.closed[::-1]][: tables.width]
+        newest_first = known.open[::-1] + known.closed[::-1]
+        texts = newest_first[:width]
+        members = tables.members.reshape(-1, width)
+        members[slots, : len(texts)] = texts
         tables.member_count[slots] = len(texts)
-        rows = tables.members.reshape(-1, tables.width)
-        older = slots[: -tables.width]
-        rows[slots, : len(texts)] = texts
-        rows[older, -1] = (
-            older  # not among the newest, but each request drafts from its own text
-        )
-        at, tokens, places = known.sealed or (0, 0, 0)
-        tables.sealed_texts[slots] = at
-        tables.sealed_places[slots] = at + tokens
-        tables.sealed_count[slots] = places
+        # each request drafts from its own text, also where that is not among the newest
+        older = slots[:-width]
+        members[older, -1] = older
+        sealed = known.sealed or SealedPart(0, 0, 0)
+        tables.sealed_texts[slots] = sealed.at
+        tables.sealed_places[slots] = sealed.at + sealed.num_tokens
+        tables.sealed_count[slots] = sealed.num_places
 
 
-def looked_up(index: SuffixIndex, problem: int, room: int, pinned: bool) -> Text:
+def look_up_sealed(
+    index: SuffixIndex, problem: int, room: int, pinned: bool
+) -> SealedText:
     """Return a problem's sealed text, in at most `room` words. Holds no lock of Python
     while it copies.
     """
     tokens, places = index.flat(problem, room)
-    short = not len(tokens) and len(index.flat(problem, _WHOLE)[0]) > 0
-    both = torch.empty(len(tokens) + len(places), dtype=torch.int32, pin_memory=pinned)
-    for part, array in (
-        (both[: len(tokens)], tokens),
-        (both[len(tokens) :], places.view(np.int32)),
-    ):
-        part.copy_(torch.from_numpy(array))
-    return both, len(tokens), short
+    lacks_room = False
+    if not len(tokens):
+        every_token, _ = index.flat(problem, _WHOLE)
+        lacks_room = len(every_token) > 0
+    num_tokens = len(tokens)
+    size = num_tokens + len(places)
+    words = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+    place_words = places.view(np.int32)
+    words[:num_tokens].copy_(torch.from_numpy(tokens))
+    words[num_tokens:].copy_(torch.from_numpy(place_words))
+    return SealedText(words, num_tokens, lacks_room)

@@ -30,14 +30,14 @@ class DraftConfidence:
         self.chances = chances
         self._table = chances.new_zeros(confidence.KINDS)
         self.kinds = torch.zeros_like(chances, dtype=torch.uint8)
-        """Of the draft tokens, [requests, steps]."""
+        """Kinds of the draft tokens, uint8 [requests, steps]."""
 
     def learn(self, table: Chances) -> None:
         """Take the chance of each kind, float32 [KINDS]."""
-        told = torch.from_numpy(table)
-        self._table.copy_(
-            told.pin_memory() if self._table.is_cuda else told, non_blocking=True
-        )
+        sent = torch.from_numpy(table)
+        if self._table.is_cuda:
+            sent = sent.pin_memory()
+        self._table.copy_(sent, non_blocking=True)
 
     def judge(
         self,
@@ -72,30 +72,41 @@ class DraftConfidence:
             vocab,
             BLOCK=_BLOCK,
         )
-        each, steps = (most, step.contiguous()) if step.dim() else (1, step)
+        rows_each = 1
+        if step.dim():
+            rows_each = most
+            step = step.contiguous()
         write_kind[(rows,)](
             self.kinds,
             self.chances,
             parts,
             slots,
-            steps,
+            step,
             self._table,
             blocks,
             most,
-            EACH=each,
+            EACH=rows_each,
             PADDED=triton.next_power_of_2(blocks),
         )
 
 
 @triton.jit
 def sum_others(
-    parts, logits, stride, drawn, slots, temperature, vocab, BLOCK: tl.constexpr
+    parts,  # float32 [rows, blocks]: written
+    logits,  # float [rows, vocab]: before the temperature
+    stride,  # int: values from one row to the next
+    drawn,  # int64 [rows]: the tokens
+    slots,  # int64 [rows]; -1: of no request
+    temperature,  # float32 [slots]; 0: greedy, as 1 here
+    vocab,  # int
+    BLOCK: tl.constexpr,  # tokens of a program
 ):
     """Sum the probabilities of a block of tokens but the drawn one, each beside that of
     the drawn one.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     slot = tl.load(slots + row)
     if slot >= 0:
         heat = tl.load(temperature + slot)
@@ -104,36 +115,36 @@ def sum_others(
         logits = logits + row * stride
         own = tl.load(logits + token).to(tl.float32)
         lane = block * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(
-            logits + lane, mask=(lane < vocab) & (lane != token), other=-float("inf")
-        ).to(tl.float32)
+        others = (lane < vocab) & (lane != token)
+        value = tl.load(logits + lane, mask=others, other=-float("inf"))
+        value = value.to(tl.float32)
         beside = tl.exp(tl.minimum((value - own) / heat, 40.0))
-        tl.store(parts + row * tl.num_programs(1) + block, tl.sum(beside, axis=0))
+        tl.store(parts + row * blocks + block, tl.sum(beside, axis=0))
 
 
 @triton.jit
 def write_kind(
-    kinds,
-    chances,
-    parts,
-    slots,
-    steps,
-    table,
-    blocks,
-    most,
-    EACH: tl.constexpr,
-    PADDED: tl.constexpr,
+    kinds,  # uint8 [requests, most]: written
+    chances,  # float32 [requests, most]: written
+    parts,  # float32 [rows, blocks]: of `sum_others`
+    slots,  # int64 [rows]; -1: of no request
+    steps,  # int [1 or rows]: place of the tokens in their drafts
+    table,  # float32 [KINDS]: chance of each kind
+    blocks,  # int
+    most,  # int: tokens of a draft at most
+    EACH: tl.constexpr,  # rows of a request; 1: `steps` is one for all
+    PADDED: tl.constexpr,  # power of 2, `blocks` at least
 ):
     """Write down the kind of a row's token, and its chance."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(slots + row) >= 0:
         block = tl.arange(0, PADDED)
-        against = tl.sum(
-            tl.load(parts + row * blocks + block, mask=block < blocks, other=0.0),
-            axis=0,
-        )
-        odds = -tl.log2(tl.maximum(against, LEAST))
-        kind = tl.minimum(tl.maximum(tl.floor(odds).to(tl.int32) + EVEN, 0), KINDS - 1)
+        own_parts = parts + row * blocks
+        part = tl.load(own_parts + block, mask=block < blocks, other=0.0)
+        against = tl.sum(part, axis=0)
+        log_odds = -tl.log2(tl.maximum(against, LEAST))
+        kind = tl.floor(log_odds).to(tl.int32) + EVEN
+        kind = tl.minimum(tl.maximum(kind, 0), KINDS - 1)
         step = tl.load(steps + row * (EACH > 1))
         place = row // EACH * most + step
         tl.store(kinds + place, kind.to(tl.uint8))

@@ -12,23 +12,10 @@ from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
 from das_adapter.engine.policy_copy import PolicyCopy
+from das_adapter.engine.v2 import versions
 
-try:
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-        TargetDependentARSpeculator as OnePass,
-    )
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
-        prepare_decode_inputs,
-    )
-except ImportError:
-    # so vLLM up to 0.31 calls it: remove this, and what else says so, when 0.32 is the
-    # oldest with V2
-    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
-        AutoRegressiveSpeculator as OnePass,
-    )
-    from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
-        prepare_decode_inputs,
-    )
+OnePass: Any
+OnePass, prepare_decode_inputs = versions.one_pass_speculator()
 
 
 class CopySpeculator(OnePass):
@@ -52,11 +39,8 @@ class CopySpeculator(OnePass):
         """
         super().__init__(vllm_config, device)
         self._weights = weights
-        # EAGLE reads them, of every token of a step; the copy does not
-        size = (
-            self.max_num_reqs,
-            self.hidden_size,
-        )
+        # EAGLE reads those of every token of a step; the copy does not
+        size = self.max_num_reqs, self.hidden_size
         self.hidden_states = torch.zeros(size, dtype=self.dtype, device=device)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
@@ -89,9 +73,8 @@ class CopySpeculator(OnePass):
         every length.
         """
 
-    _configure_fused_multi_step_decode = (
-        _configure_decode_metadata_update  # so vLLM up to 0.31 calls it
-    )
+    # so vLLM up to 0.31 calls it
+    _configure_fused_multi_step_decode = _configure_decode_metadata_update
 
     def capture(self) -> None:
         """Capture a pass for the batch sizes that vLLM has graphs of."""
@@ -132,12 +115,13 @@ class CopySpeculator(OnePass):
         requests = input_batch.num_reqs
         buffers = self.input_buffers
         passes = num_speculative_tokens
-        # one shows what memory it takes; vLLM up to 0.31 says it in an attribute
         if passes is None:
-            passes = 1 if dummy_run else self.num_speculative_steps
-        idle = (
-            num_sampled[:requests] == 0
-        ) | dummy_run  # it reads its prompt: it has no text to go on from
+            # vLLM up to 0.31 says it in an attribute
+            passes = self.num_speculative_steps
+            if dummy_run:  # one pass shows what memory it takes
+                passes = 1
+        # a request that reads its prompt has no text to go on from
+        idle = (num_sampled[:requests] == 0) | dummy_run
         self._copy_request_inputs(
             requests, input_batch.idx_mapping.masked_fill(idle, -1), temperature, seeds
         )
@@ -146,17 +130,14 @@ class CopySpeculator(OnePass):
         buffers.positions[:requests] = read
         self.sample_src_positions[:requests] = read
         sampled = last_sampled[input_batch.idx_mapping]
-        room = (
-            self.max_model_len,
-            self.max_num_reqs,
-        )
         prepare_decode_inputs(
             sampled,
             input_batch.seq_lens,
             num_rejected,
             buffers,
             self.sample_src_positions,
-            *room,
+            self.max_model_len,
+            self.max_num_reqs,
         )
         longest = input_batch.seq_lens_cpu_upper_bound[:requests]
         self.draft_max_seq_len = min(int(longest.max()) + passes, self.max_model_len)
@@ -184,22 +165,14 @@ class CopySpeculator(OnePass):
             rows, ranges, positions, graph.num_tokens
         )
         slots[:, :requests].masked_fill_(idle, -1)
-        attention = self._attention(graph, requests, longest, step + 1)
+        attention = versions.single_token_attention(
+            self, graph, requests, longest, step + 1
+        )
         if graph.cg_mode == CUDAGraphMode.FULL:
             self.decode_cudagraph_manager.run_fullgraph(graph)
             return
         by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
         self._eagerly(requests, graph.num_tokens, attention, by_layer, graph.cg_mode)
-
-    def _attention(
-        self, graph: Any, requests: int, longest: torch.Tensor, step: int
-    ) -> Any:
-        """Describe a pass to vLLM's attention."""
-        if not hasattr(self, "_build_draft_attn_metadata"):
-            return self._build_uniform_attn_metadata(graph, requests, 1, longest, step)
-        # vLLM 0.29: remove this when 0.30 is the oldest with a V2 runner.
-        padded = graph.num_reqs or requests, graph.num_tokens
-        return self._build_draft_attn_metadata(requests, *padded, longest, step)
 
     def _eagerly(
         self,
@@ -210,13 +183,8 @@ class CopySpeculator(OnePass):
         mode: CUDAGraphMode,
     ) -> None:
         """Make a pass of which there is no full CUDA graph."""
-        # up to 0.31
-        most = (
-            ()
-            if hasattr(self, "use_fused_multi_step_decode")
-            else (self.num_speculative_steps,)
-        )
-        self._generate_draft(requests, tokens, attention, slots, None, mode, *most)
+        passes = versions.number_of_passes(self)
+        self._generate_draft(requests, tokens, attention, slots, None, mode, *passes)
 
     def _run_model(
         self,
@@ -229,10 +197,8 @@ class CopySpeculator(OnePass):
         """Return the copy's hidden states, [tokens, size]. See
         `TargetDependentARSpeculator._run_model`.
         """
-        ids, positions = (
-            x[:num_tokens]
-            for x in (self.input_buffers.input_ids, self.input_buffers.positions)
-        )
+        ids = self.input_buffers.input_ids[:num_tokens]
+        positions = self.input_buffers.positions[:num_tokens]
         with set_forward_context(
             attn_metadata,
             self.vllm_config,

@@ -9,17 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from das_adapter.core import tuning
 from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena
 
-MEMBERS = 64
-"""Most texts of a problem, of running and of ended requests, that a request drafts
-from.
-"""
-CLOSED = 32
-"""Most texts of ended requests, in those that run at once."""
 SCAN = {"cuda": (3072, 256), "cpu": (1, 512)}
 """Programs that scan live text, of all requests together where these are few, and
 tokens that each looks at at once, by kind of device. As many programs of one warp run
@@ -54,33 +49,40 @@ class DeviceIndex:
         self.texts = texts
         self.device = texts.device
         slots, _ = texts.shape
-        closed = min(CLOSED * slots, 8192)
+        closed = min(tuning.CLOSED_TEXTS * slots, tuning.MAX_CLOSED_TEXTS)
         self._steps = steps
         self._min_chance = min_chance
         self._vocabulary = vocabulary
         self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
         self.arena = Arena(
-            self.words, slots, closed, MEMBERS, beside=self.device.type == "cuda"
+            self.words,
+            slots,
+            closed,
+            tuning.MEMBER_TEXTS,
+            beside=self.device.type == "cuda",
         )
-        self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
-        self._parts = self.arena.tables.parts(self._tables)
+        tables = self.arena.tables
+        self._tables = self._zeros(len(tables.all), torch.int64)
+        """Copy of the arena's tables on the device."""
+        self._parts = tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
         places = int(search.PLACES.value)
         kinds = int(votes.KINDS.value)
-        self._seen = self._zeros(2 * places * max(slots, self._programs), torch.int64)
+        programs = max(slots, self._programs)
+        self._seen = self._zeros(2 * places * programs, torch.int64)
         self.found = self._zeros((slots, 3, 4 * places), torch.int64)
-        """Of each request, the places that vote; see `search`."""
+        """The places that vote, of each request; see `search`."""
         self.offers = self._zeros((slots, 4 + 2 * steps), torch.int32)
         """What was offered to the request of each slot; see `votes.learn`."""
-        self.outcomes, self.cells = (
-            self._zeros((2 * kinds, 2), torch.int32) for _ in range(2)
-        )
-        self.sources, self.chance = (
-            self._zeros((2, 3), torch.float64),
-            self._zeros(2 * kinds, torch.float64),
-        )
-        """What is learned; see `votes.estimate`."""
+        self.outcomes = self._zeros((2 * kinds, 2), torch.int32)
+        """What became of the last drafts; see `votes.learn`."""
+        self.cells = self._zeros((2 * kinds, 2), torch.int32)
+        """Tokens tried and accepted, by kind; see `votes.estimate`."""
+        self.sources = self._zeros((2, 3), torch.float64)
+        """Tokens tried, accepted and expected, by source; see `votes.estimate`."""
+        self.chance = self._zeros(2 * kinds, torch.float64)
+        """Chance of each kind of draft token; see `votes.estimate`."""
         rules = native().drafting_rules()
         self.start = torch.from_numpy(rules["CHANCES"]).to(self.device)
         """Chance of each kind of draft token before anything is learned, float64
@@ -88,19 +90,21 @@ class DeviceIndex:
         """
         self._fading = torch.from_numpy(rules["FADING"]).to(self.device)
         """Weight of sealed text by its age in visits, int32 [256]."""
-        self._slots, self._num_sampled = (
-            self._zeros(slots, torch.int64),
-            self._zeros(slots, torch.int32),
-        )
+        self._slots = self._zeros(slots, torch.int64)
+        self._num_sampled = self._zeros(slots, torch.int32)
         self.drafts = self._zeros((slots, steps), torch.int64)
         """Draft tokens in batch order; 0 beyond the draft."""
         self.confidence = self._zeros((slots, steps), torch.float32)
         """Chance of each draft token, given those before it; 0 beyond the draft."""
         self.real = self._zeros(slots, torch.int32)
         """Lengths of the drafts."""
-        self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
+        self._texts_at = (texts.data_ptr() - self.words.data_ptr()) // 4
+        """Offset of vLLM's array of texts from the begin of the arena, tokens."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._beside = torch.cuda.Stream(self.device) if self.words.is_cuda else None  # type: ignore[no-untyped-call]
+        """Graphs of a step, by the size of the batch."""
+        self._beside: torch.cuda.Stream | None = None
+        if self.words.is_cuda:
+            self._beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     # Requests
 
@@ -108,22 +112,29 @@ class DeviceIndex:
         """Take requests that begin: slot, key of the problem's text, and tokens before
         the response.
         """
+        if not opened:
+            return
         for slot, problem, begin in opened:
-            self.arena.open(
-                slot, problem, self._row + slot * self.texts.stride(0) + begin, begin
-            )
-        if opened:
-            slots = self._zeros(len(opened), torch.int64)
-            _copy(np.array([slot for slot, _, _ in opened], dtype=np.int64), slots)
-            self.offers[:, 0].index_fill_(0, slots, 0)
+            row = self._texts_at + slot * self.texts.stride(0)
+            self.arena.open(slot, problem, row + begin, begin)
+        opened_slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
+        slots = self._zeros(len(opened), torch.int64)
+        _copy(opened_slots, slots)
+        num_offered = self.offers[:, 0]
+        num_offered.index_fill_(0, slots, 0)
 
     def add(self, problem: int, text: Int32) -> None:
         """Take a text that was written ahead for a request, one that has begun, with
         the key of its problem's text.
         """
-        if len(text) and (kept := self.arena.add(problem, len(text))) is not None:
-            _copy(text.copy(), self.words[kept.at : kept.at + len(text)])
-            self._text_len[kept.text].fill_(len(text))
+        size = len(text)
+        if not size:
+            return
+        kept = self.arena.add(problem, size)
+        if kept is not None:
+            words = self.words[kept.at : kept.at + size]
+            _copy(text.copy(), words)
+            self._text_len[kept.text].fill_(size)
 
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
         """Take requests that end: slot, and tokens that its response has at most, 0 for
@@ -131,25 +142,23 @@ class DeviceIndex:
         """
         for slot, room in closed:
             begin = int(self.arena.tables.begin[slot])
-            if (kept := self.arena.close(slot, room)) is not None:
-                text = self.texts[slot, begin : begin + kept.room]
-                self.words[kept.at : kept.at + len(text)].copy_(text)
-                torch.clamp(
-                    total_len[slot] - begin,
-                    max=len(text),
-                    out=self._text_len[kept.text],
-                )
+            kept = self.arena.close(slot, room)
+            if kept is None:
+                continue
+            text = self.texts[slot, begin : begin + kept.room]
+            copied = self.words[kept.at : kept.at + len(text)]
+            copied.copy_(text)
+            written = total_len[slot] - begin
+            kept_len = self._text_len[kept.text]
+            torch.clamp(written, max=len(text), out=kept_len)
 
     def forget_outcomes(self) -> None:
         """Forget which drafts were accepted."""
-        for learned in (
-            self.offers,
-            self.outcomes,
-            self.cells,
-            self.sources,
-            self.chance,
-        ):
-            learned.zero_()
+        self.offers.zero_()
+        self.outcomes.zero_()
+        self.cells.zero_()
+        self.sources.zero_()
+        self.chance.zero_()
 
     # A step
 
@@ -171,14 +180,14 @@ class DeviceIndex:
         if self.arena.changed:
             self.arena.changed = False
             _copy(self.arena.tables.all, self._tables)
-        size = min((s for s in self._graphs if s >= requests), default=0)
+        fitting = [size for size in self._graphs if size >= requests]
+        size = min(fitting, default=0)
         if size > requests:
             self._slots[:size].fill_(-1)
         self._slots[:requests].copy_(slots)
         self._num_sampled[:requests].copy_(num_sampled)
-        torch.sub(
-            total_len, self._parts["begin"], out=self._text_len[: len(self.texts)]
-        )
+        own_len = self._text_len[: len(self.texts)]
+        torch.sub(total_len, self._parts["begin"], out=own_len)
         if size:
             self._graphs[size].replay()
         else:
@@ -199,58 +208,83 @@ class DeviceIndex:
             self._graphs[size] = graph
 
     def _launch(self, requests: int) -> None:
-        tables = self._parts
-        rows = 32
-        text = {"text_at": tables["text_at"], "text_len": self._text_len}
-        mine = {"arena": self.words, "slots": self._slots, **text}
-        steps = {"STEPS": self._steps, "PADDED": 1 << self._steps.bit_length()}
-
-        def parts(*names: str) -> dict[str, torch.Tensor]:
-            return {name: tables[name] for name in names}
-
+        """Launch the kernels of a step: what does not depend on live text in a stream
+        of its own, beside the scan of that.
+        """
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self.device))
         # few programs, which wait for memory: the scan needs the processors
         with torch.cuda.stream(self._beside):
-            votes.learn[(-(-requests // rows),)](
-                offers=self.offers,
-                **mine,
-                outcomes=self.outcomes,
-                requests=requests,
-                **steps,
-                ROWS=rows,
-            )
-            votes.estimate[(1,)](
-                self.outcomes,
-                self.cells,
-                self.sources,
-                self.start,
-                self.chance,
-                LANES=256,
-            )
-            search.search_sealed[(requests, 2)](
-                **mine,
-                **parts("sealed_texts", "sealed_places", "sealed_count"),
-                fading=self._fading,
-                found=self.found,
-                num_warps=1,
-            )
+            self._launch_learning(requests)
+            self._launch_sealed_search(requests)
+        self._launch_live_search(requests)
+        if self._beside is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+        self._launch_vote(requests)
+
+    def _texts_of_requests(self) -> dict[str, torch.Tensor]:
+        """Return the arguments by which all kernels but the vote find texts."""
+        return {
+            "arena": self.words,
+            "slots": self._slots,
+            "text_at": self._parts["text_at"],
+            "text_len": self._text_len,
+        }
+
+    def _draft_sizes(self) -> dict[str, int]:
+        """Return the sizes of a draft for which kernels are compiled."""
+        return {"STEPS": self._steps, "PADDED": 1 << self._steps.bit_length()}
+
+    def _launch_learning(self, requests: int) -> None:
+        rows = 32
+        votes.learn[(-(-requests // rows),)](
+            offers=self.offers,
+            **self._texts_of_requests(),
+            outcomes=self.outcomes,
+            requests=requests,
+            **self._draft_sizes(),
+            ROWS=rows,
+        )
+        votes.estimate[(1,)](
+            self.outcomes,
+            self.cells,
+            self.sources,
+            self.start,
+            self.chance,
+            LANES=256,
+        )
+
+    def _launch_sealed_search(self, requests: int) -> None:
+        tables = self._parts
+        search.search_sealed[(requests, 2)](
+            **self._texts_of_requests(),
+            sealed_texts=tables["sealed_texts"],
+            sealed_places=tables["sealed_places"],
+            sealed_count=tables["sealed_count"],
+            fading=self._fading,
+            found=self.found,
+            num_warps=1,
+        )
+
+    def _launch_live_search(self, requests: int) -> None:
+        tables = self._parts
         splits = max(1, min(SPLITS, self._programs // requests))
         live = {
-            **mine,
-            **parts("begin", "members"),
+            **self._texts_of_requests(),
+            "begin": tables["begin"],
+            "members": tables["members"],
             "seen": self._seen,
-            "MEMBERS": MEMBERS,
+            "MEMBERS": tuning.MEMBER_TEXTS,
             "num_warps": 1,
         }
         search.scan_live[(requests, splits)](
-            **live, **parts("member_count"), BLOCK=self._block
+            **live, member_count=tables["member_count"], BLOCK=self._block
         )
         search.merge_live[(requests, 2)](
             **live, found=self.found, splits=splits, BLOCK=self._block // 2
         )
-        if self._beside is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+
+    def _launch_vote(self, requests: int) -> None:
         votes.vote[(requests,)](
             self.words,
             self._slots,
@@ -264,7 +298,7 @@ class DeviceIndex:
             real=self.real,
             vocabulary=self._vocabulary,
             min_chance=self._min_chance,
-            **steps,
+            **self._draft_sizes(),
             num_warps=1,
         )
 
@@ -274,4 +308,6 @@ class DeviceIndex:
 
 def _copy(array: np.ndarray, tensor: torch.Tensor) -> None:
     source = torch.from_numpy(array)
-    tensor.copy_(source.pin_memory() if tensor.is_cuda else source, non_blocking=True)
+    if tensor.is_cuda:
+        source = source.pin_memory()
+    tensor.copy_(source, non_blocking=True)

@@ -22,8 +22,8 @@ from das_adapter.config import DasConfig
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import DraftPlan, PlanInForce
 from das_adapter.engine.requests import warm_up
+from das_adapter.engine.v2 import versions
 from das_adapter.engine.v2.confidence import DraftConfidence
-from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.reading import (
     Inputs,
     MissedText,
@@ -31,6 +31,7 @@ from das_adapter.engine.v2.reading import (
     of_unequal_lengths,
     reads_text_alone,
 )
+from das_adapter.engine.v2.sampling_limits import SamplingLimits
 from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
 from das_adapter.engine.v2.survival import on_all_ranks
 from das_adapter.engine.worker import then
@@ -52,16 +53,15 @@ class Call(NamedTuple):
 
     @property
     def ended(self) -> bool:
+        """Whether the device has made its passes."""
         return isinstance(self.end, float) or self.end.query()
 
     @property
     def seconds(self) -> float:
         """How long it took, once it has ended."""
-        return (
-            self.end - self.begin
-            if isinstance(self.end, float)
-            else self.begin.elapsed_time(self.end) / 1000
-        )
+        if isinstance(self.end, float):
+            return self.end - self.begin
+        return self.begin.elapsed_time(self.end) / 1000
 
 
 class Speculation:
@@ -74,7 +74,7 @@ class Speculation:
         texts: torch.Tensor,
         engine: EngineController | None,
         source: HistorySpeculator | None,
-        limits: Limits,
+        limits: SamplingLimits,
         confidence: DraftConfidence | None,
         in_force: PlanInForce,
         failed: Callable[[Exception], None],
@@ -96,26 +96,23 @@ class Speculation:
         self._parallel = config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
-        # Whether it makes all its passes whatever it is asked for: a draft model, and
-        # before vLLM 0.32 EAGLE and MTP too. Remove these when 0.32 is the oldest vLLM
-        # with a V2 runner.
-        before_0_32 = hasattr(speculator, "use_fused_multi_step_decode")
-        self._makes_all = before_0_32 or reads_text_alone(speculator)
+        fused = versions.has_graphs_of_all_passes(speculator)
+        self._makes_all = fused or reads_text_alone(speculator)
+        """Whether it makes all its passes whatever it is asked for."""
         self._calls: deque[Call] = deque()
-        self._missed = (
-            MissedText(speculator, texts) if may_miss_steps(speculator) else None
-        )
+        self._missed: MissedText | None = None
+        if may_miss_steps(speculator):
+            self._missed = MissedText(speculator, texts)
         self._kinds: torch.Tensor | None = None
         run_speculator.apply(self, owner=speculator)
-        if before_0_32 and config.controlled:
+        if fused and config.controlled:
             pass_by_pass.apply(owner=speculator)
         if source is not None:
             capture_beside.apply(source.capture, owner=speculator)
             speculator.draft_token_confidence_probs = (
                 source.draft_token_confidence_probs
             )
-        # vLLM 0.29 has no attribute
-        watermarked = getattr(speculator, "draft_watermarker", None) is not None
+        watermarked = versions.is_watermarked(speculator)
         if config.keyed or (tells_probabilities(speculator) and not watermarked):
             draw_as_the_policy.apply(self, owner=speculator)
             if hasattr(speculator, "_sample_logits"):
@@ -128,7 +125,7 @@ class Speculation:
         """What is drafted at the end of the present step."""
         return self._in_force.plan or DraftPlan(self._most, looks_up=False)
 
-    def take(self) -> list[Call]:
+    def take_ended_calls(self) -> list[Call]:
         """Return the calls that have ended since the last time; does not wait for the
         device.
         """
@@ -203,31 +200,28 @@ class Speculation:
         if failed:
             return self._certain(batch)
         try:
-            if (
-                self._missed is not None
-                and wanted == 0
-                and self._missed.may_miss(batch)
-            ):
-                self._missed.miss(inputs)
+            missed = self._missed
+            if missed is not None and wanted == 0 and missed.may_miss(batch):
+                missed.miss(inputs)
                 return drafts
             if batch.max_query_len is not None:
                 # Requests have their own lengths: FlashAttention 3's plan has as many
                 # rows as the policy's graph for these, and a graph of the drafter,
                 # which is for one length, has fewer.
                 inputs = inputs._replace(batch=of_unequal_lengths(batch))
-            read = inputs if self._missed is None else self._missed.read_up(inputs)
+            read = inputs if missed is None else missed.read_up(inputs)
+            is_behind = read is not inputs
             # without graphs, which are of other shapes
-            behind = {} if read is inputs else {"is_profile": True}
+            more = {"is_profile": True} if is_behind else {}
             begin = self._now()
             if self._makes_all:
                 self.speculator.num_speculative_steps = passes
-            self._limits.take()
-            run(read, num_speculative_tokens=wanted, **behind)
+            self._limits.copy_from_sampler()
+            run(read, num_speculative_tokens=wanted, **more)
             if engine is not None and not warm_up(batch.req_ids):
-                usual = not behind and not batch.has_prefill
-                self._calls.append(
-                    Call(batch.num_reqs, passes, usual, begin, self._now())
-                )
+                usual = not is_behind and not batch.has_prefill
+                call = Call(batch.num_reqs, passes, usual, begin, self._now())
+                self._calls.append(call)
         except Exception as error:
             if engine is None or not alone:  # the other ranks wait for this one
                 raise
@@ -260,13 +254,12 @@ class Speculation:
 
         speculator = self.speculator
         told = self.speculator.draft_logits
-        # vLLM's own estimate, where the user has chosen its adaptive verification; vLLM
-        # 0.29 makes none.
-        if self._confidence is None and hasattr(
-            speculator, "_maybe_predict_acceptance"
-        ):
-            speculator._maybe_predict_acceptance(logits, slots, step)
-        logits = logits if told is None else logits.to(told.dtype)
+        if self._confidence is None:
+            versions.predict_acceptance(speculator, logits, slots, step)
+        noise: dict[str, Any] = {}
+        if told is not None:
+            logits = logits.to(told.dtype)
+            noise = {"logits_cache": told, "logits_cache_col": step}
         self._limits.apply(logits, slots, speculator.temperature)
         drawn = gumbel.gumbel_sample(
             logits,
@@ -277,9 +270,7 @@ class Speculation:
             apply_temperature=True,
             is_drafting=told is not None,
             use_fp64=speculator.use_fp64_gumbel,
-            **(
-                {} if told is None else {"logits_cache": told, "logits_cache_col": step}
-            ),
+            **noise,
         )
         if self._confidence is not None:
             self._confidence.judge(logits, drawn, slots, speculator.temperature, step)
@@ -305,14 +296,12 @@ def tells_probabilities(speculator: Any) -> bool:
             logits.shape[-1],
             size,
         )
-        logits = speculator.draft_logits = (
-            None  # with it vLLM would not write the tokens beyond
-        )
-    how = (
-        "the model's most likely ones"
-        if logits is None
-        else "drawn, and verified by their probabilities"
-    )
+        # with it vLLM would not write the tokens beyond
+        logits = None
+        speculator.draft_logits = None
+    how = "drawn, and verified by their probabilities"
+    if logits is None:
+        how = "the model's most likely ones"
     logger.info("das: draft tokens are %s", how)
     return logits is not None
 
@@ -392,12 +381,7 @@ def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
     """
     speculator = speculation.speculator
 
-    def of_the_only_layer(hidden: Any, _: int) -> Any:
-        return speculator.model.compute_logits(hidden)
-
-    # Before vLLM 0.32 no pass has an output layer of its own: remove this when it is
-    # the oldest with a V2 runner.
-    logits_of = getattr(speculator, "compute_draft_logits", of_the_only_layer)
+    logits_of = versions.draft_logits_of(speculator)
 
     def sample_draft(
         hidden: Any,
@@ -409,9 +393,8 @@ def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
         *_: Any,
         **more: Any,
     ) -> Any:
-        return speculation.draw(
-            logits_of(hidden, more.get("spec_step_idx", 0)), slots, positions, step
-        )
+        logits = logits_of(hidden, more.get("spec_step_idx", 0))
+        return speculation.draw(logits, slots, positions, step)
 
     return sample_draft
 
@@ -422,23 +405,23 @@ def draw_as_the_policy(stock: Any, speculation: Speculation) -> Any:
     needs="logits, idx_map, sample_pos, step",
 )
 def draw_in_turn(stock: Any, speculation: Speculation) -> Any:
-    """As `draw_as_the_policy`, for DSpark, which draws the tokens of a draft one after
-    another. Remove this patch when `draw_as_the_policy` is removed.
+    """Without it DSpark, which draws the tokens of a draft one after another, draws as
+    the other drafters do without `draw_as_the_policy`. Remove this patch when
+    that one is removed.
     """
     speculator = speculation.speculator
 
     def sample_logits(
         logits: torch.Tensor, slots: Any, positions: Any, step: int
     ) -> Any:
+        # of a smaller vocabulary: how far its tokens stand behind in the policy's
         ahead = speculator.model.draft_id_to_target_id
-        # of a smaller vocabulary: where its tokens stand in the policy's
         if ahead is not None:
-            every = logits.new_full((len(logits), speculator.vocab_size), -torch.inf)
-            logits = every.index_copy_(
-                1, ahead + torch.arange(len(ahead), device=ahead.device), logits
-            )
-        return speculation.draw(
-            logits, slots, positions - 1, speculator._step_cols[step]
-        )
+            size = len(logits), speculator.vocab_size
+            every_logit = logits.new_full(size, -torch.inf)
+            policy_tokens = ahead + torch.arange(len(ahead), device=ahead.device)
+            logits = every_logit.index_copy_(1, policy_tokens, logits)
+        column = speculator._step_cols[step]
+        return speculation.draw(logits, slots, positions - 1, column)
 
     return sample_logits

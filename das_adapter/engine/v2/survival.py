@@ -1,6 +1,6 @@
 """How an engine on vLLM's V2 model runner survives a failure of drafts in the middle of
-a step: the step is taken again, or its tokens are drawn again, without drafts, and the
-engine's scheduler hears that all were rejected.
+a step: the step is run again, or its tokens are drawn again, without drafts, and the
+engine's scheduler is told that all were rejected.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def without_drafts(scheduled: Any) -> Any:
     drafts = scheduled.scheduled_spec_decode_tokens
     if not drafts:
         return scheduled
-    counts = {
-        req_id: tokens - len(drafts.get(req_id, ()))
-        for req_id, tokens in scheduled.num_scheduled_tokens.items()
-    }
+    counts = {}
+    for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+        counts[req_id] = num_tokens - len(drafts.get(req_id, ()))
     return replace(
         scheduled,
         num_scheduled_tokens=counts,
@@ -50,13 +49,14 @@ def without_news(scheduled: Any) -> Any:
     """Return a step whose requests the runner has taken already: it brings neither
     requests nor blocks.
     """
-    known = scheduled.scheduled_cached_reqs
+    cached = scheduled.scheduled_cached_reqs
+    no_blocks = [None] * len(cached.req_ids)
     return replace(
         scheduled,
         finished_req_ids=set(),
         preempted_req_ids=None,
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=replace(known, new_block_ids=[None] * len(known.req_ids)),
+        scheduled_cached_reqs=replace(cached, new_block_ids=no_blocks),
         free_encoder_mm_hashes=[],
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,
@@ -70,20 +70,16 @@ def first_masks(grammar_output: Any, dropped: Mapping[str, Sequence[int]]) -> An
     draft tokens and one more, or as many for each request, of which vLLM takes those
     that it needs.
     """
-    if (
-        not dropped
-        or grammar_output is None
-        or not hasattr(structured_outputs, "_build_grammar_mapping")
-    ):
+    if not dropped or grammar_output is None:
         return grammar_output
-    rows = [
-        1 + len(dropped.get(req_id, ()))
-        for req_id in grammar_output.structured_output_request_ids
-    ]
-    first = np.cumsum(rows) - rows
-    return replace(
-        grammar_output, grammar_bitmask=grammar_output.grammar_bitmask[first]
-    )
+    if not hasattr(structured_outputs, "_build_grammar_mapping"):
+        return grammar_output
+    num_masks = []
+    for req_id in grammar_output.structured_output_request_ids:
+        num_masks.append(1 + len(dropped.get(req_id, ())))
+    first_rows = np.cumsum(num_masks) - num_masks
+    masks = grammar_output.grammar_bitmask[first_rows]
+    return replace(grammar_output, grammar_bitmask=masks)
 
 
 def on_all_ranks(error: BaseException) -> bool:
@@ -98,13 +94,12 @@ def may_be_repeated(error: BaseException) -> bool:
     runner had taken its requests.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    return on_all_ranks(error) and _TAKING_REQUESTS.isdisjoint(
-        frame.name for frame in frames
-    )
+    functions = {frame.name for frame in frames}
+    return on_all_ranks(error) and _TAKING_REQUESTS.isdisjoint(functions)
 
 
 class Survival:
-    """Takes the steps of a model runner, without drafts once drafting has failed in one
+    """Runs the steps of a model runner, without drafts once drafting has failed in one
     of them.
     """
 
@@ -113,20 +108,20 @@ class Survival:
         self._runner = runner
         self._failed = failed
         self.drafts_no_more = False
-        """Whether steps take no drafts and make none."""
+        """Whether steps verify no drafts and make none."""
         self._dropped: Mapping[str, Sequence[int]] = {}
         """Draft tokens of each request that the present step was scheduled with, and
-        does not take.
+        does not verify.
         """
         self._manager: Any = None
-        """What gives each request its number of draft tokens, while the runner does
-        without it.
+        """The runner's `adaptive_verification`, which gives each request its number of
+        draft tokens, while the runner does without it.
         """
 
-    def take(
+    def run_step(
         self, stock: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Have the runner take a step, with `stock`; without drafts where it fails with
+        """Have the runner run a step, with `stock`; without drafts where it fails with
         them.
         """
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -144,28 +139,31 @@ class Survival:
         self._dropped = drafts
         return stock(without_drafts(scheduled), *args, **kwargs)
 
-    def taken(self, scheduled: Any) -> Any:
-        """Return a step as it was taken: with its drafts or without."""
-        return without_drafts(scheduled) if self._dropped else scheduled
+    def as_run(self, scheduled: Any) -> Any:
+        """Return a step as it was run: with its drafts or without."""
+        if self._dropped:
+            return without_drafts(scheduled)
+        return scheduled
 
     def masks(self, grammar_output: Any) -> Any:
         """Return the masks of the present step's structured outputs, as it was
-        taken.
+        run.
         """
         return first_masks(grammar_output, self._dropped)
 
     def stop(self) -> None:
-        """Take steps without drafts from the present one on."""
+        """Run steps without drafts from the present one on."""
         self.drafts_no_more = True
         if self._runner.adaptive_verification is not None:
             self._manager = self._runner.adaptive_verification
             self._runner.adaptive_verification = None
 
     def start_again(self) -> None:
-        """Take steps with drafts again."""
+        """Run steps with drafts again."""
         self.drafts_no_more = False
         if self._manager is not None:
-            self._manager, self._runner.adaptive_verification = None, self._manager
+            self._runner.adaptive_verification = self._manager
+            self._manager = None
 
 
 @patch(

@@ -21,10 +21,10 @@ from das_adapter.engine.timing import an_eighth_apart, captured_tokens
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.confidence import DraftConfidence
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.limits import Limits
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.ranking import Ranking
 from das_adapter.engine.v2.reading import may_miss_steps
+from das_adapter.engine.v2.sampling_limits import SamplingLimits
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
 from das_adapter.engine.v2.step_planner import Output, Step, StepPlanner
 from das_adapter.engine.v2.survival import Survival, survive_verification
@@ -62,7 +62,7 @@ class DeviceWorkerState(WorkerState):
         self._limits = None
         self._confidence = None
         if config.by_model:
-            self._limits = Limits(runner)
+            self._limits = SamplingLimits(runner)
             drafter = runner.speculator
             # vLLM 0.29: remove this when 0.30 is the oldest
             if not hasattr(drafter, "draft_token_confidence_probs"):
@@ -226,7 +226,7 @@ class DeviceWorkerState(WorkerState):
             for text in ahead:
                 index.add(*text)
             if not engine.failed:
-                index.arena.bring(engine.history.index)
+                index.arena.copy_sealed(engine.history.index)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, which the runner still
@@ -260,7 +260,7 @@ class DeviceWorkerState(WorkerState):
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
-        scheduled = self.survival.taken(scheduled)
+        scheduled = self.survival.as_run(scheduled)
         counts = scheduled.num_scheduled_tokens
         drafts = scheduled.scheduled_spec_decode_tokens
         drafts = (
@@ -353,7 +353,7 @@ class DeviceWorkerState(WorkerState):
                 if admitted is not None:
                     step.admitted = admitted.numpy().astype(np.int64)
                 if self.speculation is not None:
-                    step.calls = self.speculation.take()
+                    step.calls = self.speculation.take_ended_calls()
                 if self.rehearsal is not None and step.verified is not None:
                     self.rehearsal.verified += int(step.verified.sum())
                     self.rehearsal.accepted += sum(
@@ -392,7 +392,7 @@ class DeviceWorkerState(WorkerState):
         """
         super().map_guest_history(files)
         if self.index is not None:
-            self.index.arena.look_again()
+            self.index.arena.forget_missing()
 
     def own_stats(self) -> EngineStats:
         """As `WorkerState.own_stats`, with the arena."""
@@ -447,11 +447,11 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
             state.read_plan(scheduler_output)
         state.begin_standalone(scheduler_output)
         if state.planner is None:
-            return state.survival.take(stock, scheduler_output, *args, **kwargs)
+            return state.survival.run_step(stock, scheduler_output, *args, **kwargs)
         if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
             with state.surviving():
                 state.end(scheduler_output)
-        output = state.survival.take(stock, scheduler_output, *args, **kwargs)
+        output = state.survival.run_step(stock, scheduler_output, *args, **kwargs)
         with state.surviving():
             state.begin(scheduler_output)
             if scheduler_output.total_num_scheduled_tokens:

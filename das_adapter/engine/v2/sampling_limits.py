@@ -20,21 +20,21 @@ exact to the last bit.
 """
 
 
-class Limits:
+class SamplingLimits:
     """Min-p, top-k and top-p by slot, where CUDA graphs of a speculator read them."""
 
     def __init__(self, runner: Any) -> None:
         """`runner`: vLLM's model runner, which draws within them."""
         self._runner = runner
         slots = runner.max_num_reqs
-        self._top_k = torch.full(
-            (slots,), runner.vocab_size, dtype=torch.int32, device=runner.device
-        )
-        self._top_p = torch.ones(slots, device=runner.device)
-        self._min_p = torch.zeros(slots, device=runner.device)
+        device = runner.device
+        vocab = runner.vocab_size
+        self._top_k = torch.full((slots,), vocab, dtype=torch.int32, device=device)
+        self._top_p = torch.ones(slots, device=device)
+        self._min_p = torch.zeros(slots, device=device)
 
-    def take(self) -> None:
-        """Take those of the present step."""
+    def copy_from_sampler(self) -> None:
+        """Copy the limits of the present step from vLLM's sampler."""
         sampling = self._runner.sampler.sampling_states
         self._top_k.copy_(sampling.top_k.gpu)
         self._top_p.copy_(sampling.top_p.gpu)
@@ -52,13 +52,14 @@ class Limits:
             temperature: float32 [slots].
         """
         rows, vocab = logits.shape
-        limited = self._top_k, self._top_p, self._min_p
         leave_out[(rows,)](
             logits,
             logits.stride(0),
             slots.contiguous(),
             temperature,
-            *limited,
+            self._top_k,
+            self._top_p,
+            self._min_p,
             vocab,
             BLOCK=16384,
             num_warps=16,
@@ -67,7 +68,15 @@ class Limits:
 
 @triton.jit
 def leave_out(
-    logits, stride, slots, temperature, top_k, top_p, min_p, vocab, BLOCK: tl.constexpr
+    logits,  # float [rows, vocab]: before the temperature; changed
+    stride,  # int: values from one row to the next
+    slots,  # int64 [rows]; -1: of no request
+    temperature,  # float32 [slots]; 0: greedy
+    top_k,  # int32 [slots]; vocab: no limit
+    top_p,  # float32 [slots]; 1: no limit
+    min_p,  # float32 [slots]; 0: no limit
+    vocab,  # int
+    BLOCK: tl.constexpr,  # values that are read at once
 ):
     """Leave out what lies outside a row's min-p, then top-k, then top-p of what is
     left. One program a row.
@@ -77,48 +86,47 @@ def leave_out(
     known = slot >= 0
     k = tl.load(top_k + slot, mask=known, other=vocab)
     p = tl.load(top_p + slot, mask=known, other=1.0)
-    part = tl.load(min_p + slot, mask=known, other=0.0)
+    least_share = tl.load(min_p + slot, mask=known, other=0.0)
     heat = tl.load(temperature + slot, mask=known, other=0.0)
-    if (heat > 0) & ((k < vocab) | (p < 1) | (part > 0)):
+    is_limited = (k < vocab) | (p < 1) | (least_share > 0)
+    if (heat > 0) & is_limited:
         logits += row * stride
         lane = tl.arange(0, BLOCK)
-        best = tl.full([BLOCK], -float("inf"), tl.float32)
+        never = -float("inf")
+        best = tl.full([BLOCK], never, tl.float32)
         for begin in range(0, vocab, BLOCK):
-            value = tl.load(
-                logits + begin + lane, mask=begin + lane < vocab, other=-float("inf")
-            )
+            token = begin + lane
+            value = tl.load(logits + token, mask=token < vocab, other=never)
             best = tl.maximum(best, value.to(tl.float32))
         most = tl.max(best, axis=0)
-        least = most + heat * tl.log(tl.maximum(part, LEAST))
+        least = most + heat * tl.log(tl.maximum(least_share, LEAST))
         if k < vocab:
-            least = _search(
-                logits, vocab, least, most, heat, k.to(tl.float32), False, BLOCK
-            )
+            number = k.to(tl.float32)
+            least = _threshold(logits, vocab, least, most, heat, number, False, BLOCK)
         if p < 1:
-            goal = p * _above(logits, vocab, least, most, heat, True, BLOCK)
-            least = _search(logits, vocab, least, most, heat, goal, True, BLOCK)
+            mass = p * _above(logits, vocab, least, most, heat, True, BLOCK)
+            least = _threshold(logits, vocab, least, most, heat, mass, True, BLOCK)
         for begin in range(0, vocab, BLOCK):
-            inside = begin + lane < vocab
-            value = tl.load(logits + begin + lane, mask=inside, other=0.0)
-            outside = inside & (value.to(tl.float32) < least)
-            tl.store(
-                logits + begin + lane,
-                tl.full([BLOCK], -float("inf"), value.dtype),
-                mask=outside,
-            )
+            token = begin + lane
+            value = tl.load(logits + token, mask=token < vocab, other=0.0)
+            outside = (token < vocab) & (value.to(tl.float32) < least)
+            nothing = tl.full([BLOCK], never, value.dtype)
+            tl.store(logits + token, nothing, mask=outside)
 
 
 @triton.jit
-def _search(
+def _threshold(
     logits, vocab, least, most, heat, goal, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return about the largest logit above which there is as much as the `goal`."""
+    """Return about the largest logit above which there is as much as the `goal`, see
+    `_above`.
+    """
     high = most
     for _ in range(HALVINGS):
         middle = (least + high) * 0.5
-        enough = _above(logits, vocab, middle, most, heat, MASS, BLOCK) >= goal
-        least = tl.where(enough, middle, least)
-        high = tl.where(enough, high, middle)
+        reached = _above(logits, vocab, middle, most, heat, MASS, BLOCK) >= goal
+        least = tl.where(reached, middle, least)
+        high = tl.where(reached, high, middle)
     return least
 
 
@@ -132,9 +140,9 @@ def _above(
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
-        value = tl.load(
-            logits + begin + lane, mask=begin + lane < vocab, other=-float("inf")
-        ).to(tl.float32)
+        token = begin + lane
+        value = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+        value = value.to(tl.float32)
         amount = 1.0
         if MASS:
             amount = tl.exp((value - most) / heat)
