@@ -25,13 +25,13 @@ def test_the_plan_of_a_step_is_that_with_its_number_of_draft_tokens() -> None:
 
 
 def test_a_plan_that_was_lost_is_named() -> None:
-    with pytest.raises(DasError, match="was lost .* asks for 4 draft tokens"):
+    with pytest.raises(DasError, match=r"was lost .* asks for 4 draft tokens"):
         plan_of(scheduled(4, None))
 
 
 @pytest.mark.parametrize("tokens", [0, 3, 5])
 def test_a_plan_of_another_step_is_named(tokens: int) -> None:
-    with pytest.raises(DasError, match=f"has 4 draft tokens.* asks for {tokens}"):
+    with pytest.raises(DasError, match=rf"has 4 draft tokens.* asks for {tokens}"):
         plan_of(scheduled(tokens, DraftPlan(4)))
 
 
