@@ -57,7 +57,7 @@ class ModelDrafts:
         self._lengths = [n for n in all_lengths if n <= max_draft_tokens]
         self.context = 0.0
         """Tokens of context that a request of the batch has, on average."""
-        self.passes = StepTimes(kinds=1)
+        self.passes = StepTimes(min_step_kinds=1)
         self.acceptance = AcceptanceRate()
         self.confidence = Confidence()
         self.counts = np.zeros(2, dtype=np.int64)
@@ -103,7 +103,7 @@ class ModelDrafts:
 
     def set_pass_prior(self, passes: StepModel | None) -> None:
         """Assume what a pass costs by a roofline; None: it is not known."""
-        self.passes = StepTimes(passes, kinds=1)
+        self.passes = StepTimes(passes, min_step_kinds=1)
 
     def record_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Record the time of one forward pass; `context`: tokens of context that all

@@ -131,7 +131,7 @@ class PlainTime:
             sizes: `StepModel.sizes` of the engine.
         """
         self.engine = engine
-        self.baseline = StepTimes(kinds=1, sizes=sizes)
+        self.baseline = StepTimes(min_step_kinds=1, sizes=sizes)
         """Times of baseline steps."""
         self._samples: deque[tuple[int, float, float]] = deque(
             maxlen=tuning.BASELINE_SAMPLES

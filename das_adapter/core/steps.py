@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Chances = npt.NDArray[np.float32]
 Candidates = tuple[Chances, Ints]
 """Drafts of b requests from the history: the chance of each token to be reached and
