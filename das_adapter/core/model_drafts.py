@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.confidence import Confidence, Kinds, Outlook, uniform_outlook
+from das_adapter.core.confidence import Confidence, Outlook, TokenKinds, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.steps import Floats, Ints
 
@@ -79,7 +79,7 @@ class ModelDrafts:
         got: Ints,
         worth: Floats,
         training: npt.NDArray[np.bool_],
-        kinds: Kinds | None = None,
+        token_kinds: TokenKinds | None = None,
     ) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved.
 
@@ -88,15 +88,15 @@ class ModelDrafts:
             got: tokens that each request got, int64 [b].
             worth: seconds that a token of each request is worth, float64 [b].
             training: whether each belongs to a training rollout, bool [b].
-            kinds: `Confidence` in each token, uint8 [b, n].
+            token_kinds: `Confidence` in each token, uint8 [b, n].
         """
         by_model = drafted > 0
         tried = drafted[by_model]
         accepted = np.minimum(tried, got[by_model] - 1)
         self.acceptance.observe(tried, accepted)
-        if kinds is not None:
+        if token_kinds is not None:
             reached = np.minimum(tried, accepted + 1)
-            self.confidence.record_verified(kinds[by_model], reached, accepted)
+            self.confidence.record_verified(token_kinds[by_model], reached, accepted)
         counted = training[by_model]
         self.counts += tried @ counted, accepted @ counted
         return float(accepted @ worth[by_model])
@@ -112,9 +112,9 @@ class ModelDrafts:
         self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
-    def record_draft_kinds(self, kinds: Kinds) -> None:
+    def record_token_kinds(self, token_kinds: TokenKinds) -> None:
         """Record the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
-        self.confidence.record_drafts(kinds, self.max_draft_tokens)
+        self.confidence.record_drafts(token_kinds, self.max_draft_tokens)
 
     @property
     def outlook(self) -> Outlook:

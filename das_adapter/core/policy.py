@@ -411,7 +411,7 @@ class DraftPolicy:
             outcome.got,
             table.worth[slots],
             table.record[slots],
-            outcome.kinds,
+            outcome.token_kinds,
         )
         self._account.model(saved=saved_s)
 

@@ -23,7 +23,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
 from das_adapter.core.length import ExpectedLengths
-from das_adapter.core.steps import Ints
+from das_adapter.core.steps import Floats, Ints
 
 Name = TypeVar("Name", bound=Hashable)
 _NONE_BEGUN: Mapping[int, int] = MappingProxyType({})
@@ -145,9 +145,9 @@ class Replicas(Generic[Name]):
         """Remove a replica that left."""
         self._parts.pop(replica, None)
         self._loads.pop(replica, None)
-        for problem, places in self._places.items():
-            others = [place for place in places if place != replica]
-            self._places[problem] = others
+        for places in self._places.values():
+            while replica in places:
+                places.remove(replica)
 
     def pick(self, problem: int, group: int | None = None) -> Name:
         """Choose a replica for a request, and count it there; `group`: samples of its
@@ -250,9 +250,9 @@ class Replicas(Generic[Name]):
         """Choose the replicas of a group's samples, and count them there."""
         names = list(self._loads)
         loads = np.array(list(self._loads.values()))
-        longest, work = loads.T
-        group_work = samples * self.work(problem, samples - 1)
-        in_flight = group_work + float(work.sum())
+        total_work = loads[:, 1].sum()
+        group_work = self._whole_work(problem, samples)
+        in_flight = group_work + float(total_work)
         self._peak = max(self._peak, in_flight)
         most_work = max(self._expected, self._peak)
         share = most_work / len(names)
@@ -265,30 +265,29 @@ class Replicas(Generic[Name]):
             if each == last_each:
                 continue
             last_each = each
-            part_work = each * self.work(problem, each - 1)
-            part_rounds = self._rounds(problem, each)
-            longest_after = np.maximum(longest, part_rounds)
-            work_after = work + part_work
-            ends_after = longest_after + work_after
-            by_end = np.argsort(ends_after, kind="stable")
-            chosen = by_end[:parts]
-            excess = np.maximum(0.0, work - share)
-            excess_after = np.maximum(0.0, work_after - share)
-            ends = longest + excess
-            ends[chosen] = longest_after[chosen] + excess_after[chosen]
-            mean_more = parts * part_work / len(names)
-            end = float(ends.max() + mean_more)
+            part = _Part(
+                samples=each,
+                rounds=self._rounds(problem, each),
+                work=self._whole_work(problem, each),
+            )
+            end, chosen = _divide(loads, share, part, parts)
             if end >= first_end:
                 break
             first_end = end
             places = []
             for index in chosen:
-                places += [names[index]] * each
+                replica = names[index]
+                places += [replica] * each
         places = places[:samples]
         samples_on = Counter(places)
         for replica, count in samples_on.items():
             self._join(replica, problem, count)
         return places
+
+    def _whole_work(self, problem: int, samples: int) -> float:
+        """Return the work of so many samples of a problem together."""
+        others = samples - 1
+        return samples * self.work(problem, others)
 
     def _begin(self, problem: int) -> None:
         if not self._running:
@@ -296,11 +295,13 @@ class Replicas(Generic[Name]):
         self._running[problem] += 1
 
     def _join(self, replica: Name, problem: int, samples: int = 1) -> None:
+        new = _Part()
         parts = self._parts[replica]
-        part = parts.setdefault(problem, _Part())
-        part.samples += samples
-        others = part.samples - 1
-        part.rounds = self._rounds(problem, part.samples)
+        part = parts.setdefault(problem, new)
+        samples += part.samples
+        others = samples - 1
+        part.samples = samples
+        part.rounds = self._rounds(problem, samples)
         part.work = self.work(problem, others)
         self._loads[replica] = self.load(replica)
 
@@ -321,6 +322,41 @@ class Replicas(Generic[Name]):
         if not part.samples:
             del parts[problem]
         self._loads[replica] = self.load(replica)
+
+
+def _divide(
+    loads: Floats,
+    share: float,
+    part: _Part,
+    num_parts: int,
+) -> tuple[float, list[int]]:
+    """Put equal parts of a group on as many replicas, where the rollout ends first.
+
+    Args:
+        loads: `Load` of each replica, float64 [replicas, 2].
+        share: work of a replica that does not count.
+        part: one part of the group; its work is that of all its samples.
+        num_parts: how many parts there are.
+
+    Returns:
+        When the rollout ends, and the indices of the replicas.
+    """
+    longest, work = loads.T
+    longest_after = np.maximum(longest, part.rounds)
+    work_after = work + part.work
+    ends_after = longest_after + work_after
+    by_end = np.argsort(ends_after, kind="stable")
+    chosen = by_end[:num_parts]
+    excess = np.maximum(0.0, work - share)
+    excess_after = np.maximum(0.0, work_after - share)
+    ends = longest + excess
+    with_part = longest_after + excess_after
+    ends[chosen] = with_part[chosen]
+    more_work = num_parts * part.work
+    mean_more = more_work / len(loads)
+    last_end = ends.max()
+    end = float(last_end + mean_more)
+    return end, chosen.tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -425,7 +461,8 @@ def distribute_batch(
     for problem in longest_first:
         samples = len(rows_of[problem])
         sample_work = replicas.work(problem, samples - 1)
-        work += samples * sample_work
+        group_work = samples * sample_work
+        work += group_work
     replicas.set_expected_work(work)
     shares: list[list[int]] = [[] for _ in range(workers)]
     for row, worker in begun.items():
@@ -476,7 +513,8 @@ class StartOrder:
         """Set the expected lengths (None: they stay) and the weight version, at a
         weight sync.
         """
-        self._expected = expected or self._expected
+        if expected is not None:
+            self._expected = expected
         self._version = version
         self._started.clear()
 
@@ -485,17 +523,20 @@ class StartOrder:
         lowest starts first. A trajectory that has begun goes on as early as the group's
         first sample.
         """
+        num_started = self._started[problem]
         others = self._group - 1
         about = (problem, self._expected, self._siblings)
         steps = predict_rounds(*about, others)
-        leads = not self._started[problem]
+        leads = not num_started
         if begun or leads:
-            steps_behind = predict_rounds(*about, others - 1, finished=1)
+            others_behind = others - 1
+            steps_behind = predict_rounds(*about, others_behind, finished=1)
             saved_steps = steps - steps_behind
             steps += others * saved_steps
         if not begun:
-            self._started[problem] += 1
-        self._group = max(self._group, self._started[problem])
+            num_started += 1
+        self._started[problem] = num_started
+        self._group = max(self._group, num_started)
         first = self._version * 2**32
         milli_steps = round(1000 * steps)
         return first - milli_steps

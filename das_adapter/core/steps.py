@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     """Tokens of each request's text, prompt included; None: not known, and step times
     that depend on it are taken to have none.
     """
-    kinds: npt.NDArray[np.uint8] | None = None
+    token_kinds: npt.NDArray[np.uint8] | None = None
     """Kinds of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None:
     nobody says how sure the model was.
     """
