@@ -15,11 +15,10 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.steps import Chances, Floats, Ints
+from das_adapter.core.steps import Chances, Floats, Ints, TokenKinds
 
 KINDS = 16
 """Kinds of draft tokens: the odds of each are twice those of the one before."""
@@ -27,7 +26,6 @@ EVEN = 4
 """The kind whose odds are at least even; kind 0 has all that are lower than those of
 kind 1.
 """
-TokenKinds = npt.NDArray[np.uint8]
 
 
 class Remaining(NamedTuple):

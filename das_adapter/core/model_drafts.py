@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.confidence import Confidence, Outlook, TokenKinds, uniform_outlook
+from das_adapter.core.confidence import Confidence, Outlook, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.steps import Floats, Ints
+from das_adapter.core.steps import Bools, Floats, Ints, TokenKinds
 
 
 class ModelDrafts:
@@ -78,7 +77,7 @@ class ModelDrafts:
         drafted: Ints,
         got: Ints,
         worth: Floats,
-        training: npt.NDArray[np.bool_],
+        training: Bools,
         token_kinds: TokenKinds | None = None,
     ) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved.
@@ -105,11 +104,22 @@ class ModelDrafts:
         """Assume what a pass costs by a roofline; None: it is not known."""
         self.passes = StepTimes(passes, min_step_kinds=1)
 
-    def record_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+    def record_pass(
+        self,
+        requests: int,
+        seconds: float,
+        context: float = 0.0,
+    ) -> None:
         """Record the time of one forward pass; `context`: tokens of context that all
         its requests have together.
         """
-        self.passes.add(requests, requests, False, seconds, context)
+        self.passes.add(
+            tokens=requests,
+            requests=requests,
+            drafted=False,
+            seconds=seconds,
+            context=context,
+        )
         self.passes.keep_fitted()
 
     def record_token_kinds(self, token_kinds: TokenKinds) -> None:
@@ -126,15 +136,17 @@ class ModelDrafts:
         rate = round(self.acceptance.rate, 3)
         return uniform_outlook(rate, self.max_draft_tokens)
 
-    def lengths_above(self, least_chance: float) -> Sequence[int]:
+    def lengths_above(self, min_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with
         less than this chance.
         """
-        return [
-            length
-            for length in self._lengths
-            if self.outlook.survival[length - 1] >= least_chance
-        ]
+        survival = self.outlook.survival
+        lengths = []
+        for length in self._lengths:
+            last = length - 1
+            if survival[last] >= min_chance:
+                lengths.append(length)
+        return lengths
 
     def draft_length(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are
@@ -158,14 +170,17 @@ class ModelDrafts:
         (b,), beyond those of every step; `plain_s`: seconds of a plain step.
         """
         longest = int(drafted.max(initial=0))
-        passes = range(self.passes_every_step, self.passes_for(longest))
+        all_passes = self.passes_for(longest)
+        passes = range(self.passes_every_step, all_passes)
         if not self.passes.known:
-            return tuning.UNSEEN_PASS * plain_s * len(passes)
+            pass_s = tuning.UNSEEN_PASS * plain_s
+            return pass_s * len(passes)
         model = self.passes.model.at_context(self.context)
         seconds = 0.0
-        for done in passes:
-            incomplete = drafted > (done if self.narrows else 0)
-            requests = int(np.count_nonzero(incomplete))
+        for number in passes:
+            num_made = number if self.narrows else 0
+            is_incomplete = drafted > num_made
+            requests = int(np.count_nonzero(is_incomplete))
             seconds += model.plain_step(requests)
         return seconds
 
@@ -176,4 +191,5 @@ class ModelDrafts:
         if self.acceptance.known:
             return False
         one_token = np.ones(1, dtype=np.int64)
-        return self.passes_s(one_token, plain_s) < plain_s
+        passes_s = self.passes_s(one_token, plain_s)
+        return passes_s < plain_s

@@ -429,7 +429,7 @@ class StepPlanner:
         # most.
         longest = num_model_tokens
         if self.engine.history is not None:
-            longest = _largest(search.limits)
+            longest = _largest(search.max_tokens)
         req_ids = step.req_ids
         if len(places) < len(req_ids):
             req_ids = [req_ids[place] for place in places.tolist()]
@@ -440,7 +440,7 @@ class StepPlanner:
             chances,
             chosen.budget,
             req_ids,
-            search.limits,
+            search.max_tokens,
             chosen.worth / chosen.worth.max(),
         )
 
