@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core import tuning
+from das_adapter.core.steps import Ints
 
 
 @dataclass
@@ -29,24 +29,30 @@ class AcceptanceRate:
     fade: float = tuning.RATE_KEPT
     """Share of the counts that is left after a draft."""
 
-    def observe(
-        self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]
-    ) -> None:
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
         """Count verified drafts, int64 [drafts]: tokens after the first rejected one do
         not count as tried.
         """
-        tried = np.minimum(drafted, accepted + 1)
-        self.add(int(tried.sum()), int(accepted.sum()), len(drafted))
+        reached = accepted + 1
+        tried = np.minimum(drafted, reached)
+        self.add(
+            tried=int(tried.sum()),
+            accepted=int(accepted.sum()),
+            drafts=len(drafted),
+        )
 
     def add(self, tried: Any, accepted: Any, drafts: Any) -> None:
         """Count so many tokens of so many drafts."""
         kept = self.fade**drafts
-        self.accepted = self.accepted * kept + accepted
-        self.tried = self.tried * kept + tried
+        accepted_before = self.accepted * kept
+        tried_before = self.tried * kept
+        self.accepted = accepted_before + accepted
+        self.tried = tried_before + tried
 
     def forget(self) -> None:
         """Reduce the counts, at a weight sync, to those that make the rate known."""
-        share = np.minimum(1.0, tuning.RATE_KNOWN_TOKENS / self.tried)
+        known_share = tuning.RATE_KNOWN_TOKENS / self.tried
+        share = np.minimum(1.0, known_share)
         self.accepted = share * self.accepted
         self.tried = share * self.tried
 
@@ -89,11 +95,20 @@ class AcceptanceCurve:
         drafted, accepted, drafts, first_accepted = self.counts.tolist()
         tokens = drafts + accepted
         first_rate = first_accepted / drafts
-        first_rate = min(0.99, max(0.01, first_rate))
-        return solve_curve(first_rate, drafted / tokens, accepted / tokens)
+        first_rate = max(0.01, first_rate)
+        first_rate = min(0.99, first_rate)
+        return solve_curve(
+            first=first_rate,
+            drafted=drafted / tokens,
+            accepted=accepted / tokens,
+        )
 
 
-def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, float]:
+def solve_curve(
+    first: float,
+    drafted: float,
+    accepted: float,
+) -> tuple[float, float]:
     """Return (alpha, k) of the curve with alpha·k = `first` through (`drafted`,
     `accepted`), both per rollout token.
 
@@ -104,8 +119,10 @@ def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, f
     high = tuning.CURVE_MAX_SHARE
     for _ in range(40):
         k = 0.5 * (low + high)
-        rejected_share = math.exp(-first / k * drafted)
-        if k * (1.0 - rejected_share) < accepted:
+        alpha = first / k
+        rejected_share = math.exp(-alpha * drafted)
+        on_curve = k * (1.0 - rejected_share)
+        if on_curve < accepted:
             low = k
         else:
             high = k

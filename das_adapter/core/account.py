@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from enum import Enum
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from das_adapter.config import Speculate
 from das_adapter.core import tuning
@@ -38,7 +38,8 @@ def collapsed(drafts: float, accepted: float) -> str | None:
     """Say that drafts are useless, given their number and that of their tokens that
     were accepted; None: they are not.
     """
-    if drafts < tuning.COLLAPSE_DRAFTS or accepted >= tuning.COLLAPSE_RATE * drafts:
+    min_accepted = tuning.COLLAPSE_RATE * drafts
+    if drafts < tuning.COLLAPSE_DRAFTS or accepted >= min_accepted:
         return None
     return (
         f"acceptance collapsed: {accepted:.0f} accepted tokens of {drafts:.0f} drafts"
@@ -62,22 +63,25 @@ class Account:
         they are as rare as can be.
         """
         self.probe_wait = tuning.PROBE_STEPS
+        """Plain steps in a row after which a drafted one is due."""
+        self.model_rest = RolloutRest()
+        """Rollouts in which the model that drafts rests."""
+        self._rest = RolloutRest()
+        """Rollouts in which all drafting rests."""
         self._speculate = speculate
-        self._rest, self.model_rest = RolloutRest(), RolloutRest()
-        """Of all drafting; of the model that drafts."""
         self._news: str | None = None
-        self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
-        """Steps after which a probe may be due: drafted ones in a row, plain ones in a
-        row.
-        """
+        self._drafted_in_a_row = 0
+        """Steps with drafts since the last one without."""
+        self._plain_in_a_row = 0
+        """Steps without drafts since the last one with some."""
         self._restart()
 
     def _restart(self) -> None:
         self.time.restart()
         self._on = False
         self._drafted_steps = 0
-        self._model_took = 0.0
-        self._model_saved = 0.0
+        self._model_took_s = 0.0
+        self._model_saved_s = 0.0
 
     # What is asked
 
@@ -90,7 +94,9 @@ class Account:
         requests, which has verified drafts or not; where none is, a step without drafts
         is a baseline step.
         """
-        return not self.idle and (drafted or self.looks(requests))
+        if self.idle:
+            return False
+        return drafted or self.looks(requests)
 
     def looks(self, requests: int) -> bool:
         """Return whether drafts are looked for at the end of this step."""
@@ -102,49 +108,60 @@ class Account:
         """
         if self.idle:
             return sys.maxsize
-        return max(0, self.look.due_in(self.step, requests) - 1)
+        next_look = self.look.due_in(self.step, requests)
+        return max(0, next_look - 1)
 
     @property
     def idle(self) -> bool:
         """Whether no drafter is asked before the next weight sync: drafting has stopped
         or failed, or this rollout is at rest.
         """
-        return self.state in _OVER or self._rest.reason is not None
+        is_over = self.state in _OVER
+        return is_over or self._rest.reason is not None
 
-    def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
+    def drafts_pay(self, running: int, gain: float | None, optimal: bool) -> bool:
         """Decide whether a step is drafted in; `gain`: predicted, as a share of its
         time, None: there is nothing to draft; `optimal`: whether the drafts were chosen
         for it.
         """
-        worth = gain is not None and gain >= tuning.LEAST_GAIN
+        gains = gain is not None and gain >= tuning.LEAST_GAIN
+        may_draft = gains or not optimal
         if self._speculate == "always":
-            return worth or not optimal
+            return may_draft
         if self._speculate == "auto":
-            self._on = gain is not None and gain >= (0.0 if self._on else tuning.MARGIN)
+            min_gain = 0.0 if self._on else tuning.MARGIN
+            self._on = gain is not None and gain >= min_gain
         else:
-            self._on = running <= self._speculate * (
-                tuning.STAY_ON_FACTOR if self._on else 1.0
-            )
-        return self._on and (worth or not optimal)
+            factor = tuning.STAY_ON_FACTOR if self._on else 1.0
+            max_requests = self._speculate * factor
+            self._on = running <= max_requests
+        return self._on and may_draft
 
-    def due(self, kind: Probe, unseen: bool = False) -> bool:
+    def due(self, probe: Probe, unseen: bool = False) -> bool:
         """Return whether the next step is due to be taken the other way; `unseen`: no
         such step is known, and no step is waited for.
         """
-        if kind == "plain":
-            return self._waited[kind] >= tuning.PROBE_STEPS
-        return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(
-            self._speculate, str
-        )
+        if probe == "plain":
+            return self._drafted_in_a_row >= tuning.PROBE_STEPS
+        if not isinstance(self._speculate, str):
+            return False
+        wait = 0 if unseen else self.probe_wait
+        return self._plain_in_a_row >= wait
 
-    def probe(self, kind: Probe, unseen: bool = False) -> bool:
-        """As `due`; if it is, the next step of its kind waits again."""
-        due = self.due(kind, unseen)
-        if due:
-            self._waited[kind] = 0
-            if kind == "drafted" and not unseen:
-                self.probe_wait = min(2 * self.probe_wait, tuning.RARE_STEPS)
-        return due
+    def probe(self, probe: Probe, unseen: bool = False) -> bool:
+        """Return whether a step is `due` to be taken the other way; if it is, the next
+        such step waits again.
+        """
+        if not self.due(probe, unseen):
+            return False
+        if probe == "plain":
+            self._drafted_in_a_row = 0
+            return True
+        self._plain_in_a_row = 0
+        if not unseen:
+            doubled = 2 * self.probe_wait
+            self.probe_wait = min(doubled, tuning.RARE_STEPS)
+        return True
 
     def decided(
         self,
@@ -154,72 +171,87 @@ class Account:
         plain: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Take what was decided for a step; `probing`, `plain`: to see what a drafted,
-        or a plain, step costs; `seconds`: what it takes without drafts, 0: not
+        """Record what was decided for a step; `probing`, `plain`: to see what a
+        drafted, or a plain, step costs; `seconds`: what it takes without drafts, 0: not
         known.
         """
-        if drafted and not probing:
+        drafts = drafted and not probing
+        if drafts:
             self.probe_wait = tuning.PROBE_STEPS
-        share = self.look_share * seconds
+        looks_s = self.look_share * seconds
         wait_steps = math.inf
-        if share:
-            look_s = tuning.LOOK_S + tuning.LOOK_REQUEST_S * running
-            wait_steps = look_s / share
-        self.look.done(self.step, running, drafted or probing, wait_steps)
-        nothing = State.PROBING if probing or plain else State.RESTING
-        if self.state not in _OVER:  # since the drafter was asked
-            self.state = State.DRAFTING if drafted and not probing else nothing
-            self.reason = None
+        if looks_s:
+            requests_s = tuning.LOOK_REQUEST_S * running
+            look_s = tuning.LOOK_S + requests_s
+            wait_steps = look_s / looks_s
+        again_soon = drafted or probing
+        self.look.done(self.step, running, again_soon, wait_steps)
+        if self.state in _OVER:  # since the drafter was asked
+            return
+        self.reason = None
+        if drafts:
+            self.state = State.DRAFTING
+        elif probing or plain:
+            self.state = State.PROBING
+        else:
+            self.state = State.RESTING
 
     # What is told
 
-    def timed(self, step: TimedStep, predicted: float | None) -> None:
-        """As `PlainTime.record_step`."""
-        plain = self._waited["plain"]
-        drawn = self._waited["drafted"]
-        self._waited = {
-            "plain": plain + 1 if step.drafted else 0,
-            "drafted": 0 if step.drafted else drawn + 1,
-        }
+    def record_step(self, step: TimedStep, predicted: float | None) -> None:
+        """Record a step that was timed, as `PlainTime.record_step` does."""
+        drafted = step.drafted
+        if drafted:
+            self._drafted_in_a_row += 1
+            self._plain_in_a_row = 0
+        else:
+            self._plain_in_a_row += 1
+            self._drafted_in_a_row = 0
         self.time.record_step(step, predicted)
-        self.model(took=step.drafting_seconds * step.asked)
-        self._drafted_steps += step.drafted
-        guarded = (
-            self._speculate != "always" and self.time.batch.steps >= tuning.GUARD_STEPS
-        )
-        if guarded and step.drafted and self._drafted_steps % tuning.GUARD_STEPS == 0:
-            if reason := self._loss():
+        if step.asked:
+            self.record_model(took_s=step.drafting_seconds)
+        if not drafted:
+            return
+        self._drafted_steps += 1
+        if self._speculate == "always":
+            return
+        batch_steps = self.time.batch.steps
+        is_checked = self._drafted_steps % tuning.GUARD_STEPS == 0
+        if is_checked and batch_steps >= tuning.GUARD_STEPS:
+            reason = self._explain_batch_loss()
+            if reason is not None:
                 self.stop(reason)
 
-    def count(self, slots: Ints, steps: Floats) -> None:
-        """As `PlainTime.record_baseline_steps`; these steps are not `timed`."""
-        self._waited["drafted"] += int(steps[0])
-        self.time.record_baseline_steps(slots, steps)
+    def record_baseline_steps(self, slots: Ints, sums: Floats) -> None:
+        """Record steps as `PlainTime.record_baseline_steps` does; they are not given
+        to `record_step`.
+        """
+        self._plain_in_a_row += int(sums[0])
+        self.time.record_baseline_steps(slots, sums)
 
-    def model(self, took: float = 0.0, saved: float = 0.0) -> None:
-        """Take seconds that the passes of the model that drafts took, or that its
-        accepted tokens were worth. Beside prompts they are told to `time` as well: such
+    def record_model(self, took_s: float = 0.0, saved_s: float = 0.0) -> None:
+        """Record seconds that the passes of the model that drafts took, or that its
+        accepted tokens were worth. Beside prompts `time` is told them as well: such
         steps are not timed.
         """
-        self._model_took += took
-        self._model_saved += saved
+        self._model_took_s += took_s
+        self._model_saved_s += saved_s
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
-        if self.state is not State.FAILED and self.state is not state:
-            self.state = state
-            self.reason = reason
-            self._news = (
-                None
-                if state is State.FAILED
-                else f"das: {reason}: no drafts until the next weight sync"
-            )
+        if self.state in (State.FAILED, state):
+            return
+        self.state = state
+        self.reason = reason
+        self._news = None
+        if state is not State.FAILED:
+            self._news = f"das: {reason}: no drafts until the next weight sync"
 
     def sync(self, model_may_rest: bool = True) -> None:
         """Judge the rollout that a weight sync ends, and begin the next. Two weight
         syncs without a step between them are one.
         """
-        if self.time.passed_s or self._model_took:
+        if self.time.passed_s or self._model_took_s:
             self._judge(model_may_rest)
         self.forget()
 
@@ -228,12 +260,12 @@ class Account:
         self._restart()
         self.probe_wait = tuning.PROBE_STEPS
         self.look.restart()
-        self.state, self.reason = (
-            (State.RESTING if self._rest.reason else State.DRAFTING),
-            self._rest.reason,
-        )
+        self.reason = self._rest.reason
+        self.state = State.DRAFTING
+        if self.reason:
+            self.state = State.RESTING
 
-    def take_news(self) -> str | None:
+    def pop_news(self) -> str | None:
         """Return what has changed for the worse since the last call, as a line of the
         log.
         """
@@ -243,34 +275,38 @@ class Account:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
+        of_stock = None  # with other settings the user decides
+        saved_s = self.time.saved_s()
+        if self._speculate == "auto":
+            of_stock = self.time.of_stock()
+        reason = self.reason
+        if self.state is State.FAILED:
+            reason = None
         return {
-            "time_saved_s": self.time.saved_s(),
-            "of_stock": (
-                self.time.of_stock() if self._speculate == "auto" else None
-            ),  # else the user decides
+            "time_saved_s": saved_s,
+            "of_stock": of_stock,
             "state": self.state.value,
-            "reason": None if self.state is State.FAILED else self.reason,
+            "reason": reason,
         }
 
     # Inside
 
-    def _loss(self) -> str | None:
+    def _explain_batch_loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they
         do not. The estimate is as good as the latency model, which is brought up to
         date before it is held against the drafts.
         """
         batch = self.time.batch
+        drafted_loss_s = tuning.GUARD_LOSS * batch.drafted_seconds
+        rollout_loss_s = tuning.ROLLOUT_LOSS * batch.seconds
+        max_loss_s = drafted_loss_s + rollout_loss_s
         for _ in range(2):
-            saved = self.time.batch_saved_s(batch)
-            if (
-                saved
-                >= -tuning.GUARD_LOSS * batch.drafted_seconds
-                - tuning.ROLLOUT_LOSS * batch.seconds
-            ):
+            saved_s = self.time.batch_saved_s(batch)
+            if saved_s >= -max_loss_s:
                 return None
             self.time.engine.fit()
         return (
-            f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of"
+            f"speculation cost {-saved_s:.2f} s in {batch.drafted_seconds:.2f} s of"
             " drafted steps"
         )
 
@@ -278,21 +314,26 @@ class Account:
         """Say which of the next rollouts begin at rest."""
         if self._speculate != "auto":
             return
-        took = self._model_took
-        saved = self._model_saved
-        reason = self.time.explain_loss()
-        lost = (
-            model_may_rest and took - saved > tuning.ROLLOUT_LOSS * self.time.plain_s()
-        )
-        words = (
-            f"its passes took {took:.2f} s of a rollout, and its tokens saved"
-            f" {saved:.2f} s"
-            if lost
-            else None
-        )
-        if self.model_rest.judge_rollout(words, saved - took if took else None):
-            self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge_rollout(
-            reason or None, None if reason is None else self.time.saved_s()
-        ):
-            self._news = f"das: drafting rests for a while: {reason}"
+        took_s = self._model_took_s
+        saved_s = self._model_saved_s
+        loss_s = took_s - saved_s
+        # None: too little is known; empty: it has not lost
+        rollout_reason = self.time.explain_loss()
+        model_reason = None
+        if model_may_rest:
+            max_loss_s = tuning.ROLLOUT_LOSS * self.time.plain_s()
+            if loss_s > max_loss_s:
+                model_reason = (
+                    f"its passes took {took_s:.2f} s of a rollout, and its tokens saved"
+                    f" {saved_s:.2f} s"
+                )
+        model_saved_s = None
+        if took_s:
+            model_saved_s = saved_s - took_s
+        if self.model_rest.judge_rollout(model_reason, model_saved_s):
+            self._news = f"das: the model that drafts rests for a while: {model_reason}"
+        rollout_saved_s = None
+        if rollout_reason is not None:
+            rollout_saved_s = self.time.saved_s()
+        if self._rest.judge_rollout(rollout_reason or None, rollout_saved_s):
+            self._news = f"das: drafting rests for a while: {rollout_reason}"

@@ -15,7 +15,12 @@ from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
 
-def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Floats:
+def drafts_needed(
+    rounds: float,
+    lengths: Floats,
+    alpha: float,
+    k: float,
+) -> Floats:
     """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N
     rounds; 0 where l <= N (equation 7).
 
@@ -23,16 +28,24 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Flo
     p drafted. Infinite where that has no solution: for N <= l·(1 - k).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        saved_share = 1.0 - rounds / lengths
+        rounds_share = rounds / lengths
+        saved_share = 1.0 - rounds_share
         left = 1.0 - saved_share / k
-        log_left = np.log(np.maximum(left, 1e-300))
+        positive_left = np.maximum(left, 1e-300)
+        log_left = np.log(positive_left)
         drafts = -lengths / alpha * log_left
-    solvable = np.where(left > 0.0, drafts, np.inf)
-    return np.where(lengths <= rounds, 0.0, solvable)
+    is_solvable = left > 0.0
+    solution = np.where(is_solvable, drafts, np.inf)
+    ends_anyway = lengths <= rounds
+    return np.where(ends_anyway, 0.0, solution)
 
 
 def plan_rollout(
-    lengths: Floats, alpha: float, k: float, base: float, token: float
+    lengths: Floats,
+    alpha: float,
+    k: float,
+    base: float,
+    token: float,
 ) -> tuple[float, Floats]:
     """Compute the budgets that minimise a rollout's time, c_base·N +
     c_tok·sum_i(min(l_i, N) + p_i*(N)): decode rounds until the last request ends, and
@@ -51,16 +64,21 @@ def plan_rollout(
     low = high * (1.0 - k)
     for _ in range(30):
         rounds = 0.5 * (low + high)
-        longer = lengths[lengths > rounds]
-        accepted_per_draft = alpha * (k - 1.0 + rounds / longer)
-        drafts_per_round = 1.0 / np.maximum(accepted_per_draft, 1e-12)
+        is_longer = lengths > rounds
+        longer = lengths[is_longer]
+        rounds_share = rounds / longer
+        left = k - 1.0 + rounds_share
+        accepted_per_draft = np.maximum(alpha * left, 1e-12)
+        drafts_per_round = 1.0 / accepted_per_draft
         saved_tokens = np.sum(1.0 - drafts_per_round)
-        slope = base + token * saved_tokens
+        saved_tokens_s = token * saved_tokens
+        slope = base + saved_tokens_s
         if slope < 0.0:
             low = rounds
         else:
             high = rounds
-    return high, drafts_needed(high, lengths, alpha, k)
+    drafts = drafts_needed(high, lengths, alpha, k)
+    return high, drafts
 
 
 def das_budgets(
@@ -78,25 +96,45 @@ def das_budgets(
         max_draft_tokens: of a request in a step.
     """
     running = len(lengths)
-    token = max(model.slope(running), 1e-9)
-    tokens_s = token * running
-    base = max(model.plain_step(running) - tokens_s, 1e-9)
-    rounds, drafts = plan_rollout(lengths, *curve, base, token)
-    return np.minimum(drafts / rounds, max_draft_tokens)
+    alpha, k = curve
+    token_s = max(model.slope(running), 1e-9)
+    tokens_s = token_s * running
+    plain_s = model.plain_step(running)
+    base_s = max(plain_s - tokens_s, 1e-9)
+    rounds, drafts = plan_rollout(
+        lengths=lengths,
+        alpha=alpha,
+        k=k,
+        base=base_s,
+        token=token_s,
+    )
+    drafts_per_round = drafts / rounds
+    return np.minimum(drafts_per_round, max_draft_tokens)
 
 
 def prefix_worth(
-    worth: Floats, chances: Chances, offsets: Ints, *keep: Ints
+    worth: Floats,
+    chances: Chances,
+    offsets: Ints,
+    *keep: Ints,
 ) -> list[Floats]:
     """Return the expected worth of the first `keep` tokens of each draft, seconds [b],
     for each of several; see `allocate`.
     """
     begins = offsets[:-1]
     ends = offsets[1:]
-    tokens_s = chances * worth.repeat(ends - begins)
-    sums_s = np.concatenate([[0.0], np.cumsum(tokens_s)])
+    num_tokens = ends - begins
+    worth_s = worth.repeat(num_tokens)
+    tokens_s = chances * worth_s
+    # of the first n tokens of all requests, n from 0
+    sums_s = np.append(0.0, np.cumsum(tokens_s))
     before_s = sums_s[begins]
-    return [sums_s[begins + kept] - before_s for kept in keep]
+    kept_s = []
+    for num_kept in keep:
+        ends_of_kept = begins + num_kept
+        with_kept_s = sums_s[ends_of_kept]
+        kept_s.append(with_kept_s - before_s)
+    return kept_s
 
 
 def allocate(
@@ -130,12 +168,18 @@ def allocate(
         gain = native().allocate(chances, offsets, worth, costs, keep)
         return StepPlan(keep, no_model_drafts, gain)
     keep = np.diff(offsets)
-    (saved,) = prefix_worth(worth, chances, offsets, keep)
-    gain = float(saved.sum()) - model.verifying_s(requests, len(chances))
+    (saved_s,) = prefix_worth(worth, chances, offsets, keep)
+    total_saved_s = float(saved_s.sum())
+    verifying_s = model.verifying_s(requests, len(chances))
+    gain = total_saved_s - verifying_s
     return StepPlan(keep, no_model_drafts, gain)
 
 
-def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+def makespan_weights(
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+) -> Floats:
     """Return the chance of each request to be the last one of the batch, shape (b,),
     summing to 1.
 
@@ -149,14 +193,22 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
         edges: shape (g,), in geometric steps from 1.
         lengths: tokens written so far, shape (b,).
     """
-    longest = max(1.0, float(edges[-1] - lengths.min())) + 1.0
-    exponents = np.linspace(0.0, math.log(longest), tuning.MAKESPAN_POINTS)
+    shortest = lengths.min()
+    most_to_come = float(edges[-1] - shortest)
+    longest = max(1.0, most_to_come) + 1.0
+    last_exponent = math.log(longest)
+    exponents = np.linspace(0.0, last_exponent, tuning.MAKESPAN_POINTS)
     to_come = np.exp(exponents)
     # chance of each request to have ended after so many tokens, [b, points]
-    ended = chance_ended_by(cdf, edges, lengths, lengths[:, None] + to_come)
-    log_ended = np.log(np.maximum(ended, 1e-12))
-    others_ended = np.exp(log_ended.sum(axis=0) - log_ended)
+    points = lengths[:, None] + to_come
+    ended = chance_ended_by(cdf, edges, lengths, points)
+    positive = np.maximum(ended, 1e-12)
+    log_ended = np.log(positive)
+    log_all_ended = log_ended.sum(axis=0)
+    log_others_ended = log_all_ended - log_ended
+    others_ended = np.exp(log_others_ended)
     ends_here = np.diff(ended, axis=1, prepend=0.0)
-    is_last = np.maximum(ends_here * others_ended, 0.0)
-    chances: Floats = is_last.sum(axis=1) + 1e-9
+    ends_last_here = ends_here * others_ended
+    ends_last_here = np.maximum(ends_last_here, 0.0)
+    chances: Floats = ends_last_here.sum(axis=1) + 1e-9
     return chances / chances.sum()

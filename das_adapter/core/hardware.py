@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from das_adapter.errors import DasError
 
-READ, COMPUTE = 0.79, 0.75
-"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on
-an A100, over its peaks.
+READ = 0.79
+"""Share of the data sheet's bandwidth that decode steps reach: EfficientRollout's fit
+on an A100, over its peak.
 """
+COMPUTE = 0.75
+"""Share of the data sheet's operations that decode steps reach, likewise."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +44,28 @@ _DATA_SHEETS = {
     "h200": (4.8, 989.0, 141, 450, 8, 2.0),  # NVIDIA H200 SXM (2024); NVLink 900 GB/s
     "h20": (4.0, 148.0, 96, 450, 8, 2.0),  # NVIDIA H20 (2023); NVLink 900 GB/s
     "b200": (8.0, 2250.0, 180, 900, 8, 2.0),  # NVIDIA DGX B200 (2024); NVLink 1.8 TB/s
-    "gb200": (
-        8.0,
-        2500.0,
-        186,
-        900,
-        72,
-        2.0,
-    ),  # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
+    # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
+    "gb200": (8.0, 2500.0, 186, 900, 72, 2.0),
     "l40s": (0.864, 362.0, 48, 32, 1, 2.0),  # NVIDIA L40S (2023); PCIe 4.0 x16
-    "mi300x": (
-        5.3,
-        1307.4,
-        192,
-        448,
-        8,
-        2.0,
-    ),  # AMD Instinct MI300X (2023); 7 links of 128 GB/s
+    # AMD Instinct MI300X (2023); 7 links of 128 GB/s
+    "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0),
 }
-DEVICES = {
-    name: Device(
-        READ * read * 1e12,
-        COMPUTE * compute * 1e12,
-        memory * 1e9,
-        link * 1e9,
-        domain,
-        fp8,
+
+
+def _device(sheet: tuple[float, ...]) -> Device:
+    """Return the device of a data sheet's row."""
+    read, compute, memory, link, domain, fp8 = sheet
+    return Device(
+        bandwidth=READ * read * 1e12,
+        flops=COMPUTE * compute * 1e12,
+        memory=memory * 1e9,
+        link=link * 1e9,
+        domain=int(domain),
+        fp8=fp8,
     )
-    for name, (read, compute, memory, link, domain, fp8) in _DATA_SHEETS.items()
-}
+
+
+DEVICES = {name: _device(sheet) for name, sheet in _DATA_SHEETS.items()}
 
 
 def device(name: str) -> Device:
@@ -81,7 +76,8 @@ def device(name: str) -> Device:
     """
     found = DEVICES.get(name.lower())
     if found is None:
-        raise DasError(f"hardware.gpu: found {name!r}, allowed: {', '.join(DEVICES)}")
+        allowed = ", ".join(DEVICES)
+        raise DasError(f"hardware.gpu: found {name!r}, allowed: {allowed}")
     return found
 
 
@@ -90,4 +86,7 @@ def recognise(name: str) -> Device | None:
     table lacks it.
     """
     words = re.findall(r"[a-z]+\d+[a-z]*", name.lower())
-    return next((DEVICES[word] for word in words if word in DEVICES), None)
+    for word in words:
+        if word in DEVICES:
+            return DEVICES[word]
+    return None

@@ -26,7 +26,9 @@ class HistoryRules:
         self, config: HistoryConfig, window: int = tuning.HISTORY_WINDOW
     ) -> None:
         self.config = config
-        self.window = ALL if config.scope == "global" else window
+        self.window = window
+        if config.scope == "global":
+            self.window = ALL
         """Visits of a problem that are kept. With `global` there is one problem, which
         every step visits: bytes are the limit there.
         """
@@ -47,7 +49,9 @@ class HistoryRules:
         """
         if self.config.scope == "request":
             return next(self._alone)
-        return 0 if self.config.scope == "global" else problem
+        if self.config.scope == "global":
+            return 0
+        return problem
 
     def add_and_seal(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
@@ -69,9 +73,9 @@ class HistoryRules:
         for trajectory in trajectories:
             try:
                 problem, text, version = trajectory
-                store.add(
-                    self.key(problem), np.frombuffer(text, dtype=np.int32), version
-                )
+                key = self.key(problem)
+                tokens = np.frombuffer(text, dtype=np.int32)
+                store.add(key, tokens, version)
             except (TypeError, ValueError) as error:
                 refused.append(repr(error))
         if refused:
@@ -85,9 +89,11 @@ class HistoryRules:
     def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
         """Return whether a trajectory is sealed in a store; see `add_trajectories`."""
         problem, text, version = trajectory
-        return len(text) % 4 == 0 and store.has(
-            self.key(problem), np.frombuffer(text, dtype=np.int32), version
-        )
+        if len(text) % 4:
+            return False
+        key = self.key(problem)
+        tokens = np.frombuffer(text, dtype=np.int32)
+        return store.has(key, tokens, version)
 
     def shrink_slice(self, store: HistoryStore, room: float = math.inf) -> bool:
         """Do a slice of thinning out what exceeds the byte budget; return whether there
@@ -95,28 +101,25 @@ class HistoryRules:
         may take, which are at most four times as many as the history's: engines map
         three generations, and the next is written.
         """
-        budget = int(min(self.config.max_bytes, max(0.0, room / 4)))
+        quarter = max(0.0, room / 4)
+        budget = int(min(self.config.max_bytes, quarter))
         self._shrunk += store.shrink(budget)
         if store.nbytes > budget:
             return True
         shrunk = Shrunk(*self._shrunk.tolist())
         self._shrunk = np.zeros_like(self._shrunk)
         if shrunk.tokens:
-            full = (
-                "das.history.max_bytes"
-                if budget == self.config.max_bytes
-                else f"a quarter of {store.directory}"
-            )
+            full = "das.history.max_bytes"
+            if budget != self.config.max_bytes:
+                full = f"a quarter of {store.directory}"
             logger.warning(
                 "das: history: above %s=%d: %d of %d tokens were dropped; %d problems"
                 " were thinned out, %d forgotten",
-                *(
-                    full,
-                    budget,
-                    shrunk.tokens,
-                    shrunk.tokens + store.tokens,
-                    shrunk.thinned,
-                    shrunk.dropped,
-                ),
+                full,
+                budget,
+                shrunk.tokens,
+                shrunk.tokens + store.tokens,
+                shrunk.thinned,
+                shrunk.dropped,
             )
         return False

@@ -11,9 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Values = npt.NDArray[Any]
+HashValues = Callable[[Values], str]
+TokenIds = npt.NDArray[np.int32]
+_FACTOR = 6364136223846793005
+"""The weight of a token in the sums of prompts, over that of the token before it."""
+
 
 def request_seed(
-    run_seed: int, problem: int, step: int, sample: int, row: str | int = 0
+    run_seed: int,
+    problem: int,
+    step: int,
+    sample: int,
+    row: str | int = 0,
 ) -> int:
     """Compute the seed of one request: the same in every run that draws this sample of
     this problem in this step, and another for every other request of the run. It is the
@@ -31,10 +41,12 @@ def request_seed(
     Returns:
         An integer in [0, 2^63).
     """
+    parts = (run_seed, problem, step, sample, row)
+    request = "/".join(map(str, parts))
     digest = hashlib.blake2b(digest_size=8)
-    request = f"{run_seed}/{problem}/{step}/{sample}/{row}"
     digest.update(request.encode())
-    return _number(digest) >> 1
+    number = _number(digest)
+    return number >> 1
 
 
 def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
@@ -44,20 +56,28 @@ def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
     """
     digest = hashlib.blake2b(digest_size=8)
     ids = np.asarray(prompt_ids, dtype="<i4")
-    digest.update(np.ascontiguousarray(ids).tobytes())
+    ids = np.ascontiguousarray(ids)
+    digest.update(ids.tobytes())
     for part in beside:
-        digest.update(f"/{part}".encode())
+        text = f"/{part}"
+        digest.update(text.encode())
     return _number(digest)
 
 
-def media_hash(
-    item: Any, of_values: Callable[[npt.NDArray[Any]], str] | None = None
-) -> str:
+def values_hash(values: Values) -> str:
+    """Return the hash of an array's values, type and shape."""
+    form = f"{values.dtype.str}{values.shape}"
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(form.encode())
+    digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def media_hash(item: Any, hash_values: HashValues = values_hash) -> str:
     """Return the hash of an image, a sound or a video: of the values, where NumPy can
     read them, also those of its parts, such as a tensor of frames and what is said of
-    them. `of_values`: what hashes values; None: `values_hash`.
+    them. `hash_values`: what hashes values.
     """
-    hash_values = of_values or values_hash
     try:
         values = np.asarray(item)
     except (TypeError, ValueError):
@@ -66,32 +86,32 @@ def media_hash(
     if not values.dtype.hasobject:
         return hash_values(values)
     digest = hashlib.blake2b(digest_size=8)
-    if isinstance(item, Mapping | list | tuple):
-        parts = item.items() if isinstance(item, Mapping) else item
-        hashes = [media_hash(part, of_values) for part in parts]
-        digest.update(repr(hashes).encode())
-    else:
-        digest.update(pickle.dumps(item))
+    parts = item
+    if isinstance(item, Mapping):
+        parts = list(item.items())
+    if not isinstance(parts, list | tuple):
+        content = pickle.dumps(item)
+        digest.update(content)
+        return digest.hexdigest()
+    hashes = [media_hash(part, hash_values) for part in parts]
+    text = repr(hashes)
+    digest.update(text.encode())
     return digest.hexdigest()
 
 
-def values_hash(values: npt.NDArray[Any]) -> str:
-    """Return the hash of an array's values, type and shape."""
-    digest = hashlib.blake2b(
-        f"{values.dtype.str}{values.shape}".encode(), digest_size=8
-    )
-    digest.update(values.tobytes())
-    return digest.hexdigest()
+class HashedValues(NamedTuple):
+    """An array that was hashed."""
+
+    values: Values
+    hash: str
 
 
 class _HashedRow(NamedTuple):
     """A row of a batch whose media were hashed."""
 
     items: Sequence[Any]
-    values: list[tuple[npt.NDArray[Any], str]]
-    """Arrays of the items, in the order in which they were hashed, each with its
-    hash.
-    """
+    values: Sequence[HashedValues]
+    """Arrays of the items, in the order in which they were hashed."""
     hashes: list[str]
     """Hashes of the items."""
 
@@ -108,27 +128,38 @@ class MediaHashes:
     def hash_row(self, items: Sequence[Any]) -> list[str]:
         """Return the hashes of a row's items, as `media_hash` does."""
         before = self._before
-        same_number = len(items) == len(before.items)
-        if same_number and all(map(operator.is_, items, before.items)):
+        if _are_same(items, before.items):
             return before.hashes
         values_before = iter(before.values)
-        hashed = list[tuple[npt.NDArray[Any], str]]()
+        hashed: list[HashedValues] = []
 
-        def hash_values(values: npt.NDArray[Any]) -> str:
-            known, found = next(values_before, (None, ""))
-            if known is None or not _equal(known, values):
-                found = values_hash(values)
-            hashed.append((values, found))
-            return found
+        def hash_values(values: Values) -> str:
+            known = next(values_before, None)
+            if known is not None and _equal(known.values, values):
+                digest = known.hash
+            else:
+                digest = values_hash(values)
+            hashed.append(HashedValues(values, digest))
+            return digest
 
         hashes = [media_hash(item, hash_values) for item in items]
         self._before = _HashedRow(items, hashed, hashes)
         return hashes
 
 
-def _equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two rows have the same objects as items."""
+    if len(items) != len(others):
+        return False
+    same = map(operator.is_, items, others)
+    return all(same)
+
+
+def _equal(one: Values, other: Values) -> bool:
     """Return whether two arrays agree in type and values."""
-    return one.dtype == other.dtype and np.array_equal(one, other)
+    if one.dtype != other.dtype:
+        return False
+    return np.array_equal(one, other)
 
 
 class _Prompt(NamedTuple):
@@ -156,7 +187,7 @@ class FirstTurns:
         other._known = self._known.copy()
         return other
 
-    def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
+    def problem(self, prompt: TokenIds, media: Sequence[str] = ()) -> int:
         """Return the 64-bit identity of the conversation's first prompt. In later turns
         the prompt, int32 [tokens], and the hashes of its images begin with those of the
         first turn.
@@ -166,10 +197,14 @@ class FirstTurns:
             # Equal beginnings have equal sums; one hash for every length that is known
             # would take milliseconds.
             sums = _weighted_sums(prompt)
-            first = self._first_turn(prompt, media, sums)
-            identity = first or identity
-            whole = sums[-1] if sums else 0
-            asked = _Prompt(len(prompt), len(media), whole)
+            first_turn = self._first_turn(prompt, media, sums)
+            identity = first_turn or identity
+            whole_sum = sums[-1] if sums else 0
+            asked = _Prompt(
+                tokens=len(prompt),
+                images=len(media),
+                weighted_sum=whole_sum,
+            )
             self._known.setdefault(identity, asked)
         latest = self._known.pop(identity)
         self._known[identity] = latest
@@ -179,34 +214,45 @@ class FirstTurns:
         return identity
 
     def _first_turn(
-        self, prompt: npt.NDArray[np.int32], media: Sequence[str], sums: Sequence[int]
+        self,
+        prompt: TokenIds,
+        media: Sequence[str],
+        sums: Sequence[int],
     ) -> int | None:
         """Return the identity of the shortest known prompt that this one begins with,
         of equally long ones that with most images; None: there is none.
         """
-        likely: list[tuple[int, int, int]] = []
+        likely = []
         for identity, known in self._known.items():
             is_shorter = known.tokens < len(prompt)
             if not is_shorter or known.images > len(media):
                 continue
-            if known.weighted_sum == sums[known.tokens - 1]:
-                likely.append((known.tokens, -known.images, identity))
-        for tokens, minus_images, identity in sorted(likely):
+            last = known.tokens - 1
+            if known.weighted_sum != sums[last]:
+                continue
+            order = (known.tokens, -known.images, identity)
+            likely.append(order)
+        likely.sort()
+        for num_tokens, minus_images, identity in likely:
+            tokens = prompt[:num_tokens]
             images = media[:-minus_images]
-            if prompt_identity(prompt[:tokens], *images) == identity:
+            if prompt_identity(tokens, *images) == identity:
                 return identity
         return None
 
 
-def _weighted_sums(tokens: npt.NDArray[np.int32]) -> list[int]:
+def _weighted_sums(tokens: TokenIds) -> list[int]:
     """Return the weighted sum of the first n tokens, for each n from 1."""
-    factors = np.full(len(tokens), 6364136223846793005, np.uint64)
+    factors = np.full(len(tokens), _FACTOR, np.uint64)
     weights = np.cumprod(factors)
-    weighted = tokens.astype(np.uint64) * weights
-    sums: list[int] = np.cumsum(weighted).tolist()
-    return sums
+    values = tokens.astype(np.uint64)
+    weighted = values * weights
+    sums = np.cumsum(weighted)
+    numbers: list[int] = sums.tolist()
+    return numbers
 
 
 def _number(digest: hashlib.blake2b) -> int:
     """Return the digest as an integer."""
-    return int.from_bytes(digest.digest(), "little")
+    content = digest.digest()
+    return int.from_bytes(content, "little")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core import tuning
-from das_adapter.core.steps import Floats
+from das_adapter.core.steps import Bools, Floats
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,20 @@ class StepModel:
         steps with drafts have sizes of their own, the first draft token takes the step
         from one of the others to these.
         """
-        first = self.draft
+        first_s = self.draft
         if self.drafted_sizes is not None:
             drafted_s = self.step(requests, requests, True)
-            first = drafted_s - self.plain_step(requests)
+            plain_s = self.plain_step(requests)
+            first_s = drafted_s - plain_s
         sizes = self.captured_sizes(True)
-        return self.token, self.bend, self.knee, first, self.launch, sizes
+        return (
+            self.token,
+            self.bend,
+            self.knee,
+            first_s,
+            self.launch,
+            sizes,
+        )
 
     def captured_sizes(self, drafted: bool) -> tuple[int, ...]:
         """Return the sizes of steps with drafts, or without."""
@@ -81,34 +89,42 @@ class StepModel:
         """
         if not self.context and not self.attention:
             return self
-        token = self.token + self.attention * context
-        request = self.request + self.context * context
+        attention_s = self.attention * context
+        context_s = self.context * context
         # at every step: `replace` takes ten times as long
-        at = StepModel.__new__(StepModel)
-        vars(at).update(
-            vars(self), token=token, request=request, context=0.0, attention=0.0
-        )
-        return at
+        model = StepModel.__new__(StepModel)
+        fields = vars(model)
+        fields.update(vars(self))
+        fields["token"] = self.token + attention_s
+        fields["request"] = self.request + context_s
+        fields["context"] = 0.0
+        fields["attention"] = 0.0
+        return model
 
     def scaled(self, factor: float) -> StepModel:
         """Return the model with all times multiplied but `launch`, which the host alone
         decides.
         """
-        kept = ("knee", "launch", "sizes", "drafted_sizes")
+        not_times = ("knee", "launch", "sizes", "drafted_sizes")
         scaled = {}
         for name, value in vars(self).items():
-            if name not in kept:
-                scaled[name] = factor * value
+            if name in not_times:
+                continue
+            scaled[name] = factor * value
         return replace(self, **scaled)
 
-    def padded(self, tokens: npt.ArrayLike, drafted: npt.ArrayLike = False) -> Floats:
+    def padded(
+        self,
+        tokens: npt.ArrayLike,
+        drafted: npt.ArrayLike = False,
+    ) -> Floats:
         """Return the tokens that steps of so many compute, with drafts or without."""
         n = np.asarray(tokens, dtype=float)
-        plain = _padded(n, self.sizes)
+        without_drafts = _padded(n, self.sizes)
         if self.drafted_sizes is None:
-            return plain
+            return without_drafts
         with_drafts = _padded(n, self.drafted_sizes)
-        return np.where(drafted, with_drafts, plain)
+        return np.where(drafted, with_drafts, without_drafts)
 
     def padded_size(self, tokens: float, drafted: bool = False) -> float:
         """Return the tokens that one step of so many computes, with drafts or
@@ -125,15 +141,21 @@ class StepModel:
         without.
         """
         sizes = self.captured_sizes(drafted)
-        return sizes[-1] if sizes else math.inf
+        if not sizes:
+            return math.inf
+        return sizes[-1]
 
     def exceeds_graphs(
-        self, tokens: npt.ArrayLike, drafted: npt.ArrayLike
-    ) -> npt.NDArray[np.bool_]:
+        self,
+        tokens: npt.ArrayLike,
+        drafted: npt.ArrayLike,
+    ) -> Bools:
         """Return whether steps have more tokens than any graph holds."""
+        n = np.asarray(tokens)
         with_drafts = self.largest_graph(True)
-        plain = self.largest_graph(False)
-        return np.asarray(tokens) > np.where(drafted, with_drafts, plain)
+        without_drafts = self.largest_graph(False)
+        largest = np.where(drafted, with_drafts, without_drafts)
+        return n > largest
 
     def seconds(
         self,
@@ -153,31 +175,46 @@ class StepModel:
         n = self.padded(tokens, drafted)
         b = np.asarray(requests, dtype=float)
         s = np.asarray(context, dtype=float)
-        bend_s = self.bend * np.maximum(0.0, n - self.knee)
-        attention_s = self.attention * s * n / np.maximum(b, 1e-9)
+        has_drafts = np.asarray(drafted)
+        is_launched = self.exceeds_graphs(tokens, drafted)
+        beyond_knee = np.maximum(0.0, n - self.knee)
+        min_one = np.maximum(b, 1e-9)
+        # the order of the sums decides the last bit
+        bend_s = self.bend * beyond_knee
+        line_s = self.base + self.token * n
+        requests_s = self.request * b
+        tokens_and_requests_s = line_s + bend_s + requests_s
+        attention_s = self.attention * s * n / min_one
         context_s = self.context * s + attention_s
-        launch_s = self.launch * self.exceeds_graphs(tokens, drafted)
-        once_s = self.draft * np.asarray(drafted) + launch_s
-        tokens_s = self.base + self.token * n + bend_s
-        requests_s = tokens_s + self.request * b
-        return np.asarray(requests_s + context_s + once_s)
+        draft_s = self.draft * has_drafts
+        launch_s = self.launch * is_launched
+        once_s = draft_s + launch_s
+        return np.asarray(tokens_and_requests_s + context_s + once_s)
 
     def step(
-        self, tokens: float, requests: float, drafted: bool, context: float = 0.0
+        self,
+        tokens: float,
+        requests: float,
+        drafted: bool,
+        context: float = 0.0,
     ) -> float:
         """Return the seconds of one step; see `seconds`."""
         n = self.padded_size(tokens, drafted)
-        total = self.base + self.token * n
+        total_s = self.base + self.token * n
         if n > self.knee:
-            total += self.bend * (n - self.knee)
-        total += self.request * requests
+            beyond_knee = n - self.knee
+            total_s += self.bend * beyond_knee
+        total_s += self.request * requests
         if context:
             attention = self.attention * n / requests
-            total += (self.context + attention) * context
-        once = self.draft if drafted else 0.0
+            context_token_s = self.context + attention
+            total_s += context_token_s * context
+        once_s = 0.0
+        if drafted:
+            once_s = self.draft
         if tokens > self.largest_graph(drafted):
-            once += self.launch
-        return total + once
+            once_s += self.launch
+        return total_s + once_s
 
     def plain_step(self, requests: float) -> float:
         """Return the seconds of one step without drafts."""
@@ -186,8 +223,10 @@ class StepModel:
     def verifying_s(self, requests: float, num_draft_tokens: float) -> float:
         """Return the seconds that draft tokens add to a step."""
         tokens = requests + num_draft_tokens
-        drafted_s = self.step(tokens, requests, num_draft_tokens > 0)
-        return drafted_s - self.plain_step(requests)
+        drafted = num_draft_tokens > 0
+        verifying_step_s = self.step(tokens, requests, drafted)
+        plain_step_s = self.plain_step(requests)
+        return verifying_step_s - plain_step_s
 
     def plain_seconds(self, requests: npt.ArrayLike) -> Floats:
         """Return the time of steps without drafts."""
@@ -197,15 +236,17 @@ class StepModel:
         """Return the seconds that one more token adds to a step of about `tokens`,
         padding apart.
         """
-        beyond_knee = tokens >= self.knee
-        return self.token + (self.bend if beyond_knee else 0.0)
+        if tokens < self.knee:
+            return self.token
+        return self.token + self.bend
 
     def marginal_price(self, tokens: float) -> float:
         """Return the seconds that one more draft token adds to a step of `tokens`: none
         where it takes the place of padding.
         """
-        is_padded = self.padded_size(tokens, True) != tokens
-        return 0.0 if is_padded else self.slope(tokens)
+        if self.padded_size(tokens, True) != tokens:
+            return 0.0
+        return self.slope(tokens)
 
 
 def _padded(n: Floats, sizes: tuple[int, ...]) -> Floats:
@@ -213,8 +254,9 @@ def _padded(n: Floats, sizes: tuple[int, ...]) -> Floats:
     if not sizes:
         return n
     place = np.searchsorted(sizes, n)
-    padded = np.take(sizes, place, mode="clip")
-    return np.where(place < len(sizes), padded, n)
+    next_size = np.take(sizes, place, mode="clip")
+    has_graph = place < len(sizes)
+    return np.where(has_graph, next_size, n)
 
 
 ASSUMED = StepModel(
@@ -231,25 +273,39 @@ ASSUMED_ON_GPU = StepModel(
 """The model until the first steps on a GPU, where no roofline tells."""
 
 
+StepKind = tuple[int, int, bool, bool]
+"""Steps that are alike, whatever their context: rounded tokens and requests, whether
+drafts were verified, and whether no graph held the step.
+"""
+
+
 @dataclass
 class _Cell:
-    """Steps of one kind: their mean sizes, and the latest times."""
+    """Steps of one kind and about one context: their mean sizes, and the latest
+    times.
+    """
 
+    step_kind: StepKind
     drafted: bool
-    graph_kind: tuple[int, int, bool, bool]
-    """The kind of step, whatever its context."""
     tokens: float
     requests: float
     context: float
     seconds: deque[float]
 
     def add(
-        self, tokens: float, requests: float, context: float, seconds: float
+        self,
+        tokens: float,
+        requests: float,
+        context: float,
+        seconds: float,
     ) -> None:
         rate = tuning.CELL_RATE
-        self.tokens += rate * (tokens - self.tokens)
-        self.requests += rate * (requests - self.requests)
-        self.context += rate * (context - self.context)
+        more_tokens = tokens - self.tokens
+        more_requests = requests - self.requests
+        more_context = context - self.context
+        self.tokens += rate * more_tokens
+        self.requests += rate * more_requests
+        self.context += rate * more_context
         self.seconds.append(seconds)
 
 
@@ -265,18 +321,19 @@ class StepTimes:
     def __init__(
         self,
         prior: StepModel | None = None,
-        kinds: int = 2,
+        min_step_kinds: int = 2,
         sizes: tuple[int, ...] = (),
     ) -> None:
         """
         Args:
             prior: the model until the first fit; None: `ASSUMED`.
-            kinds: how many kinds of step must have been seen twice, whatever their
-                context, before that.
+            min_step_kinds: how many kinds of step must have been seen twice, whatever
+                their context, before that.
             sizes: `StepModel.sizes` of the engine.
         """
-        launch = tuning.LAUNCH_S if sizes else 0.0
-        self._prior = replace(prior or ASSUMED, sizes=sizes, launch=launch)
+        launch_s = tuning.LAUNCH_S if sizes else 0.0
+        known_model = prior or ASSUMED
+        self._prior = replace(known_model, sizes=sizes, launch=launch_s)
         self.model = self._prior
         self._assumed = prior is None
         self.known = not self._assumed
@@ -287,10 +344,13 @@ class StepTimes:
         """Relative error of the last few predictions since the last fit: large outside
         the fitted range, or where times scatter.
         """
-        self._kinds = kinds
+        self._min_step_kinds = min_step_kinds
         self._fitted_at = 0
+        """Steps that had been timed at the last fit."""
         self._refit_steps = tuning.REFIT_SOON_STEPS
-        self._cells: dict[tuple[int, int, bool, bool, int], _Cell] = {}
+        """Steps after which the model is fitted anew if its predictions are wrong."""
+        self._cells: dict[tuple[StepKind, int], _Cell] = {}
+        """Steps by kind and by the context of a request in half octaves."""
         self._error = 0.0
         self._num_predictions = 0
 
@@ -320,24 +380,40 @@ class StepTimes:
         nothing was known. `context`: tokens of context that all requests have
         together.
         """
-        predicted = None
+        predicted_s = None
         if self.known:
-            predicted = self.model.step(tokens, requests, drafted, context)
-        if predicted is not None and seconds > 0:
-            self._record_error(predicted / seconds - 1.0)
+            predicted_s = self.model.step(tokens, requests, drafted, context)
+            if seconds > 0:
+                relative_error = predicted_s / seconds - 1.0
+                self._record_error(relative_error)
         self.observed += 1
         size = int(self._prior.padded_size(tokens, drafted))
         launched = tokens > self._prior.largest_graph(drafted)
+        step_kind = (
+            _eighths(size),
+            _eighths(requests),
+            drafted,
+            launched,
+        )
         mean_context = context / max(requests, 1)
-        half_octaves = round(2 * math.log2(mean_context)) if mean_context > 1 else 0
-        kind = _eighths(size), _eighths(requests), drafted, launched
-        cell = self._cells.get((*kind, half_octaves))
+        half_octaves = 0
+        if mean_context > 1:
+            octaves = math.log2(mean_context)
+            half_octaves = round(2 * octaves)
+        key = step_kind, half_octaves
+        cell = self._cells.get(key)
         if cell is None:
-            times = deque[float](maxlen=tuning.STEP_TIMES)
-            cell = _Cell(drafted, kind, size, requests, context, times)
-            self._cells[*kind, half_octaves] = cell
+            cell = _Cell(
+                step_kind=step_kind,
+                drafted=drafted,
+                tokens=size,
+                requests=requests,
+                context=context,
+                seconds=deque(maxlen=tuning.STEP_TIMES),
+            )
+            self._cells[key] = cell
         cell.add(size, requests, context, seconds)
-        return predicted
+        return predicted_s
 
     def _record_error(self, relative_error: float) -> None:
         error = min(1.0, abs(relative_error))
@@ -354,7 +430,9 @@ class StepTimes:
         num_predictions = self._num_predictions
         self._error = 0.0
         self._num_predictions = 0
-        return error / num_predictions if num_predictions else None
+        if not num_predictions:
+            return None
+        return error / num_predictions
 
     def keep_fitted(self) -> None:
         """Fit the model at the first step, and again after enough new ones, earlier
@@ -369,9 +447,11 @@ class StepTimes:
             due = min(self._refit_steps, due)
         if self.known and new_steps < due:
             return
-        next_steps = 2 * self._refit_steps if is_wrong else tuning.REFIT_SOON_STEPS
+        refit_steps = tuning.REFIT_SOON_STEPS
+        if is_wrong:
+            refit_steps = 2 * self._refit_steps
         self.fit()
-        self._refit_steps = next_steps
+        self._refit_steps = refit_steps
 
     def fit(self) -> StepModel:
         """Fit the model again and return it.
@@ -388,65 +468,139 @@ class StepTimes:
         if not self._cells:
             return self.model
         self.known = True
-        cells = [
-            cell
-            for cell in self._cells.values()
-            if len(cell.seconds) >= tuning.FIT_TIMES
-        ]
-        few = len({cell.graph_kind for cell in cells}) < self._kinds
-        if few:
+        cells = []
+        step_kinds = set()
+        for cell in self._cells.values():
+            if len(cell.seconds) >= tuning.FIT_TIMES:
+                cells.append(cell)
+                step_kinds.add(cell.step_kind)
+        too_few = len(step_kinds) < self._min_step_kinds
+        if too_few:
             cells = list(self._cells.values())
-        tokens = np.array([cell.tokens for cell in cells])
-        requests = np.array([cell.requests for cell in cells])
-        context = np.array([cell.context for cell in cells])
-        drafted = np.array([cell.drafted for cell in cells], dtype=bool)
-        seconds = np.array([float(np.median(cell.seconds)) for cell in cells])
+        steps = _Steps.of(cells)
+        tokens = steps.tokens
         prior = self._prior
-        if np.any(prior.exceeds_graphs(tokens, drafted)):
+        is_launched = prior.exceeds_graphs(tokens, steps.drafted)
+        if np.any(is_launched):
             # these times say what launching kernels costs
             prior = replace(prior, launch=0.0)
-        alike = tokens.max() < tuning.ALIKE_STEPS * tokens.min()
-        if few or (alike and not self._assumed):
-            expected_s = prior.seconds(tokens, requests, drafted, context)
-            self.model = prior.scaled(float(np.median(seconds / expected_s)))
+        largest_tokens = tokens.max()
+        alike_tokens = tuning.ALIKE_STEPS * tokens.min()
+        are_alike = largest_tokens < alike_tokens
+        if too_few or (are_alike and not self._assumed):
+            self.model = steps.scale(prior)
             return self.model
-        if alike and self._kinds > 1:
-            tokens = np.full_like(tokens, tokens.max())
-        weights = np.sqrt([len(cell.seconds) for cell in cells])
-        self.model = fit(tokens, requests, drafted, seconds, context, weights, prior)
-        if self._kinds > 1 and not self.model.bend:
-            largest = max((cell.tokens, cell.requests, cell.context) for cell in cells)
-            self._bend_beyond(*largest)
+        if are_alike and self._min_step_kinds > 1:
+            steps.tokens = np.full_like(tokens, largest_tokens)
+        self.model = steps.fit(prior)
+        if self._min_step_kinds > 1 and not self.model.bend:
+            self._bend_beyond(*_largest_step(cells))
         return self.model
 
-    def _bend_beyond(self, tokens: float, requests: float, context: float) -> None:
+    def _bend_beyond(
+        self,
+        tokens: float,
+        requests: float,
+        context: float,
+    ) -> None:
         """Let times rise at least as the prior's do beyond the largest step that was
         seen; see `StepModel.step`.
         """
         model = replace(self.model, launch=0.0)
         prior = replace(self._prior, launch=0.0)
-        far = model.padded_size(2 * tokens, True)
-        prior_near_s = prior.step(tokens, requests, True, context)
-        prior_far_s = prior.step(far, requests, True, context)
-        near_s = model.step(tokens, requests, True, context)
-        far_s = model.step(far, requests, True, context)
+        far_tokens = model.padded_size(2 * tokens, True)
+        near = (tokens, requests, True, context)
+        far = (far_tokens, requests, True, context)
+        prior_near_s = prior.step(*near)
+        prior_far_s = prior.step(*far)
         rise = prior_far_s / prior_near_s
-        missing_s = rise * near_s - far_s
+        near_s = model.step(*near)
+        far_s = model.step(*far)
+        expected_far_s = rise * near_s
+        missing_s = expected_far_s - far_s
         if missing_s > 0:
-            bend = missing_s / (far - tokens)
+            more_tokens = far_tokens - tokens
+            bend = missing_s / more_tokens
             self.model = replace(self.model, knee=tokens, bend=bend)
+
+
+@dataclass
+class _Steps:
+    """The steps to which a model is fitted; arrays [cells]."""
+
+    tokens: Floats
+    requests: Floats
+    context: Floats
+    drafted: Bools
+    seconds: Floats
+    """Median time of a cell."""
+    num_times: list[int]
+    """Number of times that a cell has."""
+
+    @classmethod
+    def of(cls, cells: Sequence[_Cell]) -> _Steps:
+        """Return the steps of some cells."""
+        tokens = [cell.tokens for cell in cells]
+        requests = [cell.requests for cell in cells]
+        context = [cell.context for cell in cells]
+        drafted = [cell.drafted for cell in cells]
+        num_times = [len(cell.seconds) for cell in cells]
+        medians = []
+        for cell in cells:
+            median_s = np.median(cell.seconds)
+            medians.append(float(median_s))
+        return cls(
+            tokens=np.array(tokens),
+            requests=np.array(requests),
+            context=np.array(context),
+            drafted=np.array(drafted, dtype=bool),
+            seconds=np.array(medians),
+            num_times=num_times,
+        )
+
+    def scale(self, prior: StepModel) -> StepModel:
+        """Return the prior, multiplied so that it meets these steps."""
+        expected_s = prior.seconds(
+            self.tokens, self.requests, self.drafted, self.context
+        )
+        ratios = self.seconds / expected_s
+        factor = np.median(ratios)
+        return prior.scaled(float(factor))
+
+    def fit(self, prior: StepModel) -> StepModel:
+        """Fit a model to these steps; see the function `fit`."""
+        weights = np.sqrt(self.num_times)
+        return fit(
+            tokens=self.tokens,
+            requests=self.requests,
+            drafted=self.drafted,
+            seconds=self.seconds,
+            context=self.context,
+            weights=weights,
+            prior=prior,
+        )
+
+
+def _largest_step(cells: Iterable[_Cell]) -> tuple[float, float, float]:
+    """Return tokens, requests and context of the step with most tokens."""
+    steps = []
+    for cell in cells:
+        step = cell.tokens, cell.requests, cell.context
+        steps.append(step)
+    return max(steps)
 
 
 def _eighths(n: int) -> int:
     """Round a number down to an eighth of its power of two, if it is not small."""
-    shift = max(0, n.bit_length() - 4)
+    num_bits = n.bit_length()
+    shift = max(0, num_bits - 4)
     return n >> shift << shift
 
 
 def fit(
     tokens: Floats,
     requests: Floats,
-    drafted: npt.NDArray[np.bool_],
+    drafted: Bools,
     seconds: Floats,
     context: npt.ArrayLike = 0.0,
     weights: npt.ArrayLike = 1.0,
@@ -467,9 +621,12 @@ def fit(
     n = prior.padded(tokens, drafted)
     b = np.asarray(requests, dtype=float)
     d = np.asarray(drafted, dtype=float)
-    s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
-    launched = np.broadcast_to(prior.exceeds_graphs(tokens, drafted), t.shape)
-    relative = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
+    s = np.asarray(context, dtype=float)
+    s = np.broadcast_to(s, t.shape)
+    launched = prior.exceeds_graphs(tokens, drafted)
+    launched = np.broadcast_to(launched, t.shape)
+    weight = np.asarray(weights, dtype=float)
+    relative_weight = np.broadcast_to(weight, t.shape) / t
     columns = {
         "base": np.ones_like(n),
         "token": n,
@@ -479,29 +636,47 @@ def fit(
         "attention": s * n / b,
         "launch": launched,
     }
-    line = ("base", "token") if n.max() > n.min() else ("base",)
+    smallest = n.min()
+    largest = n.max()
+    line: tuple[str, ...] = ("base",)
+    if largest > smallest:
+        line = ("base", "token")
     extras = _told_apart(n, b, d, s, launched)
-    inside = [float(knee) for knee in tuning.KNEES if n.min() < knee < n.max()]
+    knees = [0.0]
+    for knee in tuning.KNEES:
+        if smallest < knee < largest:
+            knees.append(float(knee))
+    num_steps = len(t)
+    max_coefficients = max(num_steps, 3) - 1
     best_score = np.inf
     best_knee = 0.0
-    found: dict[str, float] = {}
-    for knee in (0.0, *inside):
+    best: Coefficients = {}
+    for knee in knees:
         bend = ("bend",) if knee else ()
-        columns["bend"] = np.maximum(0.0, n - knee)
+        beyond_knee = n - knee
+        columns["bend"] = np.maximum(0.0, beyond_knee)
         for extra in ((), extras):
             names = (*line, *bend, *extra)
-            if len(names) >= max(len(t), 3):
+            if len(names) > max_coefficients:
                 continue
-            coefficients, loss = _robust(names, columns, t, relative)
-            penalty = len(coefficients) * np.log(len(t))
-            score = len(t) * np.log(loss + 1e-6) + penalty
+            coefficients, loss = _robust(names, columns, t, relative_weight)
+            log_loss = np.log(loss + 1e-6)
+            penalty = len(coefficients) * np.log(num_steps)
+            score = num_steps * log_loss + penalty
             if score < best_score:
                 best_score = score
                 best_knee = knee
-                found = coefficients
-    coefficients = {"base": 0.0, "token": 0.0, "launch": prior.launch, **found}
+                best = coefficients
+    if not best.get("bend"):
+        best_knee = 0.0
+    coefficients = {
+        "base": 0.0,
+        "token": 0.0,
+        "launch": prior.launch,
+        **best,
+    }
     return StepModel(
-        knee=best_knee if found.get("bend") else 0.0,
+        knee=best_knee,
         sizes=prior.sizes,
         drafted_sizes=prior.drafted_sizes,
         **coefficients,
@@ -509,80 +684,125 @@ def fit(
 
 
 def _told_apart(
-    n: Floats, b: Floats, d: Floats, s: Floats, launched: npt.NDArray[np.bool_]
+    n: Floats,
+    b: Floats,
+    d: Floats,
+    s: Floats,
+    launched: Bools,
 ) -> tuple[str, ...]:
     """Return the coefficients beside base and token that these steps tell apart, by
     their columns in `fit`.
     """
     extras: list[str] = []
     some_drafted = 0 < d.sum() < len(d)
-    if some_drafted and (
-        _varies(n[d == 0], tuning.TELLS_DRAFT) or _varies(n[d == 1], tuning.TELLS_DRAFT)
-    ):
-        # else it can't be told from what the tokens of drafts cost
-        extras.append("draft")
-    if 0 < launched.sum() < len(launched):
+    some_launched = 0 < launched.sum() < len(launched)
+    any_drafted = d.any()
+    if some_drafted:
+        without_drafts = n[d == 0]
+        with_drafts = n[d == 1]
+        if _varies(without_drafts, tuning.TELLS_DRAFT) or _varies(
+            with_drafts, tuning.TELLS_DRAFT
+        ):
+            # else it can't be told from what the tokens of drafts cost
+            extras.append("draft")
+    if some_launched:
         extras.append("launch")
-    if d.any() and _varies(b, tuning.TELLS_REQUEST):
+    if any_drafted and _varies(b, tuning.TELLS_REQUEST):
         # else a request's share can't be told from the base
         extras.append("request")
     if s.any() and _varies(s / b, tuning.TELLS_CONTEXT):
         # else a context's share can't be told from a request's
         extras.append("context")
-        if d.any():
+        if any_drafted:
             extras.append("attention")
     return tuple(extras)
 
 
 def _varies(values: Floats, ratio: float) -> bool:
     """Return whether the largest value is so many times the smallest, or more."""
-    return bool(values.max() >= ratio * values.min())
+    smallest = values.min()
+    largest = values.max()
+    return bool(largest >= ratio * smallest)
+
+
+Coefficients = dict[str, float]
+"""Coefficients of a model by the names of their columns."""
 
 
 def _robust(
-    names: tuple[str, ...], columns: Mapping[str, Floats], t: Floats, weight: Floats
-) -> tuple[dict[str, float], float]:
+    names: Sequence[str],
+    columns: Mapping[str, Floats],
+    t: Floats,
+    weight: Floats,
+) -> tuple[Coefficients, float]:
     """Fit least squares with Huber's weights on the relative residuals; leave out a
     coefficient below its bound. Return the coefficients and the loss.
     """
     kept = list(names)
     huber = np.ones_like(t)
     while True:
-        x = np.stack([columns[name] for name in kept], axis=1)
+        kept_columns = [columns[name] for name in kept]
+        x = np.stack(kept_columns, axis=1)
         for _ in range(3):
-            found = _least_squares(x, t, weight * np.sqrt(huber))
-            residual = np.abs(x @ found / t - 1.0)
-            median = float(np.sort(residual)[len(residual) // 2])
-            scale = max(tuning.HUBER_MEDIANS * median, tuning.HUBER_FLOOR)
-            if residual.max() <= scale and huber.min() == 1.0:
+            robust_weight = weight * np.sqrt(huber)
+            fitted = _least_squares(x, t, robust_weight)
+            relative = x @ fitted / t
+            residual = np.abs(relative - 1.0)
+            scale = _huber_scale(residual)
+            all_near = residual.max() <= scale
+            if all_near and huber.min() == 1.0:
                 break
-            huber = np.minimum(1.0, scale / np.maximum(residual, 1e-12))
-        coefficients = dict(zip(kept, found.tolist(), strict=True))
+            positive = np.maximum(residual, 1e-12)
+            huber = np.minimum(1.0, scale / positive)
+        values = fitted.tolist()
+        coefficients = dict(zip(kept, values, strict=True))
         below = _below_bound(coefficients)
         if not below or len(kept) == 1:
-            loss = np.minimum(residual, 1.0) ** 2 * huber
-            return coefficients, float(np.mean(loss))
+            bounded = np.minimum(residual, 1.0)
+            losses = bounded**2 * huber
+            loss = np.mean(losses)
+            return coefficients, float(loss)
         kept.remove(below[-1])
 
 
-def _least_squares(x: Floats, t: Floats, weight: Floats) -> Floats:
+def _huber_scale(residual: Floats) -> float:
+    """Return the residual beyond which a step counts less."""
+    in_order = np.sort(residual)
+    middle = len(residual) // 2
+    median = float(in_order[middle])
+    return max(tuning.HUBER_MEDIANS * median, tuning.HUBER_FLOOR)
+
+
+def _least_squares(
+    x: Floats,
+    t: Floats,
+    weight: Floats,
+) -> Floats:
     """Return the coefficients of x that fit t best, float64 [columns]."""
-    size = np.maximum(np.abs(x).max(axis=0), 1e-12)
-    a = x / size * weight[:, None]
+    magnitude = np.abs(x)
+    largest = magnitude.max(axis=0)
+    size = np.maximum(largest, 1e-12)
+    row_weight = weight[:, None]
+    a = x / size * row_weight
+    weighted_t = t * weight
     gram = a.T @ a
     diagonal = len(size) + 1
     gram.flat[::diagonal] *= 1 + 1e-9
-    scaled = np.linalg.solve(gram, a.T @ (t * weight))
+    right_side = a.T @ weighted_t
+    scaled = np.linalg.solve(gram, right_side)
     return np.asarray(scaled / size)
 
 
-def _below_bound(coefficients: Mapping[str, float]) -> list[str]:
+def _below_bound(coefficients: Coefficients) -> list[str]:
     """Return the coefficients that are negative; times may rise more slowly beyond the
     knee, but not fall.
     """
+    token = coefficients.get("token", 0.0)
     below = []
     for name, value in coefficients.items():
-        bound = -coefficients.get("token", 0.0) if name == "bend" else 0.0
+        bound = 0.0
+        if name == "bend":
+            bound = -token
         if value < bound:
             below.append(name)
     return below

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,15 @@ import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.native import native
-from das_adapter.core.steps import Floats
+from das_adapter.core.steps import Bools, Floats, Ints
 
-RESPONSE = np.dtype([("problem", "<u8"), ("tokens", "<i8"), ("version", "<i8")])
+RESPONSE = np.dtype(
+    [
+        ("problem", "<u8"),
+        ("tokens", "<i8"),
+        ("version", "<i8"),
+    ]
+)
 """A finished response: its problem, its length in tokens, and the weight version that
 wrote it.
 """
@@ -28,12 +35,21 @@ LengthsByVersion = dict[int, bytes]
 the memory.
 """
 
-_OF_A_VERSION = 2**18
-"""Maximum number of lengths that one weight version has: a server's weights may stay
+_BYTES_OF_A_VERSION = 4 * 2**18
+"""Maximum bytes of the lengths that one weight version has: a server's weights may stay
 as they are.
 """
+
+
+def _normal_cdf(z: float) -> float:
+    """Return the distribution function of the standard normal distribution."""
+    scaled = z / math.sqrt(2.0)
+    return 0.5 * (1.0 + math.erf(scaled))
+
+
 _Z = np.linspace(-5.0, 5.0, 1001)
-_NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
+_NORMAL = np.array([_normal_cdf(z) for z in _Z])
+"""The distribution function at `_Z`."""
 
 
 class LengthClass(IntEnum):
@@ -61,57 +77,103 @@ class LengthModel:
     forgotten first.
     """
 
+    limit: int
+    """Tokens of the longest response that there can be."""
+    edges: Floats
+    """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
+    bounds: tuple[float, float]
+    """Longest short and longest medium response; everything is medium before there is
+    history.
+    """
+    class_lengths: Floats
+    """Expected length by class, of those that are not short: the mean of all that are
+    at least so long.
+    """
+    _log: Floats
+    """Logarithms of `edges`."""
+    _population: Floats
+    """Distribution over all problems. Without history a length is as likely in one
+    octave as in the next.
+    """
+
     def __init__(self, limit: int = 2**17) -> None:
         """`limit`: longest response there can be (max_model_len will do)."""
         self.limit = max(2, limit)
-        self.edges: Floats = np.geomspace(1.0, float(self.limit), self.GRID)
-        """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
-        self.bounds = (0.0, float(self.limit))
-        """Longest short and longest medium response; everything is medium before there
-        is history.
-        """
-        self.class_lengths: Floats = np.array([0.0, 0.0, float(self.limit)])
-        """Expected length by class, of those that are not short: the mean of all that
-        are at least so long.
-        """
-        self._log = np.log(self.edges)
-        self._lengths: OrderedDict[int, LengthsByVersion] = OrderedDict()
+        longest = float(self.limit)
+        edges = np.geomspace(1.0, longest, self.GRID)
+        log = np.log(edges)
+        longest_log = log[-1]
+        self.edges = edges
+        self.bounds = (0.0, longest)
+        self.class_lengths = np.array([0.0, 0.0, longest])
+        self._log = log
+        self._population = log / longest_log
+        self._lengths = OrderedDict[int, LengthsByVersion]()
+        """Lengths of each problem, the one seen last at the end."""
         self._everyone: LengthsByVersion = {}
-        self._population: Floats = self._log / self._log[-1]
-        """Distribution over all problems. Without history a length is as likely in one
-        octave as in the next.
-        """
+        """Lengths of all problems."""
 
     def observe(self, responses: Responses) -> None:
         """Add finished responses."""
-        new = responses[responses["tokens"] > 0]
-        by_problem = np.lexsort((new["version"], new["problem"]))
+        is_text = responses["tokens"] > 0
+        new = responses[is_text]
+        problems = new["problem"]
+        versions = new["version"]
+        by_problem = np.lexsort((versions, problems))
         new = new[by_problem]
+        self._observe_problems(new)
+        self._observe_everyone(new)
+
+    def _observe_problems(self, new: Responses) -> None:
+        """Add responses, ordered by problem and version, to those of their problems."""
         tokens = new["tokens"].astype(np.int32)
         for begin, end in _visits(new):
-            problem, _, version = new[begin].item()
+            first = new[begin]
+            problem, _, version = first.item()
             lengths = self._lengths.setdefault(problem, {})
-            _add_lengths(lengths, version, tokens[begin:end], tuning.HISTORY_WINDOW)
+            _add_lengths(
+                lengths=lengths,
+                version=version,
+                new=tokens[begin:end],
+                max_versions=tuning.HISTORY_WINDOW,
+            )
             self._lengths.move_to_end(problem)
-        for version in np.unique(new["version"]).tolist():
-            of_version = tokens[new["version"] == version]
-            kept = tuning.POPULATION_VERSIONS
-            _add_lengths(self._everyone, version, of_version, kept)
         while len(self._lengths) > self.PROBLEMS:
             self._lengths.popitem(last=False)
+
+    def _observe_everyone(self, new: Responses) -> None:
+        """Add responses, ordered by problem, to those of all problems."""
+        tokens = new["tokens"].astype(np.int32)
+        versions = new["version"]
+        different = np.unique(versions)
+        for version in different.tolist():
+            has_version = versions == version
+            _add_lengths(
+                lengths=self._everyone,
+                version=version,
+                new=tokens[has_version],
+                max_versions=tuning.POPULATION_VERSIONS,
+            )
 
     def refit(self) -> None:
         """Compute the population and the classes' bounds again, at a weight sync."""
         if not self._everyone:
             return
         lengths = _join_lengths(self._everyone)
-        short = float(np.quantile(lengths, tuning.SHORT_QUANTILE))
-        long = float(np.quantile(lengths, tuning.LONG_QUANTILE))
-        self.bounds = (short, long)
-        rounded = np.round(np.log(lengths), 2)
-        self._population = self._smooth(np.exp(rounded))
-        both = np.broadcast_to(self._population, (2, self.GRID))
-        means = _mean_beyond(both, self.edges, np.array(self.bounds))
+        longest_short = np.quantile(lengths, tuning.SHORT_QUANTILE)
+        longest_medium = np.quantile(lengths, tuning.LONG_QUANTILE)
+        self.bounds = (
+            float(longest_short),
+            float(longest_medium),
+        )
+        log = np.log(lengths)
+        rounded_log = np.round(log, 2)
+        rounded_lengths = np.exp(rounded_log)
+        self._population = self._smooth(rounded_lengths)
+        shape = 2, self.GRID
+        population = np.broadcast_to(self._population, shape)
+        bounds = np.array(self.bounds)
+        means = _mean_beyond(population, self.edges, bounds)
         self.class_lengths = np.append(0.0, means)
 
     def cdf(self, problem: int) -> Floats:
@@ -122,13 +184,16 @@ class LengthModel:
         num_seen = len(lengths)
         if not num_seen:
             return self._population
-        prior = tuning.LENGTH_PRIOR_RESPONSES
         own = num_seen * self._smooth(lengths)
-        return (own + prior * self._population) / (num_seen + prior)
+        num_prior = tuning.LENGTH_PRIOR_RESPONSES
+        prior = num_prior * self._population
+        num_responses = num_seen + num_prior
+        return (own + prior) / num_responses
 
     def lengths_of(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
-        return _join_lengths(self._lengths.get(problem, {}))
+        lengths = self._lengths.get(problem, {})
+        return _join_lengths(lengths)
 
     def expected(self) -> dict[int, float]:
         """Return the mean length of each problem's remembered visits, shrunk towards
@@ -136,14 +201,16 @@ class LengthModel:
         """
         if not self._everyone:
             return {}
-        prior = tuning.LENGTH_PRIOR_RESPONSES
-        mean = float(_join_lengths(self._everyone).mean())
-        prior_tokens = prior * mean
+        all_lengths = _join_lengths(self._everyone)
+        mean = float(all_lengths.mean())
+        num_prior = tuning.LENGTH_PRIOR_RESPONSES
+        prior_tokens = num_prior * mean
         expected = {}
         for problem in self._lengths:
             lengths = self.lengths_of(problem)
-            tokens = float(lengths.sum())
-            expected[problem] = (prior_tokens + tokens) / (prior + len(lengths))
+            tokens = prior_tokens + float(lengths.sum())
+            num_responses = num_prior + len(lengths)
+            expected[problem] = tokens / num_responses
         return expected
 
     def _smooth(self, lengths: Floats) -> Floats:
@@ -151,10 +218,15 @@ class LengthModel:
         (GRID,).
         """
         centres, counts = np.unique(lengths, return_counts=True)
-        distance = self._log[None, :] - np.log(centres)[:, None]
-        around = np.interp(distance / tuning.LENGTH_SPREAD, _Z, _NORMAL)
+        # one row for each of the lengths, one column for each edge
+        log_centres = np.log(centres)[:, None]
+        log_edges = self._log[None, :]
+        distance = log_edges - log_centres
+        z = distance / tuning.LENGTH_SPREAD
+        around = np.interp(z, _Z, _NORMAL)
         around[:, -1] = 1.0
-        return counts @ around / len(lengths)
+        num_ended = counts @ around
+        return num_ended / len(lengths)
 
 
 class LengthLog:
@@ -167,37 +239,55 @@ class LengthLog:
         self.count = 0
         """Responses that have arrived."""
         self._model = LengthModel()
-        self._log: deque[Responses] = deque()
+        self._log = deque[Responses]()
         self._kept = 0
+        """Responses in `_log`."""
 
     def add(self, responses: Responses) -> None:
         """Add finished responses."""
+        num_new = len(responses)
         self._model.observe(responses)
         self._log.append(responses)
-        self.count += len(responses)
-        self._kept += len(responses)
-        while self._kept - len(self._log[0]) >= self.KEPT:
-            self._kept -= len(self._log.popleft())
+        self.count += num_new
+        self._kept += num_new
+        while True:
+            num_oldest = len(self._log[0])
+            if self._kept - num_oldest < self.KEPT:
+                break
+            self._log.popleft()
+            self._kept -= num_oldest
 
     def since(self, cursor: int, until: int | None = None) -> Responses:
         """Return what arrived after `cursor` others (0: all that is kept), up to
         `until` of all that arrived. A cursor that lies ahead is that of a log which was
         lost: all that is kept is new.
         """
-        kept: Responses = np.concatenate([np.zeros(0, RESPONSE), *self._log])
-        kept = kept[-self.KEPT :]
-        forgotten = self.count - len(kept)
+        kept = self._all_kept()
+        num_kept = len(kept)
+        num_forgotten = self.count - num_kept
         begin = 0
         if cursor <= self.count:
-            begin = max(0, cursor - forgotten)
-        if until is None:
-            return kept[begin:]
-        end = max(0, until - forgotten)
+            begin = cursor - num_forgotten
+            begin = max(0, begin)
+        end = num_kept
+        if until is not None:
+            end = until - num_forgotten
+            end = max(0, end)
         return kept[begin:end]
+
+    def _all_kept(self) -> Responses:
+        """Return the last `KEPT` responses."""
+        nothing = np.zeros(0, RESPONSE)
+        parts = [nothing, *self._log]
+        kept: Responses = np.concatenate(parts)
+        return kept[-self.KEPT :]
 
     def predictions(self) -> dict[int, float]:
         """Predict the response length of each problem, see `LengthModel.expected`."""
         return self._model.expected()
+
+
+_NO_LENGTHS: Mapping[int, float] = MappingProxyType({})
 
 
 class ExpectedLengths:
@@ -205,13 +295,14 @@ class ExpectedLengths:
     the mean of the known.
     """
 
-    def __init__(self, lengths: Mapping[int, float] = MappingProxyType({})) -> None:
+    def __init__(self, lengths: Mapping[int, float] = _NO_LENGTHS) -> None:
         """`lengths`: of known problems."""
         self._lengths = lengths
         self.mean = tuning.UNKNOWN_LENGTH_TOKENS
         """Mean of the known lengths."""
         if lengths:
-            self.mean = sum(lengths.values()) / len(lengths)
+            tokens = sum(lengths.values())
+            self.mean = tokens / len(lengths)
 
     def __contains__(self, problem: int) -> bool:
         return problem in self._lengths
@@ -221,7 +312,10 @@ class ExpectedLengths:
 
 
 def chance_ended_by(
-    cdf: Floats, edges: Floats, lengths: Floats, bounds: Floats
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+    bounds: Floats,
 ) -> Floats:
     """Return the chance that a response is at most so long, given that it is longer
     than `lengths`.
@@ -235,82 +329,123 @@ def chance_ended_by(
     Returns:
         Shape (b, k), 0 to 1.
     """
-    ended = _cdf_at(cdf, edges, lengths[:, None])
+    now = lengths[:, None]
+    ended = _cdf_at(cdf, edges, now)
+    ended_by = _cdf_at(cdf, edges, bounds)
+    ends_by = ended_by - ended
     going_on = np.maximum(1.0 - ended, 1e-6)
-    ends_by = _cdf_at(cdf, edges, bounds) - ended
-    chance: Floats = np.clip(ends_by / going_on, 0.0, 1.0)
-    chance[bounds >= edges[-1]] = 1.0
+    ratio = ends_by / going_on
+    chance: Floats = np.clip(ratio, 0.0, 1.0)
+    beyond_longest = bounds >= edges[-1]
+    chance[beyond_longest] = 1.0
     return chance
 
 
-def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+def expected_remaining(
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+) -> Floats:
     """Return the mean tokens still to come, given the tokens that are there, shape
     (b,). Arguments as in `chance_ended_by`.
     """
-    return np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
+    mean_lengths = _mean_beyond(cdf, edges, lengths)
+    return np.maximum(mean_lengths - lengths, 1.0)
 
 
 def classes(
-    cdf: Floats, edges: Floats, lengths: Floats, bounds: Sequence[float]
-) -> npt.NDArray[np.int64]:
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+    bounds: Sequence[float],
+) -> Ints:
     """Return the most likely `LengthClass` of each request given its history and its
     length so far, shape (b,).
 
     This is DAS's argmax over c of P(c | l, Init), with the problem's distribution in
     place of its majority class.
     """
-    limits = np.asarray(bounds, dtype=float)
-    both = np.broadcast_to(limits, (len(lengths), 2))
-    short, not_long = chance_ended_by(cdf, edges, lengths, both).T
-    chances = np.stack([short, not_long - short, 1.0 - not_long])
-    likely: npt.NDArray[np.int64] = np.argmax(chances, axis=0)
-    already = np.searchsorted(limits, lengths, side="left")
+    class_bounds = np.asarray(bounds, dtype=float)
+    shape = len(lengths), 2
+    of_each = np.broadcast_to(class_bounds, shape)
+    ended_by = chance_ended_by(cdf, edges, lengths, of_each)
+    short, not_long = ended_by.T
+    medium = not_long - short
+    long = 1.0 - not_long
+    chances = np.stack([short, medium, long])
+    likely: Ints = np.argmax(chances, axis=0)
+    already = np.searchsorted(class_bounds, lengths, side="left")
     return np.maximum(likely, already)
 
 
-def _mean_beyond(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+def _mean_beyond(
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+) -> Floats:
     """Return the mean length of responses that are longer than `lengths`, shape (b,).
 
     Between two edges the mass sits in the middle; of the interval that `lengths` is in,
     only what lies beyond counts.
     """
-    begun = lengths[:, None]
-    ended = _cdf_at(cdf, edges, begun)
-    mass = np.diff(np.maximum(cdf, ended), axis=1, prepend=ended)
+    now = lengths[:, None]
+    ended = _cdf_at(cdf, edges, now)
+    ended_by = np.maximum(cdf, ended)
+    mass = np.diff(ended_by, axis=1, prepend=ended)
     mass[:, -1] += 1e-9
-    low = np.concatenate([[0.0], edges[:-1]])
-    centre = 0.5 * (np.maximum(low, begun) + edges)
-    return (mass * centre).sum(axis=1) / mass.sum(axis=1)
+    total = mass.sum(axis=1)
+    lower_edges = np.append(0.0, edges[:-1])
+    begins = np.maximum(lower_edges, now)
+    sums = begins + edges
+    middle = 0.5 * sums
+    weighted = mass * middle
+    tokens = weighted.sum(axis=1)
+    return tokens / total
 
 
-def _cdf_at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+def _cdf_at(
+    cdf: Floats,
+    edges: Floats,
+    lengths: Floats,
+) -> Floats:
     """Return distribution functions at lengths of shape (b, k), linear in the logarithm
     between the edges.
     """
-    found = np.empty(lengths.shape)
-    edges_per_log = (len(edges) - 1) / math.log(edges[-1])
-    native().interpolate(cdf, edges_per_log, lengths, found)
-    return found
+    values = np.empty(lengths.shape)
+    num_intervals = len(edges) - 1
+    longest_log = math.log(edges[-1])
+    edges_per_log = num_intervals / longest_log
+    native().interpolate(cdf, edges_per_log, lengths, values)
+    return values
 
 
 def _visits(responses: Responses) -> list[tuple[int, int]]:
     """Return the bounds of each run of responses of one problem and weight version."""
     if not len(responses):
         return []
-    problems = responses["problem"]
-    versions = responses["version"]
-    other_problem = problems[1:] != problems[:-1]
-    other_version = versions[1:] != versions[:-1]
-    first = 1 + np.flatnonzero(other_problem | other_version)
-    begins = [0, *first.tolist()]
-    ends = [*begins[1:], len(responses)]
-    return list(zip(begins, ends, strict=True))
+    other_problem = _differs_from_next(responses["problem"])
+    other_version = _differs_from_next(responses["version"])
+    is_last = other_problem | other_version
+    last = np.flatnonzero(is_last)
+    first = last + 1
+    bounds = [0, *first.tolist()]
+    bounds.append(len(responses))
+    visits = itertools.pairwise(bounds)
+    return list(visits)
+
+
+def _differs_from_next(values: Ints) -> Bools:
+    """Return whether each value but the last differs from the next."""
+    these = values[:-1]
+    next_ones = values[1:]
+    return next_ones != these
 
 
 def _join_lengths(lengths: LengthsByVersion) -> Floats:
     """Return all of the lengths."""
     joined = b"".join(lengths.values())
-    return np.frombuffer(joined, np.int32).astype(float)
+    tokens = np.frombuffer(joined, np.int32)
+    return tokens.astype(float)
 
 
 def _add_lengths(
@@ -320,9 +455,11 @@ def _add_lengths(
     max_versions: int,
 ) -> None:
     """Add lengths to those of their weight version; of more than so many versions the
-    oldest is dropped, of more than `_OF_A_VERSION` lengths the first.
+    oldest is dropped, of more than `_BYTES_OF_A_VERSION` the first lengths.
     """
-    joined = lengths.get(version, b"") + new.tobytes()
-    lengths[version] = joined[-4 * _OF_A_VERSION :]
+    before = lengths.get(version, b"")
+    joined = before + new.tobytes()
+    lengths[version] = joined[-_BYTES_OF_A_VERSION:]
     if len(lengths) > max_versions:
-        del lengths[min(lengths)]
+        oldest = min(lengths)
+        del lengths[oldest]

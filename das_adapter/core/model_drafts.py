@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core import tuning
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.confidence import Confidence, Kinds, Outlook, uniform_outlook
+from das_adapter.core.confidence import Confidence, Outlook, uniform_outlook
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.steps import Floats, Ints
+from das_adapter.core.steps import Bools, Floats, Ints, TokenKinds
 
 
 class ModelDrafts:
@@ -57,7 +56,7 @@ class ModelDrafts:
         self._lengths = [n for n in all_lengths if n <= max_draft_tokens]
         self.context = 0.0
         """Tokens of context that a request of the batch has, on average."""
-        self.passes = StepTimes(kinds=1)
+        self.passes = StepTimes(min_step_kinds=1)
         self.acceptance = AcceptanceRate()
         self.confidence = Confidence()
         self.counts = np.zeros(2, dtype=np.int64)
@@ -78,8 +77,8 @@ class ModelDrafts:
         drafted: Ints,
         got: Ints,
         worth: Floats,
-        training: npt.NDArray[np.bool_],
-        kinds: Kinds | None = None,
+        training: Bools,
+        token_kinds: TokenKinds | None = None,
     ) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved.
 
@@ -88,33 +87,44 @@ class ModelDrafts:
             got: tokens that each request got, int64 [b].
             worth: seconds that a token of each request is worth, float64 [b].
             training: whether each belongs to a training rollout, bool [b].
-            kinds: `Confidence` in each token, uint8 [b, n].
+            token_kinds: `Confidence` in each token, uint8 [b, n].
         """
         by_model = drafted > 0
         tried = drafted[by_model]
         accepted = np.minimum(tried, got[by_model] - 1)
         self.acceptance.observe(tried, accepted)
-        if kinds is not None:
+        if token_kinds is not None:
             reached = np.minimum(tried, accepted + 1)
-            self.confidence.record_verified(kinds[by_model], reached, accepted)
+            self.confidence.record_verified(token_kinds[by_model], reached, accepted)
         counted = training[by_model]
         self.counts += tried @ counted, accepted @ counted
         return float(accepted @ worth[by_model])
 
     def set_pass_prior(self, passes: StepModel | None) -> None:
         """Assume what a pass costs by a roofline; None: it is not known."""
-        self.passes = StepTimes(passes, kinds=1)
+        self.passes = StepTimes(passes, min_step_kinds=1)
 
-    def record_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+    def record_pass(
+        self,
+        requests: int,
+        seconds: float,
+        context: float = 0.0,
+    ) -> None:
         """Record the time of one forward pass; `context`: tokens of context that all
         its requests have together.
         """
-        self.passes.add(requests, requests, False, seconds, context)
+        self.passes.add(
+            tokens=requests,
+            requests=requests,
+            drafted=False,
+            seconds=seconds,
+            context=context,
+        )
         self.passes.keep_fitted()
 
-    def record_draft_kinds(self, kinds: Kinds) -> None:
+    def record_token_kinds(self, token_kinds: TokenKinds) -> None:
         """Record the `Confidence` in each token of a step's drafts, uint8 [b, n]."""
-        self.confidence.record_drafts(kinds, self.max_draft_tokens)
+        self.confidence.record_drafts(token_kinds, self.max_draft_tokens)
 
     @property
     def outlook(self) -> Outlook:
@@ -126,15 +136,17 @@ class ModelDrafts:
         rate = round(self.acceptance.rate, 3)
         return uniform_outlook(rate, self.max_draft_tokens)
 
-    def lengths_above(self, least_chance: float) -> Sequence[int]:
+    def lengths_above(self, min_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with
         less than this chance.
         """
-        return [
-            length
-            for length in self._lengths
-            if self.outlook.survival[length - 1] >= least_chance
-        ]
+        survival = self.outlook.survival
+        lengths = []
+        for length in self._lengths:
+            last = length - 1
+            if survival[last] >= min_chance:
+                lengths.append(length)
+        return lengths
 
     def draft_length(self, tokens: int) -> int:
         """Return how many tokens it drafts for each request where so many are
@@ -158,14 +170,17 @@ class ModelDrafts:
         (b,), beyond those of every step; `plain_s`: seconds of a plain step.
         """
         longest = int(drafted.max(initial=0))
-        passes = range(self.passes_every_step, self.passes_for(longest))
+        all_passes = self.passes_for(longest)
+        passes = range(self.passes_every_step, all_passes)
         if not self.passes.known:
-            return tuning.UNSEEN_PASS * plain_s * len(passes)
+            pass_s = tuning.UNSEEN_PASS * plain_s
+            return pass_s * len(passes)
         model = self.passes.model.at_context(self.context)
         seconds = 0.0
-        for done in passes:
-            incomplete = drafted > (done if self.narrows else 0)
-            requests = int(np.count_nonzero(incomplete))
+        for number in passes:
+            num_made = number if self.narrows else 0
+            is_incomplete = drafted > num_made
+            requests = int(np.count_nonzero(is_incomplete))
             seconds += model.plain_step(requests)
         return seconds
 
@@ -176,4 +191,5 @@ class ModelDrafts:
         if self.acceptance.known:
             return False
         one_token = np.ones(1, dtype=np.int64)
-        return self.passes_s(one_token, plain_s) < plain_s
+        passes_s = self.passes_s(one_token, plain_s)
+        return passes_s < plain_s

@@ -8,9 +8,10 @@ until then, what the engine's latency model says of steps without drafts.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +53,12 @@ class _Range:
 
     def clip(self, values: npt.ArrayLike) -> Floats:
         """Return the nearest values in the range."""
-        return np.asarray(np.clip(values, self.smallest, self.largest))
+        clipped = np.clip(values, self.smallest, self.largest)
+        return np.asarray(clipped)
+
+
+def _no_tokens() -> Ints:
+    return np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -75,17 +81,15 @@ class _Batch:
     """Requests in the largest step."""
     refilled: bool = False
     """Whether requests arrive while others end."""
-    rounds: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    rounds: dict[int, float] = field(default_factory=dict)
     """Tokens that each request got on average in steps in which a drafter was asked, by
     the steps' requests: so many plain steps would have written them.
     """
-    written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    written: Ints = field(default_factory=_no_tokens)
     """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
     """Tokens of requests that ended."""
-    baseline: dict[int, _BaselineSteps] = field(
-        default_factory=lambda: defaultdict(_BaselineSteps)
-    )
+    baseline: dict[int, _BaselineSteps] = field(default_factory=dict)
     """Baseline steps, by their requests."""
 
     @property
@@ -95,12 +99,13 @@ class _Batch:
 
     def record_tokens(self, slots: Ints, got: Ints | int) -> None:
         """Add the tokens that the requests of a step got."""
-        self.max_requests = max(self.max_requests, len(slots))
+        num_requests = len(slots)
+        self.max_requests = max(self.max_requests, num_requests)
         try:
             self.written[slots] += got
         except IndexError:
-            num_slots = int(slots.max()) + 1
-            self.written = with_slots(self.written, num_slots)
+            largest_slot = int(slots.max())
+            self.written = with_slots(self.written, largest_slot + 1)
             self.written[slots] += got
 
     def plain_s(self, step_s: StepSeconds) -> float:
@@ -115,8 +120,20 @@ class _Batch:
             return _total_s(self.rounds, step_s)
         tokens = np.append(self.written, self.finished)
         all_s = seconds_of(tokens, self.max_requests, step_s)
-        baseline = {n: found.steps for n, found in self.baseline.items()}
-        return all_s - _total_s(baseline, step_s)
+        baseline_steps = {}
+        for requests, steps in self.baseline.items():
+            baseline_steps[requests] = steps.steps
+        baseline_s = _total_s(baseline_steps, step_s)
+        return all_s - baseline_s
+
+
+class _Sample(NamedTuple):
+    """A baseline step that was timed."""
+
+    requests: int
+    seconds: float
+    context: float
+    """Tokens of context of all requests."""
 
 
 class PlainTime:
@@ -131,12 +148,10 @@ class PlainTime:
             sizes: `StepModel.sizes` of the engine.
         """
         self.engine = engine
-        self.baseline = StepTimes(kinds=1, sizes=sizes)
+        self.baseline = StepTimes(min_step_kinds=1, sizes=sizes)
         """Times of baseline steps."""
-        self._samples: deque[tuple[int, float, float]] = deque(
-            maxlen=tuning.BASELINE_SAMPLES
-        )
-        """Requests, seconds and context of the latest baseline steps."""
+        self._samples = deque[_Sample](maxlen=tuning.BASELINE_SAMPLES)
+        """The latest baseline steps."""
         self._seen_requests = _Range()
         """Requests of baseline steps."""
         self._seen_context = _Range()
@@ -148,7 +163,8 @@ class PlainTime:
         self.passed_s = 0.0
         """Seconds of all steps."""
         self.batch = _Batch()
-        self._batches = deque([self.batch], maxlen=tuning.JUDGED_BATCHES)
+        self._batches = deque[_Batch](maxlen=tuning.JUDGED_BATCHES)
+        self._batches.append(self.batch)
 
     def begin_batch(self, refilled: bool = False) -> None:
         """Begin another batch, or one that is `refilled`."""
@@ -167,26 +183,42 @@ class PlainTime:
         passes_s = step.drafting_seconds
         seconds = step.seconds + passes_s
         if predicted is not None:
-            longest = tuning.INTERRUPTED_STEP * (predicted + passes_s)
-            seconds = min(seconds, longest)
+            predicted_s = predicted + passes_s
+            longest_s = tuning.INTERRUPTED_STEP * predicted_s
+            seconds = min(seconds, longest_s)
         self.add_seconds(seconds)
         requests = len(step.slots)
         num_tokens = int(np.add.reduce(step.got))
         batch = self.batch
-        batch.drafted_seconds += seconds * step.drafted
+        if step.drafted:
+            batch.drafted_seconds += seconds
         batch.steps += 1
         batch.requests += requests
         batch.context += step.context
         batch.record_tokens(step.slots, step.got)
-        batch.rounds[requests] += num_tokens / requests
+        rounds = batch.rounds.get(requests, 0.0)
+        mean_tokens = num_tokens / requests
+        batch.rounds[requests] = rounds + mean_tokens
 
     def _record_baseline_step(self, step: TimedStep) -> None:
         requests = len(step.slots)
-        self.baseline.add(requests, requests, False, step.seconds, step.context)
+        mean_context = step.context / requests
+        self.baseline.add(
+            tokens=requests,
+            requests=requests,
+            drafted=False,
+            seconds=step.seconds,
+            context=step.context,
+        )
         self.baseline.keep_fitted()
-        self._samples.append((requests, step.seconds, step.context))
+        sample = _Sample(
+            requests=requests,
+            seconds=step.seconds,
+            context=step.context,
+        )
+        self._samples.append(sample)
         self._seen_requests.include(requests)
-        self._seen_context.include(step.context / requests)
+        self._seen_context.include(mean_context)
         sums = np.array((1.0, step.seconds, step.context))
         self.record_baseline_steps(step.slots, sums)
 
@@ -195,8 +227,11 @@ class PlainTime:
         number, their seconds and their context, float64 [3].
         """
         steps, seconds, context = sums.tolist()
-        self.batch.record_tokens(slots, int(steps))
-        self.batch.baseline[len(slots)].add(steps, seconds, context)
+        requests = len(slots)
+        batch = self.batch
+        batch.record_tokens(slots, int(steps))
+        of_requests = batch.baseline.setdefault(requests, _BaselineSteps())
+        of_requests.add(steps, seconds, context)
         self.passed_s += seconds
 
     def add_seconds(self, seconds: float) -> None:
@@ -209,9 +244,11 @@ class PlainTime:
     def end_request(self, slot: int) -> None:
         """Count the tokens of a request that ended, and free its slot."""
         written = self.batch.written
-        if slot < len(written):
-            self.batch.finished.append(int(written[slot]))
-            written[slot] = 0
+        if slot >= len(written):
+            return
+        num_tokens = int(written[slot])
+        self.batch.finished.append(num_tokens)
+        written[slot] = 0
 
     @property
     def known(self) -> bool:
@@ -227,18 +264,21 @@ class PlainTime:
             step_s = self._plain_step_s(batch.mean_context)
             if step_s is not None:
                 plain_s += batch.plain_s(step_s)
-        return self._all_baseline().seconds + plain_s
+        baseline = self._all_baseline()
+        return baseline.seconds + plain_s
 
     def saved_s(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
-        return sum(map(self.batch_saved_s, self._batches))
+        saved = [self.batch_saved_s(batch) for batch in self._batches]
+        return sum(saved)
 
     def batch_saved_s(self, batch: _Batch) -> float:
         """Return the seconds that drafts saved in one batch."""
         step_s = self._plain_step_s(batch.mean_context)
         if step_s is None:
             return 0.0
-        return batch.plain_s(step_s) - batch.seconds
+        plain_s = batch.plain_s(step_s)
+        return plain_s - batch.seconds
 
     def explain_loss(self) -> str | None:
         """Compare the rollout so far with what its tokens would have taken where no
@@ -246,19 +286,27 @@ class PlainTime:
         doubt; empty: it has not; None: too little is known.
         """
         self.baseline.fit()
+        if not self.known:
+            return None
         baseline = self._all_baseline()
-        asked_steps = sum(batch.steps for batch in self._batches)
-        asked_s = sum(batch.seconds for batch in self._batches)
-        if asked_steps + baseline.steps < tuning.JUDGED_STEPS or not self.known:
+        asked_steps = sum([batch.steps for batch in self._batches])
+        asked_s = sum([batch.seconds for batch in self._batches])
+        all_steps = asked_steps + baseline.steps
+        if all_steps < tuning.JUDGED_STEPS:
             return None
         seconds = asked_s + baseline.seconds
         plain_s = self.plain_s()
         # standard error of the difference, as a share of the time
-        variance = 1 / len(self._samples) + 1 / max(1, asked_steps)
-        error = float(np.std(self._ratios())) * variance**0.5
-        error *= 1.0 - baseline.seconds / max(plain_s, 1e-9)
+        baseline_share = baseline.seconds / max(plain_s, 1e-9)
+        deviation = float(np.std(self._ratios()))
+        of_samples = 1 / len(self._samples)
+        of_steps = 1 / max(1, asked_steps)
+        variance = of_samples + of_steps
+        error = deviation * variance**0.5
+        error *= 1.0 - baseline_share
         doubt = tuning.ROLLOUT_LOSS_SIGMAS * error
-        if seconds <= plain_s * (1.0 + tuning.ROLLOUT_LOSS + doubt):
+        allowed = 1.0 + tuning.ROLLOUT_LOSS + doubt
+        if seconds <= plain_s * allowed:
             return ""
         return (
             f"drafting lost a whole rollout: {seconds:.2f} s of decode steps,"
@@ -274,23 +322,28 @@ class PlainTime:
             return None
         model = self.baseline.model
         plain_s = 0.0
-        seconds = self._all_baseline().seconds
+        baseline = self._all_baseline()
+        seconds = baseline.seconds
         for batch in self._batches:
             seconds += batch.seconds
-            plain_s += batch.plain_s(self._baseline_step_s(batch.mean_context))
-            for requests, found in batch.baseline.items():
-                mean_context = found.context / found.steps
-                step_s = model.step(requests, requests, False, mean_context)
-                plain_s += found.steps * step_s
+            step_s = self._baseline_step_s(batch.mean_context)
+            plain_s += batch.plain_s(step_s)
+            for requests, steps in batch.baseline.items():
+                mean_context = steps.context / steps.steps
+                baseline_s = model.step(requests, requests, False, mean_context)
+                plain_s += steps.steps * baseline_s
+        if not plain_s:
+            return None
         interruptions = float(np.mean(self._ratios()))
-        return float(seconds / (interruptions * plain_s)) if plain_s else None
+        stock_s = interruptions * plain_s
+        return float(seconds / stock_s)
 
     def _all_baseline(self) -> _BaselineSteps:
         """Return the sum of all baseline steps."""
         total = _BaselineSteps()
         for batch in self._batches:
-            for found in batch.baseline.values():
-                total.add(found.steps, found.seconds, found.context)
+            for part in batch.baseline.values():
+                total.add(part.steps, part.seconds, part.context)
         return total
 
     def _plain_step_s(self, context: float) -> StepSeconds | None:
@@ -300,10 +353,17 @@ class PlainTime:
         if not self.known:
             if not self.engine.known:
                 return None
-            return self.engine.model.at_context(context).plain_seconds
-        step_s = self._baseline_step_s(context)
-        interruptions = float(np.mean(self._ratios()))
-        return lambda requests: step_s(requests) * interruptions
+            model = self.engine.model.at_context(context)
+            return model.plain_seconds
+        baseline_step_s = self._baseline_step_s(context)
+        ratios = self._ratios()
+        interruptions = float(np.mean(ratios))
+
+        def step_s(requests: Floats) -> Floats:
+            seconds = baseline_step_s(requests)
+            return seconds * interruptions
+
+        return step_s
 
     def _baseline_step_s(self, context: float) -> StepSeconds:
         """Return what baseline steps take whose requests have so many tokens of context
@@ -314,17 +374,19 @@ class PlainTime:
 
             baseline(clamped) * engine(here) / engine(clamped)
         """
+        engine = self.engine.model
         clamped_context = float(self._seen_context.clip(context))
         baseline = self.baseline.model.at_context(clamped_context)
-        engine_clamped = self.engine.model.at_context(clamped_context)
-        engine_here = self.engine.model.at_context(context)
+        engine_clamped = engine.at_context(clamped_context)
+        engine_here = engine.at_context(context)
 
         def step_s(requests: npt.ArrayLike) -> Floats:
             clamped = self._seen_requests.clip(requests)
             baseline_s = baseline.plain_seconds(clamped)
             here_s = engine_here.plain_seconds(requests)
             clamped_s = engine_clamped.plain_seconds(clamped)
-            return baseline_s * here_s / np.maximum(clamped_s, 1e-12)
+            clamped_s = np.maximum(clamped_s, 1e-12)
+            return baseline_s * here_s / clamped_s
 
         return step_s
 
@@ -332,31 +394,44 @@ class PlainTime:
         """Return the latest baseline steps' seconds over their model's, float64
         [samples].
         """
-        requests, seconds, context = np.array(self._samples, dtype=float).T
+        samples = np.array(self._samples, dtype=float)
+        requests, seconds, context = samples.T
         model = self.baseline.model
-        predicted = model.seconds(requests, requests, False, context)
-        ratios = seconds / np.maximum(1e-9, predicted)
+        predicted_s = model.seconds(requests, requests, False, context)
+        predicted_s = np.maximum(1e-9, predicted_s)
+        ratios = seconds / predicted_s
         return np.minimum(tuning.INTERRUPTED_STEP, ratios)
 
 
 def _total_s(steps: Mapping[int, float], step_s: StepSeconds) -> float:
     """Return the seconds of so many plain steps, by their requests."""
-    requests = np.fromiter(steps, dtype=float, count=len(steps))
-    numbers = np.fromiter(steps.values(), dtype=float, count=len(steps))
-    return float(np.dot(numbers, step_s(requests)))
+    requests = np.array(list(steps), dtype=float)
+    num_steps = np.array(list(steps.values()), dtype=float)
+    seconds = step_s(requests)
+    total = np.dot(num_steps, seconds)
+    return float(total)
 
 
-def seconds_of(rounds: npt.ArrayLike, slots: int, step_s: StepSeconds) -> float:
+def seconds_of(
+    rounds: npt.ArrayLike,
+    slots: int,
+    step_s: StepSeconds,
+) -> float:
     """Return the time of a rollout whose requests take so many rounds each, shape (n,),
     `slots` of them at a time. In plain decoding each token takes a round.
 
     `step_s`: returns the seconds of a round by the requests in it.
     """
-    ordered = np.sort(np.asarray(rounds, dtype=float))
-    if not len(ordered):
+    all_rounds = np.asarray(rounds, dtype=float)
+    num_requests = len(all_rounds)
+    if not num_requests:
         return 0.0
-    passed = np.diff(ordered, prepend=0.0)
-    alive = np.arange(len(ordered), 0, -1)
+    ends = np.sort(all_rounds)
+    # rounds between two ends, and the requests that are alive in them
+    between = np.diff(ends, prepend=0.0)
+    alive = np.arange(num_requests, 0, -1)
     at_once = np.minimum(alive, slots)
     waves = alive / at_once
-    return float(np.sum(passed * waves * step_s(at_once)))
+    round_s = step_s(at_once)
+    seconds = between * waves * round_s
+    return float(np.sum(seconds))

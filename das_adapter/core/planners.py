@@ -22,7 +22,7 @@ _FREE = StepModel(base=0.0, token=0.0)
 class DraftCandidates(NamedTuple):
     """The tokens that could be drafted in a step of b requests."""
 
-    limits: Ints
+    max_tokens: Ints
     """Maximum draft tokens of each request, int64 [b]."""
     chances: Chances
     """Survival chances of the history's draft tokens, float32 [n], request after
@@ -68,41 +68,48 @@ def plan_own_lengths(
         # the model reads in one pass what is verified of the history's drafts
         running = len(worth)
         one_each = np.ones(running, dtype=np.int64)
-        passes_s = drafter.passes_s(one_each, model.plain_step(running))
+        plain_s = model.plain_step(running)
+        passes_s = drafter.passes_s(one_each, plain_s)
         gain = plan.gain - passes_s
         plan = plan._replace(gain=gain, passes_s=passes_s)
     return add_model_drafts(candidates, plan, worth, model)
 
 
 def plan_one_length(
-    candidates: DraftCandidates, worth: Floats, model: StepModel, lengths: Sequence[int]
+    candidates: DraftCandidates,
+    worth: Floats,
+    model: StepModel,
+    lengths: Sequence[int],
 ) -> StepPlan:
     """Give all requests the one of the `lengths`, rising, that gains most; under fixed
     budgets the one that these need. Where there is a model, it drafts for all or for
     nobody: then each request has the better draft of both. Other arguments as in
     `plan_own_lengths`.
     """
-    limits = candidates.limits
+    max_tokens = candidates.max_tokens
     drafter = candidates.drafter
     by_worth = candidates.by_worth
-    running = len(limits)
+    running = len(max_tokens)
     rows = np.arange(running)
-    none = np.zeros_like(limits)
+    none = np.zeros_like(max_tokens)
     plain_s = model.plain_step(running)
     history_tokens = candidates.history_tokens
     model_tokens = none
-    model_worth = np.zeros((running, 1))  # of a draft's first n tokens, [b, n + 1]
+    # seconds that a draft's first n tokens save, [b, n + 1]
+    model_worth = np.zeros((running, 1))
     if drafter is not None:
-        model_tokens = np.minimum(limits, drafter.max_draft_tokens)
+        model_tokens = np.minimum(max_tokens, drafter.max_draft_tokens)
         accepted = drafter.outlook.survival.cumsum()
-        model_worth = worth[:, None] * np.append(0.0, accepted)
+        accepted_of_first = np.append(0.0, accepted)
+        model_worth = worth[:, None] * accepted_of_first
 
     longer = np.maximum(history_tokens, model_tokens)
-    drafted = np.minimum(limits, longer)
+    drafted = np.minimum(max_tokens, longer)
     needed = shortest_sufficient_length(drafted, lengths)
-    tried = [needed] if needed in lengths else []
-    if by_worth:
-        tried = [length for length in lengths if length <= needed]
+    tried = []
+    for length in lengths:
+        if length == needed or (by_worth and length < needed):
+            tried.append(length)
     kept = [np.minimum(history_tokens, length) for length in tried]
     history_worth = prefix_worth(
         worth,
@@ -113,29 +120,42 @@ def plan_one_length(
 
     best = StepPlan(none, none)
     for length, history_s in zip(tried, history_worth, strict=True):
-        same = np.full_like(limits, length)
-        verifying_s = model.verifying_s(running, running * length)
+        same = np.full_like(max_tokens, length)
+        num_verified = running * length
+        verifying_s = model.verifying_s(running, num_verified)
         passes_s = 0.0
         if drafter is not None:
             # a model that follows reads in one pass what the history drafts
-            read = np.full_like(limits, int(drafter.follows))
+            one_pass = int(drafter.follows)
+            read = np.full_like(max_tokens, one_pass)
             passes_s = drafter.passes_s(read, plain_s)
         saved_s = float(np.add.reduce(history_s))
         gain = saved_s - passes_s - verifying_s
         if gain > best.gain or not by_worth:
-            best = StepPlan(same, none, gain, passes_s)
+            best = StepPlan(
+                history=same,
+                model=none,
+                gain=gain,
+                passes_s=passes_s,
+            )
         if drafter is None:
             continue
 
         made = min(length, drafter.max_draft_tokens)
-        passes_s = drafter.passes_s(np.full_like(limits, made), plain_s)
+        made_of_each = np.full_like(max_tokens, made)
+        passes_s = drafter.passes_s(made_of_each, plain_s)
         usable = np.minimum(model_tokens, length)
         model_s = model_worth[rows, usable]
         better_s = np.maximum(history_s, model_s)
         saved_s = float(np.add.reduce(better_s))
         gain = saved_s - passes_s - verifying_s
         if gain > best.gain or not by_worth:
-            best = StepPlan(none, same, gain, passes_s)
+            best = StepPlan(
+                history=none,
+                model=same,
+                gain=gain,
+                passes_s=passes_s,
+            )
     return best
 
 
@@ -203,14 +223,17 @@ class _ModelChoice:
         worth: Floats,
         model: StepModel,
     ) -> None:
-        self._limits = candidates.limits
+        self._max_tokens = candidates.max_tokens
         self._by_worth = candidates.by_worth
         self._drafter = drafter
         self._worth = worth
         self._model = model
         self._history = from_history
         (self._history_worth,) = prefix_worth(
-            worth, candidates.chances, candidates.offsets, from_history.history
+            worth,
+            candidates.chances,
+            candidates.offsets,
+            from_history.history,
         )
         self._lengths = drafter.lengths_above(candidates.min_chance)
         if not self._by_worth:
@@ -225,9 +248,9 @@ class _ModelChoice:
         """
         running = len(self._worth)
         history_tokens = self._history.total
+        num_tokens = running + history_tokens
         room = self._model.knee - running
-        flat_price = self._model.slope(running + history_tokens)
-        steep_price = self._model.slope(np.inf)
+        flat_price = self._model.slope(num_tokens)
         plan = self._plan_at(flat_price)
         knows_tokens = self._drafter.confidence.outlook is not None
         if plan is None or not self._by_worth or not knows_tokens:
@@ -235,11 +258,14 @@ class _ModelChoice:
         crosses_knee = history_tokens < room < plan.total
         if not crosses_knee:
             return plan
+        steep_price = self._model.slope(np.inf)
         steep = self._plan_at(steep_price)
         if steep is None or steep.gain <= plan.gain:
             return plan
         free = int(room) - steep.total
-        return self._fill_up(steep, free) if free > 0 else steep
+        if free <= 0:
+            return steep
+        return self._fill_up(steep, free)
 
     def _plan_at(self, price: float) -> StepPlan | None:
         """Return the plan that gains most where the model's drafts have one of the
@@ -254,61 +280,76 @@ class _ModelChoice:
         if self._by_worth:
             min_chance = price / np.maximum(self._worth, 1e-12)
         outlook = self._drafter.outlook
-        verified, accepted, longest = outlook.tokens_above(min_chance)
+        remaining = outlook.tokens_above(min_chance)
 
-        # for each request and each of the lengths
+        # for each request and each of the lengths, [b, lengths]
         lengths = np.array(self._lengths, dtype=np.int64)
-        limits = np.minimum(self._limits, longest)
-        made = np.minimum(limits[:, None], lengths)
-        verified = np.take_along_axis(verified, made, 1)
-        accepted = np.take_along_axis(accepted, made, 1)
+        max_made = np.minimum(self._max_tokens, remaining.longest)
+        made = np.minimum(max_made[:, None], lengths)
+        verified = np.take_along_axis(remaining.verified, made, 1)
+        accepted = np.take_along_axis(remaining.accepted, made, 1)
+        verified_s = price * verified
         model_worth = worth * accepted
-        model_gain = model_worth - price * verified
+        model_gain = model_worth - verified_s
         history_worth = self._history_worth[:, None]
         history_tokens = self._history.history[:, None]
-        history_gain = history_worth - price * history_tokens
-        by_model = (made > 0) & (model_gain > history_gain)
+        history_s = price * history_tokens
+        history_gain = history_worth - history_s
+        is_made = made > 0
+        is_better = model_gain > history_gain
+        by_model = is_made & is_better
         made = np.where(by_model, made, 0)
         saved = np.where(by_model, model_worth, history_worth)
         tokens = np.where(by_model, verified, history_tokens)
 
         # for each of the lengths
         saved_s = np.add.reduce(saved).tolist()
-        num_tokens = np.add.reduce(tokens).round().tolist()
+        sums = np.add.reduce(tokens)
+        num_tokens = sums.round().tolist()
         plain_s = self._model.plain_step(running)
         passes_s = []
         gains = []
         for column, num_draft_tokens in enumerate(num_tokens):
+            made_here = made[:, column]
             verifying_s = self._model.verifying_s(running, num_draft_tokens)
-            own_s = self._drafter.passes_s(made[:, column], plain_s)
+            own_s = self._drafter.passes_s(made_here, plain_s)
+            gain = saved_s[column] - verifying_s - own_s
             passes_s.append(own_s)
-            gains.append(saved_s[column] - verifying_s - own_s)
+            gains.append(gain)
         best = gains.index(max(gains))
-        if not made[:, best].any():
+        made_best = made[:, best]
+        if not made_best.any():
             return None
         chosen = by_model[:, best]
+        verified_best = chosen * verified[:, best]
         return StepPlan(
-            np.where(chosen, 0, self._history.history),
-            _rounded(chosen * verified[:, best]),
-            gains[best],
-            passes_s[best],
-            int(made[:, best].max()),
+            history=np.where(chosen, 0, self._history.history),
+            model=_rounded(verified_best),
+            gain=gains[best],
+            passes_s=passes_s[best],
+            longest=int(made_best.max()),
         )
 
     def _fill_up(self, plan: StepPlan, free: int) -> StepPlan:
         """Verify so many tokens more of the drafts that the model makes anyway."""
         by_model = plan.history == 0
-        made = np.minimum(plan.longest * by_model, self._limits)
+        longest = plan.longest * by_model
+        made = np.minimum(longest, self._max_tokens)
         unverified = made - plan.model
         num_unverified = max(1, unverified.sum())
         share = min(1.0, free / num_unverified)
-        more = _differences(np.rint(unverified.cumsum() * share))
-        return plan._replace(model=plan.model + more)
+        sums = unverified.cumsum() * share
+        whole_sums = np.rint(sums)
+        more = _differences(whole_sums)
+        verified = plan.model + more
+        return plan._replace(model=verified)
 
 
 def _rounded(tokens: Floats) -> Ints:
     """Round mean numbers of tokens so that their sum is rounded too, int64 [b]."""
-    return _differences(np.cumsum(tokens).round())
+    sums = np.cumsum(tokens)
+    whole_sums = sums.round()
+    return _differences(whole_sums)
 
 
 def _differences(sums: Floats) -> Ints:

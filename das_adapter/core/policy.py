@@ -66,11 +66,13 @@ _NEVER = -(2**30)
 _NO_CHANCES: Chances = np.zeros(0, dtype=np.float32)
 
 
-def least_chance(budget: Budget) -> float:
+def fixed_min_chance(budget: Budget) -> float:
     """Return the chance under which a draft ends, as far as that never changes."""
-    return {"optimal": tuning.LEAST_CHANCE, "unlimited": 0.0}.get(
-        budget, tuning.FIXED_CHANCE
-    )
+    if budget == "optimal":
+        return tuning.LEAST_CHANCE
+    if budget == "unlimited":
+        return 0.0
+    return tuning.FIXED_CHANCE
 
 
 class EndedRequest(NamedTuple):
@@ -83,6 +85,16 @@ class EndedRequest(NamedTuple):
     drafted: int
     """Draft tokens that were verified."""
     accepted: int
+
+
+class _Rules(NamedTuple):
+    """What a policy decides by."""
+
+    always: bool
+    """Whether nothing is asked but the fixed budgets."""
+    budget: Budget
+    min_chance: float
+    """Survival chance under which a draft ends."""
 
 
 class DraftPolicy:
@@ -110,23 +122,25 @@ class DraftPolicy:
             sizes: tokens for which the engine has CUDA graphs; see `StepModel`.
             look_share: share of the time that looks may take, see `Account`.
         """
-        self._account = Account(
-            PlainTime(StepTimes(prior, sizes=sizes), sizes), config.speculate
-        )
+        times = StepTimes(prior, sizes=sizes)
+        plain_time = PlainTime(times, sizes)
+        self._account = Account(plain_time, config.speculate)
         if look_share is not None:
             self._account.look_share = look_share
         self._lengths = LengthModel(limit)
         self.drafts = drafts
         """Figures of the model that drafts; None: none does."""
         self._requests = RequestTable()
-        self._budget = config.budget
         self._longest_draft = config.num_draft_tokens
-        self._floor = least_chance(config.budget)
-        self._always = config.speculate == "always" and config.budget != "optimal"
-        """Whether nothing is asked but the fixed budgets."""
+        is_fixed = config.budget != "optimal"
+        self._rules = _Rules(
+            always=is_fixed and config.speculate == "always",
+            budget=config.budget,
+            min_chance=fixed_min_chance(config.budget),
+        )
+        self._rules_of_block = self._rules
+        """The rules of the block, while a rehearsal has others."""
         self._looks_up = config.looked_up is not None
-        self._rules = (self._always, self._budget, self._floor)
-        """Those of the block, while a rehearsal has others."""
         self._rehearsing = False
         """Whether drafts are tried, and nothing is learned."""
         self._common_lengths = lengths
@@ -142,7 +156,8 @@ class DraftPolicy:
         self._last_refill = _NEVER
         """Step in which a request took another's place last."""
         self._replan = Backoff(tuning.REPLAN_FIRST_STEPS, tuning.REPLAN_STEPS)
-        self._least_chance = tuning.LEAST_CHANCE
+        self._min_chance = tuning.LEAST_CHANCE
+        """Survival chance under which no token is worth its price."""
         self._model = self.latency.model
         """Times of steps at the context of the present batch."""
         self._drafting_s = 0.0
@@ -155,7 +170,11 @@ class DraftPolicy:
     # Requests
 
     def begin(
-        self, problem: int, written: int, longest: int, record: bool = True
+        self,
+        problem: int,
+        written: int,
+        longest: int,
+        record: bool = True,
     ) -> int:
         """Give a request that joins a slot, and return it.
 
@@ -167,7 +186,8 @@ class DraftPolicy:
         """
         lengths = self._lengths
         cdf = lengths.cdf(problem).copy()
-        cdf[np.searchsorted(lengths.edges, longest) :] = 1.0
+        last = np.searchsorted(lengths.edges, longest)
+        cdf[last:] = 1.0
         if not self._running:
             # Another batch (a validation's, say), not one that refills.
             self._begin_batch()
@@ -175,24 +195,30 @@ class DraftPolicy:
             self._last_refill = self._account.step
         self._arrived = True
         self._running += 1
-        slot = self._requests.open(written, cdf)
+        table = self._requests
+        slot = table.open(written, cdf)
         so_far = np.array([float(written)])
-        first = classes(cdf[None, :], lengths.edges, so_far, lengths.bounds)
-        self._requests.first_class[slot] = first[0]
-        self._requests.record[slot] = record
+        one_row = cdf[None, :]
+        first = classes(one_row, lengths.edges, so_far, lengths.bounds)
+        table.first_class[slot] = first[0]
+        table.record[slot] = record
         return slot
 
     def end(self, slot: int) -> EndedRequest:
         """Free the slot of a request that has ended; return what is known of it."""
         self.flush()
         table = self._requests
-        columns = table.length_class, table.written, table.drafted, table.accepted
-        ended = EndedRequest(*(int(column[slot]) for column in columns))
-        self._account.time.end_request(slot)
-        self._last_end = self._account.step
+        account = self._account
+        account.time.end_request(slot)
+        self._last_end = account.step
         self._running -= 1
         table.close(slot)
-        return ended
+        return EndedRequest(
+            length_class=int(table.length_class[slot]),
+            written=int(table.written[slot]),
+            drafted=int(table.drafted[slot]),
+            accepted=int(table.accepted[slot]),
+        )
 
     def weight_sync(self, responses: Responses) -> None:
         """Judge the rollout that a weight sync ends, learn the lengths of its finished
@@ -203,7 +229,9 @@ class DraftPolicy:
         self._lengths.refit()
         self._curve.sync()
         self.latency.fit()
-        model_may_rest = self.drafts is not None and not self.drafts.passes_every_step
+        model_may_rest = False
+        if self.drafts is not None:
+            model_may_rest = not self.drafts.passes_every_step
         self._account.sync(model_may_rest)
         if self.drafts is not None:
             self.drafts.sync()
@@ -219,24 +247,28 @@ class DraftPolicy:
         slots = outcome.slots
         running = len(slots)
         account = self._account
-        account.advance(outcome.steps + outcome.left_out)
-        asked = account.asks(running, outcome.carried is not None)
+        num_steps = outcome.steps + outcome.left_out
+        account.advance(num_steps)
+        has_drafts = outcome.carried is not None
+        asked = account.asks(running, has_drafts)
         self._unlearned = outcome, asked
         if outcome.unseen is not None:
             self._requests.written[slots] += outcome.unseen
-        if not asked or not running or not account.looks(running):
+        looks = asked and running > 0 and account.looks(running)
+        if not looks:
             return Rest(account.rest_steps(running), asked)
         mean_context = 0.0
         if outcome.context is not None:
-            mean_context = sum(outcome.context.tolist()) / running
+            all_context = sum(outcome.context.tolist())
+            mean_context = all_context / running
         self._model = self.latency.model.at_context(mean_context)
         if self.drafts is not None:
             self.drafts.context = mean_context
-        limits = self._draft_limits(slots, outcome.room, outcome.context)
-        floor = self._floor
-        if self._budget == "optimal" and not account.due("drafted"):
-            floor = self._least_chance
-        return Search(limits, floor)
+        max_tokens = self._max_draft_tokens(slots, outcome.room, outcome.context)
+        min_chance = self._rules.min_chance
+        if self._rules.budget == "optimal" and not account.due("drafted"):
+            min_chance = self._min_chance
+        return Search(max_tokens, min_chance)
 
     def choose(
         self, search: Search, candidates: Candidates | None = None
@@ -249,20 +281,31 @@ class DraftPolicy:
         slots = outcome.slots
         running = len(slots)
         self._arrived = False
-        if candidates is None:
-            candidates = _NO_CHANCES, np.zeros(running + 1, dtype=np.int64)
-        drafts = None if self._account.model_rest.reason else self.drafts
-        cuts = self._budget == "optimal"
-        offer = DraftCandidates(search.limits, *candidates, drafts, search.floor, cuts)
-        if self._always:
-            plan = self._everything(offer)
+        chances = _NO_CHANCES
+        offsets = np.zeros(running + 1, dtype=np.int64)
+        if candidates is not None:
+            chances, offsets = candidates
+        drafter = self.drafts
+        if self._account.model_rest.reason:
+            drafter = None
+        draftable = DraftCandidates(
+            max_tokens=search.max_tokens,
+            chances=chances,
+            offsets=offsets,
+            drafter=drafter,
+            min_chance=search.min_chance,
+            by_worth=self._rules.budget == "optimal",
+        )
+        if self._rules.always:
+            plan = self._plan_everything(draftable)
         else:
-            plan = self._weigh(slots, offer)
+            plan = self._plan_by_gain(slots, draftable)
         if self._device_chooses:
-            plan = self._with_budget(plan, slots, search.limits)
+            plan = self._with_budget(plan, slots, search.max_tokens)
         if plan.budget or plan.total:
             return plan
-        return Rest(self._account.rest_steps(running), True)
+        rest_steps = self._account.rest_steps(running)
+        return Rest(rest_steps, True)
 
     def flush(self) -> None:
         """Learn from the last outcome, if that is still to be done."""
@@ -284,27 +327,31 @@ class DraftPolicy:
         """
         account = self._account
         if step.steps is not None:
-            sums = np.array((step.steps, step.seconds, step.context), dtype=float)
-            account.count(step.slots, sums)
+            sums = (step.steps, step.seconds, step.context)
+            account.record_baseline_steps(step.slots, np.array(sums, dtype=float))
             return None
-        running = len(step.slots)
-        predicted = self.latency.add(
-            step.tokens, running, step.drafted, step.seconds, step.context
+        predicted_s = self.latency.add(
+            tokens=step.tokens,
+            requests=len(step.slots),
+            drafted=step.drafted,
+            seconds=step.seconds,
+            context=step.context,
         )
-        drafting_s = step.drafting_seconds - self._drafting_s
-        self._drafting_s += drafting_s / tuning.PACE_STEPS
+        more_drafting_s = step.drafting_seconds - self._drafting_s
+        self._drafting_s += more_drafting_s / tuning.PACE_STEPS
         self.latency.keep_fitted()
-        if account.time.batch.refilled != self._refilling:
-            account.time.begin_batch(self._refilling)
-        account.timed(step, predicted)
-        return predicted
+        refilling = self._refilling
+        if account.time.batch.refilled != refilling:
+            account.time.begin_batch(refilling)
+        account.record_step(step, predicted_s)
+        return predicted_s
 
     def timed_drafting(self, seconds: float) -> None:
         """Take how long a model drafted at the end of a step that also read prompts:
         such steps are not timed.
         """
         self._account.time.add_seconds(seconds)
-        self._account.model(took=seconds)
+        self._account.record_model(took_s=seconds)
 
     # What is told
 
@@ -329,23 +376,26 @@ class DraftPolicy:
     @property
     def idle_reason(self) -> str | None:
         """Why no drafter is asked before the next weight sync; None: one may be."""
-        return self._account.reason if self.idle else None
+        if not self.idle:
+            return None
+        return self._account.reason
 
     @property
     def model_rests(self) -> bool:
         """Whether the model that drafts is not asked before the next weight sync."""
-        return self.idle or self._account.model_rest.reason is not None
+        rest = self._account.model_rest
+        return self.idle or rest.reason is not None
 
     @property
     def baseline_known(self) -> bool:
         """Whether enough baseline steps were timed."""
         return self._account.time.known
 
-    def take_news(self) -> str | None:
+    def pop_news(self) -> str | None:
         """Return what has changed for the worse since the last call, as a line of the
         log.
         """
-        return self._account.take_news()
+        return self._account.pop_news()
 
     # What an engine says of itself
 
@@ -374,16 +424,18 @@ class DraftPolicy:
         drafts before it serves.
         """
         self._rehearsing = True
-        self._rules = self._always, self._budget, self._floor
-        self._always = True
-        self._budget = "unlimited"
-        self._floor = 0.0
+        self._rules_of_block = self._rules
+        self._rules = _Rules(
+            always=True,
+            budget="unlimited",
+            min_chance=0.0,
+        )
 
     def rehearsed(self) -> None:
         """Decide as the block says, as if nothing had been decoded yet."""
         self._rehearsing = False
         self._unlearned = None
-        self._always, self._budget, self._floor = self._rules
+        self._rules = self._rules_of_block
         self._account.forget()
         self._begin_batch()
 
@@ -391,7 +443,8 @@ class DraftPolicy:
 
     @property
     def _refilling(self) -> bool:
-        return self._account.step - self._last_refill < tuning.REFILL_STEPS
+        steps = self._account.step - self._last_refill
+        return steps < tuning.REFILL_STEPS
 
     def _begin_batch(self) -> None:
         """Begin another batch: what follows is not compared with the steps before."""
@@ -407,15 +460,20 @@ class DraftPolicy:
         if self.drafts is None or by_model is None or not by_model.any():
             return
         saved_s = self.drafts.record_verified(
-            by_model,
-            outcome.got,
-            table.worth[slots],
-            table.record[slots],
-            outcome.kinds,
+            drafted=by_model,
+            got=outcome.got,
+            worth=table.worth[slots],
+            training=table.record[slots],
+            token_kinds=outcome.token_kinds,
         )
-        self._account.model(saved=saved_s)
+        self._account.record_model(saved_s=saved_s)
 
-    def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
+    def _max_draft_tokens(
+        self,
+        slots: Ints,
+        room: Ints,
+        context: Ints | None,
+    ) -> Ints:
         """Return the most draft tokens of each request, int64 [b], before it is known
         what there is to draft.
         """
@@ -424,108 +482,146 @@ class DraftPolicy:
         if self._arrived or self._replan.due(step, running):
             self._replan.done(step, running, again_soon=self._arrived)
             self._value_requests(slots, context)
-        if self._budget == "optimal":
+        longest = self._longest_draft
+        if self._rules.budget == "optimal":
             price_s = self._model.marginal_price(running)
-            return self._requests.draft_limits(
-                slots, room, self._longest_draft, price_s
-            )
-        limits: Ints = np.minimum(room, self._longest_draft)
-        if self._budget == "das":
+            return self._requests.max_draft_tokens(slots, room, longest, price_s)
+        max_tokens: Ints = np.minimum(room, longest)
+        if self._rules.budget == "das":
             # A fraction of a token is drafted in that share of the steps.
-            planned = self._requests.budget[slots] + step * GOLDEN % 1.0
+            shift = step * GOLDEN % 1.0
+            planned = self._requests.budget[slots] + shift
             whole = np.floor(planned).astype(np.int64)
-            np.minimum(limits, whole, out=limits)
-        np.maximum(limits, 0, out=limits)
-        return limits
+            np.minimum(max_tokens, whole, out=max_tokens)
+        np.maximum(max_tokens, 0, out=max_tokens)
+        return max_tokens
 
-    def _everything(self, offer: DraftCandidates) -> StepPlan:
+    def _plan_everything(self, candidates: DraftCandidates) -> StepPlan:
         """Return all drafts that there are; where all requests have one length and
         drafts are looked up, as much as the device may find by then.
         """
-        self._account.decided(len(offer.limits), True, False)
-        plan = plan_everything(offer)
+        running = len(candidates.max_tokens)
+        self._account.decided(running, drafted=True, probing=False)
+        plan = plan_everything(candidates)
         if self._common_lengths is None:
             return plan
         if self._looks_up:
-            plan = plan._replace(history=offer.limits)
-        return self._of_one_length(plan)
+            plan = plan._replace(history=candidates.max_tokens)
+        return self._with_one_length(plan)
 
-    def _weigh(self, slots: Ints, offer: DraftCandidates) -> StepPlan:
+    def _plan_by_gain(self, slots: Ints, candidates: DraftCandidates) -> StepPlan:
         """Return the drafts that gain most, if they gain enough; none, if they do not,
         or a plain step is due; a few, where a drafted step is due all the same.
         """
         account = self._account
         running = len(slots)
         model = self._model
+        drafter = candidates.drafter
         plain_due = account.probe("plain")
         worth = self._requests.worth[slots]
-        if self._common_lengths:
-            best = plan_one_length(offer, worth, model, self._common_lengths)
+        lengths = self._common_lengths
+        if lengths:
+            best = plan_one_length(candidates, worth, model, lengths)
         else:
-            best = plan_own_lengths(offer, worth, model)
+            best = plan_own_lengths(candidates, worth, model)
         total = best.total
-        gain_share = self._gain_share(best, total, running) if total else None
-        worthwhile = account.draws(running, gain_share, offer.by_worth)
-        drafts = worthwhile and not plain_due and total > 0
+        gain_share = None
+        if total:
+            gain_share = self._gain_share(best, total, running)
+        pays = account.drafts_pay(running, gain_share, candidates.by_worth)
+        drafted = pays and not plain_due and total > 0
         plain_s = model.plain_step(running)
         untried = False
-        if offer.drafter is not None and not drafts:
-            untried = offer.drafter.may_pay_untried(plain_s)
-        there = len(offer.chances) > 0 or offer.drafter is not None
-        probes = account.probe("drafted", untried) and there
-        plan = best if drafts else StepPlan.nothing(running)
-        if probes:
-            plan = self._probe(slots, offer, untried)
-            drafts = plan.total > 0
-        account.decided(running, drafts, probes, plain_due, plain_s)
-        if self._common_lengths and plan is not best:
-            plan = self._of_one_length(plan)
+        if drafter is not None and not drafted:
+            untried = drafter.may_pay_untried(plain_s)
+        probe_due = account.probe("drafted", untried)
+        has_history = len(candidates.chances) > 0
+        probing = probe_due and (has_history or drafter is not None)
+        plan = best
+        if probing:
+            plan = self._plan_probe(slots, candidates, untried)
+            drafted = plan.total > 0
+        elif not drafted:
+            plan = StepPlan.nothing(running)
+        account.decided(
+            running=running,
+            drafted=drafted,
+            probing=probing,
+            plain=plain_due,
+            seconds=plain_s,
+        )
+        if lengths and plan is not best:
+            plan = self._with_one_length(plan)
         return plan
 
     def _gain_share(self, plan: StepPlan, total: int, running: int) -> float:
         """Return the gain of a plan with so many draft tokens as a share of its step's
         time.
         """
-        drafted_s = self._model.step(running + total, running, True) + plan.passes_s
-        return plan.gain / drafted_s
+        tokens = running + total
+        verifying_step_s = self._model.step(tokens, running, True)
+        drafted_step_s = verifying_step_s + plan.passes_s
+        return plan.gain / drafted_step_s
 
-    def _probe(self, slots: Ints, offer: DraftCandidates, untried: bool) -> StepPlan:
+    def _plan_probe(
+        self,
+        slots: Ints,
+        candidates: DraftCandidates,
+        untried: bool,
+    ) -> StepPlan:
         """Return drafts for some requests, to see what a drafted step brings and costs:
         for all of them where the model is `untried`, else for those in the lowest
         slots.
         """
         running = len(slots)
-        by_model = untried or not len(offer.chances)
-        offered = offer.limits if by_model else np.diff(offer.offsets)
-        count = (
-            running
-            if untried
-            else min(tuning.PROBE_REQUESTS, tuning.PROBE_BATCH_SHARE * running)
-        )
-        order = np.where(offered > 0, slots, 2**30)
-        ranks = np.argsort(np.argsort(order))
-        chosen = np.minimum(offered, ranks < count)
+        max_requests: float = running
+        if not untried:
+            share = tuning.PROBE_BATCH_SHARE * running
+            max_requests = min(tuning.PROBE_REQUESTS, share)
+        has_history = len(candidates.chances) > 0
+        by_model = untried or not has_history
+        if by_model:
+            tokens = candidates.max_tokens
+        else:
+            tokens = candidates.history_tokens
+        can_draft = tokens > 0
+        order = np.where(can_draft, slots, 2**30)
+        by_slot = np.argsort(order)
+        ranks = np.argsort(by_slot)
+        is_chosen = ranks < max_requests
+        chosen = np.minimum(tokens, is_chosen)
         none = np.zeros_like(chosen)
-        return StepPlan(none, chosen) if by_model else StepPlan(chosen, none)
+        if by_model:
+            return StepPlan(history=none, model=chosen)
+        return StepPlan(history=chosen, model=none)
 
-    def _of_one_length(self, plan: StepPlan) -> StepPlan:
+    def _with_one_length(self, plan: StepPlan) -> StepPlan:
         """Return a plan in which all requests have the length that one of them
         needs.
         """
-        assert self._common_lengths is not None
-        history = shortest_sufficient_length(plan.history, self._common_lengths)
-        model = shortest_sufficient_length(plan.model, self._common_lengths)
-        return StepPlan(
-            np.full_like(plan.history, history), np.full_like(plan.model, model)
-        )
+        lengths = self._common_lengths
+        assert lengths is not None
+        of_history = shortest_sufficient_length(plan.history, lengths)
+        of_model = shortest_sufficient_length(plan.model, lengths)
+        history = np.full_like(plan.history, of_history)
+        model = np.full_like(plan.model, of_model)
+        return StepPlan(history, model)
 
-    def _with_budget(self, plan: StepPlan, slots: Ints, limits: Ints) -> StepPlan:
+    def _with_budget(
+        self,
+        plan: StepPlan,
+        slots: Ints,
+        max_tokens: Ints,
+    ) -> StepPlan:
         """Return a plan with what a device needs that chooses, among the drafts that it
         finds by then, whose tokens are verified.
         """
-        budget = int(limits.sum()) if self._always else plan.total
+        budget = plan.total
+        if self._rules.always:
+            budget = int(max_tokens.sum())
         worth: Floats = self._requests.worth[slots]
-        if self._budget != "optimal" or not worth.max() > 0:
+        by_worth = self._rules.budget == "optimal" and worth.max() > 0
+        if not by_worth:
             worth = np.ones(len(slots))
         return plan._replace(budget=budget, worth=worth)
 
@@ -535,28 +631,33 @@ class DraftPolicy:
         """
         table = self._requests
         lengths = self._lengths
+        running = len(slots)
         cdf = table.cdf[slots]
         written = table.written[slots]
-        table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
-        if self._budget == "das":
+        length_class = classes(cdf, lengths.edges, written, lengths.bounds)
+        table.length_class[slots] = length_class
+        if self._rules.budget == "das":
             table.budget[slots] = self._das_budgets(slots, cdf, written)
-        context_tokens = np.zeros(len(slots)) if context is None else context
-        model = self.latency.model
-        context_s = model.context * np.asarray(context_tokens, dtype=float)
-        request_s: Floats = model.request + context_s
+        tokens = np.zeros(running)
+        if context is not None:
+            tokens = np.asarray(context, dtype=float)
+        latency = self.latency.model
+        context_s = latency.context * tokens
+        request_s: Floats = latency.request + context_s
         worth = token_worth(
-            self._chances_to_end_last(cdf, written),
-            table.pace[slots],
-            table.load[slots],
-            request_s,
-            self._model,
-            self._drafting_s,
+            last=self._chances_to_end_last(cdf, written),
+            pace=table.pace[slots],
+            load=table.load[slots],
+            request_s=request_s,
+            model=self._model,
+            drafting_s=self._drafting_s,
         )
         table.worth[slots] = worth
-        running = len(slots)
-        price_s = min(self._model.slope(running), self._model.slope(np.inf))
+        price_here_s = self._model.slope(running)
+        price_beyond_s = self._model.slope(np.inf)
+        price_s = min(price_here_s, price_beyond_s)
         greatest_worth = max(float(worth.max()), 1e-12)
-        self._least_chance = max(tuning.LEAST_CHANCE, price_s / greatest_worth)
+        self._min_chance = max(tuning.LEAST_CHANCE, price_s / greatest_worth)
 
     def _chances_to_end_last(self, cdf: Floats, written: Floats) -> Floats:
         """Return the chance of each request to end last, float64 [b]; where requests
@@ -574,10 +675,11 @@ class DraftPolicy:
         table = self._requests
         lengths = self._lengths
         length_class = table.length_class[slots]
-        risen = np.where(length_class > table.first_class[slots], length_class, 0)
-        of_class = lengths.class_lengths[risen] - written
-        remaining = np.maximum(
-            expected_remaining(cdf, lengths.edges, written), of_class
-        )
+        first_class = table.first_class[slots]
+        has_risen = length_class > first_class
+        risen_class = np.where(has_risen, length_class, 0)
+        of_class = lengths.class_lengths[risen_class] - written
+        expected = expected_remaining(cdf, lengths.edges, written)
+        remaining = np.maximum(expected, of_class)
         curve = self._curve.fitted()
         return das_budgets(remaining, curve, self._model, self._longest_draft)

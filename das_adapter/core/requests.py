@@ -10,7 +10,7 @@ import numpy.typing as npt
 from das_adapter.core import tuning
 from das_adapter.core.length import LengthClass, LengthModel
 from das_adapter.core.native import native
-from das_adapter.core.steps import Floats, Ints
+from das_adapter.core.steps import Bools, Floats, Ints
 
 EMPTY_INTS: Ints = np.zeros(0, dtype=np.int64)
 _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
@@ -18,7 +18,11 @@ _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 
 
 def advance_lengths(
-    slots: Ints, sampled: list[list[int]], now: Ints, last: Ints, ends: Ints
+    slots: Ints,
+    sampled: list[list[int]],
+    now: Ints,
+    last: Ints,
+    ends: Ints,
 ) -> tuple[Ints, Ints] | None:
     """Bring the lengths of a batch's requests forward by a step: of each its slot, the
     tokens that it got and its length `now`, int64 [b]; by slot its length before,
@@ -38,12 +42,15 @@ def with_slots(column: Column, slots: int) -> Column:
     """Return a column [slots, ...] with at least so many slots, new ones 0; if it
     grows, to twice its size or more.
     """
-    more = slots - len(column)
-    if more <= 0:
+    num_slots, *row_shape = column.shape
+    missing = slots - num_slots
+    if missing <= 0:
         return column
-    new_slots = max(more, len(column))
-    empty = np.zeros((new_slots, *column.shape[1:]), dtype=column.dtype)
-    return cast(Column, np.concatenate([column, empty]))
+    new_slots = max(missing, num_slots)
+    shape = (new_slots, *row_shape)
+    empty = np.zeros(shape, dtype=column.dtype)
+    longer = np.concatenate([column, empty])
+    return cast(Column, longer)
 
 
 _TYPES = {
@@ -76,7 +83,7 @@ class RequestTable:
     """`LengthClass`."""
     first_class: Ints
     """`LengthClass` of the request when it joined."""
-    record: npt.NDArray[np.bool_]
+    record: Bools
     """Whether its text may serve as history and counts as training."""
     cdf: Floats
     """Distribution of the response's length, [slots, GRID]."""
@@ -96,8 +103,9 @@ class RequestTable:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        for column in self.__annotations__:
-            getattr(self, column)[slot] = 0
+        for name in self.__annotations__:
+            column = getattr(self, name)
+            column[slot] = 0
         self.written[slot] = written
         self.pace[slot] = 1.0
         self.length_class[slot] = LengthClass.MEDIUM
@@ -109,30 +117,36 @@ class RequestTable:
         self._free.append(slot)
 
     def advance(
-        self, slots: Ints, got: Ints, carried: Ints | None, curve: Floats
+        self,
+        slots: Ints,
+        got: Ints,
+        carried: Ints | None,
+        curve: Floats,
     ) -> None:
-        """Take a decode step: tokens that each request got, draft tokens that each
+        """Add a decode step: tokens that each request got, draft tokens that each
         carried into it (None: nobody), which are added to the `curve`,
         `AcceptanceCurve.counts`.
         """
-        if self._native is not None:
-            self._native.advance(
-                slots,
-                got,
-                EMPTY_INTS if carried is None else carried,
-                tuning.PACE_STEPS,
-                curve,
-            )
+        if self._native is None:
+            return
+        if carried is None:
+            carried = EMPTY_INTS
+        self._native.advance(slots, got, carried, tuning.PACE_STEPS, curve)
 
-    def draft_limits(
-        self, slots: Ints, room: Ints, max_tokens: int, price: float
+    def max_draft_tokens(
+        self,
+        slots: Ints,
+        room: Ints,
+        longest: int,
+        price: float,
     ) -> Ints:
         """Return the most draft tokens of each request: as many as there is `room` for,
-        `max_tokens`, and none where a token is not worth more than its price, seconds.
+        `longest` at most, and none where a token is not worth more than its price,
+        seconds.
         """
-        limits = np.empty(len(slots), dtype=np.int64)
-        self._native.limits(slots, room, max_tokens, price, limits)
-        return limits
+        max_tokens = np.empty(len(slots), dtype=np.int64)
+        self._native.limits(slots, room, longest, price, max_tokens)
+        return max_tokens
 
     def record_baseline_steps(self, slots: Ints, tokens: Ints) -> None:
         """Add the tokens, one a step, of steps at whose end no drafter was asked,
@@ -141,17 +155,22 @@ class RequestTable:
         kept_of_step = 1.0 - 1.0 / tuning.PACE_STEPS
         kept = kept_of_step**tokens
         excess = self.pace[slots] - 1.0
+        kept_excess = kept * excess
         self.written[slots] += tokens
-        self.pace[slots] = 1.0 + kept * excess
+        self.pace[slots] = 1.0 + kept_excess
         self.load[slots] *= kept
 
     def _grow(self) -> None:
-        slots = len(self.written)
-        end = slots + max(64, slots)
+        num_slots = len(self.written)
+        new_slots = max(64, num_slots)
+        end = num_slots + new_slots
         # the lowest is given first
-        self._free += reversed(range(slots, end))
-        for column in self.__annotations__:
-            setattr(self, column, with_slots(getattr(self, column), end))
-        self._native = native().RequestColumns(
-            **{name: getattr(self, name) for name in _NATIVE}
-        )
+        self._free += reversed(range(num_slots, end))
+        native_columns = {}
+        for name in self.__annotations__:
+            column = getattr(self, name)
+            column = with_slots(column, end)
+            setattr(self, name, column)
+            if name in _NATIVE:
+                native_columns[name] = column
+        self._native = native().RequestColumns(**native_columns)

@@ -80,40 +80,47 @@ class Roofline:
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         width = config.get("head_dim") or hidden // heads
-        attention = hidden * width * (2 * heads + 2 * kv_heads)
+        expert_width = config.get("moe_intermediate_size")
+        inner_width = expert_width or config["intermediate_size"]
         experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        chosen = config["num_experts_per_tok"] if experts else 0
-        feed_forward = (
-            3
-            * hidden
-            * (config.get("moe_intermediate_size") or config["intermediate_size"])
-        )
-        linear = layers * (attention + (0 if experts else feed_forward))
-        kv_devices = min(tensor_parallel, kv_heads)  # a head is not divided
-        values: dict[str, Any] = {
-            "weight_bytes": (
-                (bytes_per_weight * linear + 2 * hidden * vocab) / tensor_parallel
-            ),
-            "linear_bytes": bytes_per_weight * linear / tensor_parallel,
-            "table_bytes": (
-                0.0
-                if config.get("tie_word_embeddings")
-                else 2 * hidden * vocab / tensor_parallel
-            ),
-            "kv_bytes": 4 * layers * kv_heads * width / kv_devices,
-            "dense_flops": (
-                2
-                * (linear + layers * chosen * feed_forward + hidden * vocab)
-                / tensor_parallel
-            ),
-            "attention_flops": 4 * layers * heads * width / tensor_parallel,
-        }
+        # weights of one layer, or of one expert in it
+        projections = 2 * heads + 2 * kv_heads
+        attention = hidden * width * projections
+        feed_forward = 3 * hidden * inner_width
+        of_layer = attention
+        chosen = 0
         if experts:
-            values["expert_bytes"] = (
-                bytes_per_weight * layers * experts * feed_forward / tensor_parallel
-            )
-            values["expert_share"] = chosen / experts
-        return cls(hardware=hardware, **values)
+            chosen = config["num_experts_per_tok"]
+        else:
+            of_layer = attention + feed_forward
+        # weights of all layers
+        linear = layers * of_layer
+        chosen_experts = layers * chosen * feed_forward
+        head = hidden * vocab
+        of_token = linear + chosen_experts + head
+        linear_bytes = bytes_per_weight * linear
+        head_bytes = 2 * hidden * vocab
+        table_bytes = head_bytes / tensor_parallel
+        if config.get("tie_word_embeddings"):
+            table_bytes = 0.0
+        kv_devices = min(tensor_parallel, kv_heads)  # a head is not divided
+        expert_bytes = 0.0
+        expert_share = 0.0
+        if experts:
+            all_bytes = bytes_per_weight * layers * experts * feed_forward
+            expert_bytes = all_bytes / tensor_parallel
+            expert_share = chosen / experts
+        return cls(
+            weight_bytes=(linear_bytes + head_bytes) / tensor_parallel,
+            linear_bytes=linear_bytes / tensor_parallel,
+            kv_bytes=4 * layers * kv_heads * width / kv_devices,
+            dense_flops=2 * of_token / tensor_parallel,
+            attention_flops=4 * layers * heads * width / tensor_parallel,
+            hardware=hardware,
+            expert_bytes=expert_bytes,
+            expert_share=expert_share,
+            table_bytes=table_bytes,
+        )
 
     def seconds(
         self,
@@ -127,12 +134,16 @@ class Roofline:
         drafts. `share`: for a pass of a policy copy, the bytes of its linear weights as
         a share of the policy's; experts are not quantised.
         """
-        b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = (
-            self.weights_s(b * (d + 1), share)
-            + self.kv_bytes * b * s / self.hardware.bandwidth
-        )
-        return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
+        b = np.asarray(requests, dtype=float)
+        s = np.asarray(context, dtype=float)
+        d = np.asarray(drafts, dtype=float)
+        tokens_each = d + 1
+        weights_s = self.weights_s(b * tokens_each, share)
+        kv_s = self.kv_bytes * b * s / self.hardware.bandwidth
+        read_s = weights_s + kv_s
+        compute_s = tokens_each * self._compute(b, s)
+        slower_s = np.maximum(read_s, compute_s)
+        return np.asarray(slower_s)
 
     def step_model(
         self,
@@ -146,37 +157,51 @@ class Roofline:
         `context`: tokens of a request's context at which a token's computing is taken;
         `share`: of the passes of a policy copy, see `seconds`.
         """
-        kv = self.kv_bytes / self.hardware.bandwidth
-        if self.expert_bytes:
-            tokens: Floats = np.exp2(np.arange(tuning.ROOFLINE_DOUBLINGS + 1.0))
-            seconds = np.maximum(
-                self.weights_s(tokens, share), self._compute(tokens, context)
+        kv_s = self.kv_bytes / self.hardware.bandwidth
+        if not self.expert_bytes:
+            read_s = float(self.weights_s(1, share))
+            token_s = float(self._compute(1, context))
+            return StepModel(
+                base=read_s,
+                token=0.0,
+                bend=token_s,
+                knee=read_s / token_s,
+                context=kv_s,
             )
-            found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
-            return replace(found, context=kv)
-        read = float(self.weights_s(1, share))
-        token = float(self._compute(1, context))
-        return StepModel(read, 0.0, token, read / token, context=kv)
+        doublings = np.arange(tuning.ROOFLINE_DOUBLINGS + 1.0)
+        tokens: Floats = np.exp2(doublings)
+        weights_s = self.weights_s(tokens, share)
+        compute_s = self._compute(tokens, context)
+        model = fit(
+            tokens=tokens,
+            requests=tokens,
+            drafted=np.zeros(len(tokens), dtype=bool),
+            seconds=np.maximum(weights_s, compute_s),
+        )
+        return replace(model, context=kv_s)
 
     def weights_s(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
         """Return the seconds in which the weights are read for so many tokens, a policy
         copy's with its `share`: of the experts those that any token chooses, if each
         token's choice is independent and even.
         """
-        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
-        kept = 0.0 if share is None else (1 - share) * self.linear_bytes
-        return np.asarray(
-            (self.weight_bytes + self.expert_bytes * touched - kept)
-            / self.hardware.bandwidth
-        )
+        n = np.asarray(tokens, dtype=float)
+        other_share = 1.0 - self.expert_share
+        read_share = 1.0 - other_share**n
+        saved_bytes = 0.0
+        if share is not None:
+            saved_bytes = (1 - share) * self.linear_bytes
+        expert_bytes = self.expert_bytes * read_share
+        read_bytes = self.weight_bytes + expert_bytes - saved_bytes
+        return np.asarray(read_bytes / self.hardware.bandwidth)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
-        token = (
-            self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
-        )
-        return np.asarray(
-            np.asarray(requests, dtype=float) * token / self.hardware.flops
-        )
+        """Return the seconds in which a token of each request is computed."""
+        b = np.asarray(requests, dtype=float)
+        s = np.asarray(context, dtype=float)
+        token_flops = self.dense_flops + s * self.attention_flops
+        flops = b * token_flops
+        return np.asarray(flops / self.hardware.flops)
 
 
 class Prior(NamedTuple):

@@ -15,16 +15,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
 from das_adapter.core.length import ExpectedLengths
+from das_adapter.core.steps import Floats, Ints
 
 Name = TypeVar("Name", bound=Hashable)
+_NONE_BEGUN: Mapping[int, int] = MappingProxyType({})
 
 
 def predict_rounds(
@@ -37,24 +39,44 @@ def predict_rounds(
     """Predict the decode steps of a response beside so many siblings; `siblings`:
     whether it drafts from them.
     """
-    text = 1.0 + tuning.GROWING_SIBLING * growing + finished
-    text += tuning.HISTORY_SIBLINGS * (problem in expected)
-    doublings = math.log2(text) if siblings else 0.0
-    pace = tuning.PACE_ALONE + tuning.PACE_PER_DOUBLING * doublings
-    return expected[problem] / pace
+    tokens = expected[problem]
+    has_history = problem in expected
+    growing_texts = tuning.GROWING_SIBLING * growing
+    history_texts = tuning.HISTORY_SIBLINGS * has_history
+    texts = 1.0 + growing_texts + finished
+    texts += history_texts
+    doublings = 0.0
+    if siblings:
+        doublings = math.log2(texts)
+    gained_pace = tuning.PACE_PER_DOUBLING * doublings
+    pace = tuning.PACE_ALONE + gained_pace
+    return tokens / pace
 
 
 @dataclass
 class _Part:
     """Samples of a problem that are on one replica, or will be."""
 
-    samples: int
-    rounds: float
+    samples: int = 0
+    rounds: float = 0.0
     """Decode steps that they take; those beyond the replica's slots wait for the
     others.
     """
-    work: float
+    work: float = 0.0
     """Decode steps that each sample adds to the time of all."""
+
+
+Parts = dict[int, _Part]
+"""Samples on one replica, by problem."""
+
+
+class Load(NamedTuple):
+    """What a replica has to do, in decode steps."""
+
+    longest: float
+    """Rounds of its longest part."""
+    work: float
+    """Work of all its requests."""
 
 
 class Replicas(Generic[Name]):
@@ -85,11 +107,12 @@ class Replicas(Generic[Name]):
         self._siblings = siblings
         self._group = group
         self._slots = slots
-        self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
-        self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
-        """Rounds of the longest part and work of all, by replica; see `load`."""
+        self._parts: dict[Name, Parts] = {}
+        """Parts of groups on each replica."""
+        self._loads: dict[Name, Load] = {}
         self._places: dict[int, list[Name]] = {}
-        self._running: Counter[int] = Counter()
+        """Replicas of the samples that are still to come, by problem."""
+        self._running = Counter[int]()
         """Requests in flight, by problem; `_parts` and `_places` know no other
         problems.
         """
@@ -100,7 +123,11 @@ class Replicas(Generic[Name]):
         self._lent = Counter[Name]()
         """Slots of replicas in which responses are written ahead."""
         self._peak = 0.0
+        """Most work that has been in flight in this burst."""
         self._expected = math.inf
+        """Most work that is expected in this burst."""
+        for name in names:
+            self.add(name)
 
     def set_expected_work(self, work: float) -> None:
         """Set the most work that will be in flight at once, in decode steps. It is
@@ -112,24 +139,29 @@ class Replicas(Generic[Name]):
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
         self._parts.setdefault(replica, {})
-        self._loads.setdefault(replica, (0.0, 0.0))
+        self._loads.setdefault(replica, Load(0.0, 0.0))
 
     def remove(self, replica: Name) -> None:
         """Remove a replica that left."""
         self._parts.pop(replica, None)
         self._loads.pop(replica, None)
-        for problem, places in self._places.items():
-            self._places[problem] = [place for place in places if place != replica]
+        for places in self._places.values():
+            while replica in places:
+                places.remove(replica)
 
     def pick(self, problem: int, group: int | None = None) -> Name:
         """Choose a replica for a request, and count it there; `group`: samples of its
         problem that come at once, if not `group`.
         """
-        if not self._places.get(problem):
-            samples = (group or self._group) - self._running[problem]
-            self._places[problem] = self._place(problem, max(1, samples))
+        places = self._places.get(problem)
+        if not places:
+            all_samples = group or self._group
+            samples = all_samples - self._running[problem]
+            samples = max(1, samples)
+            places = self._place(problem, samples)
+            self._places[problem] = places
         self._begin(problem)
-        return self._places[problem].pop(0)
+        return places.pop(0)
 
     def add_request(self, replica: Name, problem: int) -> None:
         """Count a request that has its replica already: the next turn of a
@@ -148,7 +180,8 @@ class Replicas(Generic[Name]):
         # samples that have not come by now would be a new group
         if self._running[problem] <= 0:
             del self._running[problem]
-            for place in self._places.pop(problem, ()):
+            places = self._places.pop(problem, [])
+            for place in places:
                 self._leave(place, problem)
         if not self._running:
             self._expected = self._peak
@@ -160,23 +193,32 @@ class Replicas(Generic[Name]):
         trajectories have several turns for `tuning.REPLICA_QUIET_S`. A replica may
         occur several times.
         """
-        quiet_s = tuning.REPLICA_QUIET_S if self.turns else 0.0
-        quiet_since = time.monotonic() - quiet_s
-        idle = []
-        for name, parts in self._parts.items():
-            ended = self._ended.get(name, math.inf)
-            if not parts and ended <= quiet_since:
-                idle.append(name)
         lent: list[Name] = []
         if not self._running:
             return lent
-        while idle and len(lent) < max_slots:
+        idle = self._idle()
+        if not idle:
+            return lent
+        while len(lent) < max_slots:
             replica = min(idle, key=self._lent.__getitem__)
             if self._lent[replica] >= self._slots:
                 break
             self._lent[replica] += 1
             lent.append(replica)
         return lent
+
+    def _idle(self) -> list[Name]:
+        """Return the replicas that have had nothing to do for long enough."""
+        quiet_s = 0.0
+        if self.turns:
+            quiet_s = tuning.REPLICA_QUIET_S
+        quiet_since = time.monotonic() - quiet_s
+        idle = []
+        for name, parts in self._parts.items():
+            ended = self._ended.get(name, math.inf)
+            if not parts and ended <= quiet_since:
+                idle.append(name)
+        return idle
 
     def give_back(self, replica: Name) -> None:
         """Count a slot that was lent as free again."""
@@ -188,10 +230,12 @@ class Replicas(Generic[Name]):
         """
         steps = predict_rounds(problem, self.expected, self._siblings, others)
         tokens = self.expected[problem]
-        of_step = steps / tuning.DOUBLING_REQUESTS + tokens / tuning.DOUBLING_TOKENS
-        return max(steps / self._slots, of_step)
+        of_request = steps / tuning.DOUBLING_REQUESTS
+        of_tokens = tokens / tuning.DOUBLING_TOKENS
+        of_slot = steps / self._slots
+        return max(of_slot, of_request + of_tokens)
 
-    def load(self, replica: Name) -> tuple[float, float]:
+    def load(self, replica: Name) -> Load:
         """Compute the rounds of a replica's longest part, and the work of all its
         requests.
         """
@@ -200,44 +244,50 @@ class Replicas(Generic[Name]):
         for part in self._parts[replica].values():
             longest = max(longest, part.rounds)
             work += part.samples * part.work
-        return longest, work
+        return Load(longest, work)
 
     def _place(self, problem: int, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
         names = list(self._loads)
         loads = np.array(list(self._loads.values()))
-        longest, work = loads.T
-        whole = samples * self.work(problem, samples - 1)
-        in_flight = whole + float(work.sum())
+        total_work = loads[:, 1].sum()
+        group_work = self._whole_work(problem, samples)
+        in_flight = group_work + float(total_work)
         self._peak = max(self._peak, in_flight)
-        share = max(self._expected, self._peak) / len(names)
+        most_work = max(self._expected, self._peak)
+        share = most_work / len(names)
         first_end = math.inf
         places = list[Name]()
         last_each = 0
-        for parts in range(1, min(samples, len(names)) + 1):
+        max_parts = min(samples, len(names))
+        for parts in range(1, max_parts + 1):
             each = math.ceil(samples / parts)
             if each == last_each:
                 continue
             last_each = each
-            part_work = each * self.work(problem, each - 1)
-            part_rounds = self._rounds(problem, each)
-            longest_after = np.maximum(longest, part_rounds)
-            work_after = work + part_work
-            by_end = np.argsort(longest_after + work_after, kind="stable")
-            chosen = by_end[:parts]
-            ends = longest + np.maximum(0.0, work - share)
-            excess_after = np.maximum(0.0, work_after[chosen] - share)
-            ends[chosen] = longest_after[chosen] + excess_after
-            mean_more = parts * part_work / len(names)
-            end = float(ends.max() + mean_more)
+            part = _Part(
+                samples=each,
+                rounds=self._rounds(problem, each),
+                work=self._whole_work(problem, each),
+            )
+            end, chosen = _divide(loads, share, part, parts)
             if end >= first_end:
                 break
             first_end = end
-            places = [names[i] for i in chosen for _ in range(each)]
+            places = []
+            for index in chosen:
+                replica = names[index]
+                places += [replica] * each
         places = places[:samples]
-        for replica, count in Counter(places).items():
+        samples_on = Counter(places)
+        for replica, count in samples_on.items():
             self._join(replica, problem, count)
         return places
+
+    def _whole_work(self, problem: int, samples: int) -> float:
+        """Return the work of so many samples of a problem together."""
+        others = samples - 1
+        return samples * self.work(problem, others)
 
     def _begin(self, problem: int) -> None:
         if not self._running:
@@ -245,17 +295,22 @@ class Replicas(Generic[Name]):
         self._running[problem] += 1
 
     def _join(self, replica: Name, problem: int, samples: int = 1) -> None:
-        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
-        part.samples += samples
-        part.rounds = self._rounds(problem, part.samples)
-        part.work = self.work(problem, part.samples - 1)
+        new = _Part()
+        parts = self._parts[replica]
+        part = parts.setdefault(problem, new)
+        samples += part.samples
+        others = samples - 1
+        part.samples = samples
+        part.rounds = self._rounds(problem, samples)
+        part.work = self.work(problem, others)
         self._loads[replica] = self.load(replica)
 
     def _rounds(self, problem: int, samples: int) -> float:
         """Return the rounds of so many samples of a problem on one replica."""
         others = samples - 1
         rounds = predict_rounds(problem, self.expected, self._siblings, others)
-        waves = max(1, math.ceil(samples / self._slots))
+        waves = math.ceil(samples / self._slots)
+        waves = max(1, waves)
         return rounds * waves
 
     def _leave(self, replica: Name, problem: int) -> None:
@@ -269,6 +324,41 @@ class Replicas(Generic[Name]):
         self._loads[replica] = self.load(replica)
 
 
+def _divide(
+    loads: Floats,
+    share: float,
+    part: _Part,
+    num_parts: int,
+) -> tuple[float, list[int]]:
+    """Put equal parts of a group on as many replicas, where the rollout ends first.
+
+    Args:
+        loads: `Load` of each replica, float64 [replicas, 2].
+        share: work of a replica that does not count.
+        part: one part of the group; its work is that of all its samples.
+        num_parts: how many parts there are.
+
+    Returns:
+        When the rollout ends, and the indices of the replicas.
+    """
+    longest, work = loads.T
+    longest_after = np.maximum(longest, part.rounds)
+    work_after = work + part.work
+    ends_after = longest_after + work_after
+    by_end = np.argsort(ends_after, kind="stable")
+    chosen = by_end[:num_parts]
+    excess = np.maximum(0.0, work - share)
+    excess_after = np.maximum(0.0, work_after - share)
+    ends = longest + excess
+    with_part = longest_after + excess_after
+    ends[chosen] = with_part[chosen]
+    more_work = num_parts * part.work
+    mean_more = more_work / len(loads)
+    last_end = ends.max()
+    end = float(last_end + mean_more)
+    return end, chosen.tolist()
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """A turn of a trajectory that a worker has generated, and whose text is in its
@@ -278,7 +368,7 @@ class Turn:
     problem: int
     prompt: int
     """Tokens of its prompt."""
-    text: npt.NDArray[np.int64]
+    text: Ints
     """Token ids of prompt and response."""
     worker: int
 
@@ -286,7 +376,7 @@ class Turn:
 def match_next_turns(
     turns: Iterable[Turn],
     problems: Sequence[int],
-    prompts: Sequence[npt.NDArray[np.int64]],
+    prompts: Sequence[Ints],
 ) -> dict[int, int]:
     """Find the rows of a batch that are next turns of trajectories, and the worker of
     each.
@@ -294,39 +384,44 @@ def match_next_turns(
     A row follows the turn of its problem with whose prompt it begins, and with whose
     response it goes on longest; no two rows follow the same one.
     """
-    of_problem = defaultdict[int, list[Turn]](list)
+    turns_of = defaultdict[int, list[Turn]](list)
     for turn in turns:
-        of_problem[turn.problem].append(turn)
+        turns_of[turn.problem].append(turn)
     workers: dict[int, int] = {}
-    for row, (problem, prompt) in enumerate(zip(problems, prompts, strict=True)):
-        before = _turn_before(of_problem[problem], prompt)
-        if before is not None:
-            workers[row] = before.worker
-            of_problem[problem].remove(before)
+    rows = zip(problems, prompts, strict=True)
+    for row, (problem, prompt) in enumerate(rows):
+        of_problem = turns_of[problem]
+        before = _turn_before(of_problem, prompt)
+        if before is None:
+            continue
+        workers[row] = before.worker
+        of_problem.remove(before)
     return workers
 
 
-def _turn_before(turns: Iterable[Turn], prompt: npt.NDArray[np.int64]) -> Turn | None:
+def _turn_before(turns: Iterable[Turn], prompt: Ints) -> Turn | None:
     """Return the turn with whose prompt a longer prompt begins, and with whose response
     it goes on longest; None: there is none.
     """
-    found = None
+    latest = None
     longest = -1
     for turn in turns:
         if turn.prompt >= len(prompt):
             continue
         shared = _shared_tokens(turn.text, prompt)
         if shared >= turn.prompt and shared > longest:
-            found = turn
+            latest = turn
             longest = shared
-    return found
+    return latest
 
 
-def _shared_tokens(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+def _shared_tokens(one: Ints, other: Ints) -> int:
     """Return with how many equal tokens two texts begin."""
     tokens = min(len(one), len(other))
     differ = one[:tokens] != other[:tokens]
-    return int(differ.argmax()) if differ.any() else tokens
+    if not differ.any():
+        return tokens
+    return int(differ.argmax())
 
 
 def distribute_batch(
@@ -335,7 +430,7 @@ def distribute_batch(
     workers: int,
     siblings: bool = True,
     slots: float = math.inf,
-    begun: Mapping[int, int] | None = None,
+    begun: Mapping[int, int] = _NONE_BEGUN,
 ) -> list[list[int]]:
     """Distribute a batch over data-parallel workers, the groups with most to write
     first. On a worker that has more rows than slots the first sample of each group
@@ -351,40 +446,46 @@ def distribute_batch(
         For each worker its rows, in the order in which they start; every row is in
         exactly one list.
     """
-    begun = begun or {}
-    rows_of = dict[int, list[int]]()
+    rows_of = defaultdict[int, list[int]](list)
     for row, problem in enumerate(problems):
-        rows_of.setdefault(problem, []).append(row)
+        rows_of[problem].append(row)
 
     def tokens(problem: int) -> float:
-        return expected[problem] * len(rows_of[problem])
+        samples = len(rows_of[problem])
+        return expected[problem] * samples
 
-    most_first = sorted(rows_of, key=tokens, reverse=True)
+    longest_first = sorted(rows_of, key=tokens, reverse=True)
     replicas = Replicas(range(workers), siblings, slots=slots)
     replicas.expected = expected
     work = 0.0
-    for problem in most_first:
+    for problem in longest_first:
         samples = len(rows_of[problem])
-        work += samples * replicas.work(problem, samples - 1)
+        sample_work = replicas.work(problem, samples - 1)
+        group_work = samples * sample_work
+        work += group_work
     replicas.set_expected_work(work)
     shares: list[list[int]] = [[] for _ in range(workers)]
     for row, worker in begun.items():
         replicas.add_request(worker, problems[row])
         shares[worker].append(row)
-    for problem in most_first:
+    largest_group = 1
+    for problem in longest_first:
         rows = rows_of[problem]
+        samples = len(rows)
+        largest_group = max(largest_group, samples)
         for row in rows:
-            if row not in begun:
-                worker = replicas.pick(problem, len(rows))
-                shares[worker].append(row)
-    largest = max(map(len, rows_of.values()), default=1)
+            if row in begun:
+                continue
+            worker = replicas.pick(problem, samples)
+            shares[worker].append(row)
     for share in shares:
-        leaders = siblings and len(share) > slots
-        order = StartOrder(leaders, largest)
+        first_leads = siblings and len(share) > slots
+        order = StartOrder(first_leads, largest_group)
         order.refresh(expected, 0)
         priorities = {}
         for row in share:
-            priorities[row] = order.priority(problems[row], row in begun)
+            has_begun = row in begun
+            priorities[row] = order.priority(problems[row], has_begun)
         share.sort(key=priorities.__getitem__)
     return shares
 
@@ -405,14 +506,15 @@ class StartOrder:
         self._group = group
         self._expected = ExpectedLengths()
         self._version = 0
-        self._started: Counter[int] = Counter()
+        self._started = Counter[int]()
         """Requests by problem, since the weight sync."""
 
     def refresh(self, expected: ExpectedLengths | None, version: int) -> None:
         """Set the expected lengths (None: they stay) and the weight version, at a
         weight sync.
         """
-        self._expected = expected or self._expected
+        if expected is not None:
+            self._expected = expected
         self._version = version
         self._started.clear()
 
@@ -421,25 +523,29 @@ class StartOrder:
         lowest starts first. A trajectory that has begun goes on as early as the group's
         first sample.
         """
+        num_started = self._started[problem]
         others = self._group - 1
         about = (problem, self._expected, self._siblings)
         steps = predict_rounds(*about, others)
-        leads = not self._started[problem]
+        leads = not num_started
         if begun or leads:
-            behind = predict_rounds(*about, others - 1, finished=1)
-            steps += others * (steps - behind)
+            others_behind = others - 1
+            steps_behind = predict_rounds(*about, others_behind, finished=1)
+            saved_steps = steps - steps_behind
+            steps += others * saved_steps
         if not begun:
-            self._started[problem] += 1
-        self._group = max(self._group, self._started[problem])
-        return self._version * 2**32 - round(1000 * steps)
+            num_started += 1
+        self._started[problem] = num_started
+        self._group = max(self._group, num_started)
+        first = self._version * 2**32
+        milli_steps = round(1000 * steps)
+        return first - milli_steps
 
 
 def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
     """Return the order of an engine's requests that the block asks for; None: that of
     their arrival.
     """
-    return (
-        StartOrder(das.shares_history, group)
-        if das.routing == "longest_first"
-        else None
-    )
+    if das.routing != "longest_first":
+        return None
+    return StartOrder(das.shares_history, group)

@@ -17,7 +17,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Chances = npt.NDArray[np.float32]
+TokenKinds = npt.NDArray[np.uint8]
+"""Kinds of draft tokens; see `core.confidence`."""
 Candidates = tuple[Chances, Ints]
 """Drafts of b requests from the history: the chance of each token to be reached and
 accepted, float32 [n], request after request, and offsets, int64 [b + 1]. The chances of
@@ -45,7 +48,7 @@ class Outcome(NamedTuple):
     """Tokens of each request's text, prompt included; None: not known, and step times
     that depend on it are taken to have none.
     """
-    kinds: npt.NDArray[np.uint8] | None = None
+    token_kinds: TokenKinds | None = None
     """Kinds of the model's draft tokens, see `core.confidence`, uint8 [b, n]; None:
     nobody says how sure the model was.
     """
@@ -83,7 +86,8 @@ class TimedStep(NamedTuple):
     @property
     def drafted(self) -> bool:
         """Whether it verified draft tokens."""
-        return self.tokens > len(self.slots)
+        requests = len(self.slots)
+        return self.tokens > requests
 
 
 class Rest(NamedTuple):
@@ -100,10 +104,10 @@ class Rest(NamedTuple):
 class Search(NamedTuple):
     """What to look for, before it is known what there is."""
 
-    limits: Ints
-    """Most tokens of each request, int64 [b]."""
-    floor: float
-    """Chance under which a draft ends."""
+    max_tokens: Ints
+    """Most draft tokens of each request, int64 [b]."""
+    min_chance: float
+    """Survival chance under which a draft ends."""
 
 
 class StepPlan(NamedTuple):
@@ -133,10 +137,14 @@ class StepPlan(NamedTuple):
     @classmethod
     def nothing(cls, requests: int) -> StepPlan:
         """Return a plan without drafts."""
-        return cls(*np.zeros((2, requests), dtype=np.int64))
+        history = np.zeros(requests, dtype=np.int64)
+        model = np.zeros(requests, dtype=np.int64)
+        return cls(history, model)
 
     @property
     def total(self) -> int:
         """Draft tokens of all requests."""
-        # NumPy's take longer for few requests
-        return sum(self.history.tolist()) + sum(self.model.tolist())
+        # NumPy's sums take longer for few requests
+        of_history = sum(self.history.tolist())
+        of_model = sum(self.model.tolist())
+        return of_history + of_model

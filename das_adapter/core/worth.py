@@ -52,11 +52,18 @@ def _rest_of_round(last: Floats, tokens: Floats, model: StepModel) -> float:
     """Return the seconds of one of the rollout's last rounds that belong to no request:
     the step's time without its tokens and requests.
     """
-    num_last_requests = 1.0 / float(last @ last)
-    """Of as many requests with equal chances one would end last."""
-    num_last_tokens = num_last_requests * float(last @ tokens)
-    drafts = num_last_tokens > num_last_requests
-    step_s = model.step(num_last_tokens, num_last_requests, drafts)
-    tokens_s = model.slope(num_last_tokens) * num_last_tokens
+    squares = float(last @ last)
+    # of as many requests with equal chances one would end last
+    num_last_requests = 1.0 / squares
+    mean_tokens = float(last @ tokens)
+    num_last_tokens = num_last_requests * mean_tokens
+    drafted = num_last_tokens > num_last_requests
+    step_s = model.step(
+        tokens=num_last_tokens,
+        requests=num_last_requests,
+        drafted=drafted,
+    )
+    token_s = model.slope(num_last_tokens)
+    tokens_s = token_s * num_last_tokens
     requests_s = model.request * num_last_requests
     return max(0.0, step_s - tokens_s - requests_s)

@@ -244,7 +244,7 @@ class EngineController:
         self._tell()
 
     def _tell(self) -> None:
-        if news := self.policy.take_news():
+        if news := self.policy.pop_news():
             logger.warning("%s", news)
 
     # Commands of the host

@@ -145,8 +145,8 @@ class Controlled(Drafting):
         if not isinstance(decision, Rest):
             candidates: Candidates | None = None
             if self._das.looked_up:
-                limits = np.minimum(decision.limits, r.room(rows))
-                looked_up = self.history.offer(rows, limits, decision.floor)
+                limits = np.minimum(decision.max_tokens, r.room(rows))
+                looked_up = self.history.offer(rows, limits, decision.min_chance)
                 candidates = looked_up.chances, looked_up.offsets
                 own_s += tuning.LOOK_REQUEST_S * len(rows)
             chosen = policy.choose(decision, candidates)
@@ -264,12 +264,12 @@ class Controlled(Drafting):
             return
         r = self._requests
         room = r.room(rows)
-        limits = search.limits
+        limits = search.max_tokens
         chances, offsets, _ = looked_up
         first_left_out = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)
         cut = kept < np.diff(offsets)
         with np.errstate(divide="ignore"):
-            log_min_chance = np.log(np.where(cut, first_left_out, search.floor))
+            log_min_chance = np.log(np.where(cut, first_left_out, search.min_chance))
         log_min_chance[(limits <= 0) & (room > 0)] = np.inf
         r.log_min_chance[rows] = log_min_chance
         r.max_draft_tokens[rows] = np.where(

@@ -70,11 +70,11 @@ def rollout(
         got = int(pace) if drafted else 1
         if asked:
             account.decided(requests, asking > 1.0, False)
-            account.timed(
+            account.record_step(
                 timed_step(np.full(requests, got), took, drafted, context), None
             )
         elif not drafted:
-            account.timed(
+            account.record_step(
                 timed_step(
                     np.ones(requests, dtype=int), took, False, context, asked=False
                 ),
@@ -100,7 +100,7 @@ def knowing() -> Account:
 def judged(account: Account) -> str | None:
     """What a weight sync says."""
     account.sync()
-    return account.take_news()
+    return account.pop_news()
 
 
 # 1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain
@@ -108,7 +108,7 @@ def judged(account: Account) -> str | None:
 
 
 def draws(account: Account, *steps: tuple[int, float | None]) -> list[bool]:
-    return [account.draws(running, gain, True) for running, gain in steps]
+    return [account.drafts_pay(running, gain, True) for running, gain in steps]
 
 
 def test_it_begins_at_the_margin_and_goes_on_at_two_hundredths() -> None:
@@ -122,12 +122,12 @@ def test_fixed_budgets_are_drafted_where_they_do_not_lose_and_always_where_the_u
 ):
     account = make()
     always = make("always")
-    assert [account.draws(8, gain, False) for gain in (0.05, 0.0, -0.01)] == [
+    assert [account.drafts_pay(8, gain, False) for gain in (0.05, 0.0, -0.01)] == [
         True,
         True,
         False,
     ]
-    assert [always.draws(8, gain, False) for gain in (0.05, -0.5, None)] == [True] * 3
+    assert [always.drafts_pay(8, gain, False) for gain in (0.05, -0.5, None)] == [True] * 3
     assert draws(always, (500, 0.02), (1, 0.01)) == [True, False]  # nobody would gain
 
 
@@ -178,7 +178,7 @@ def steps_until(account: Account, probe: Probe, drafted: bool) -> int:
     for step in range(10_000):
         if account.probe(probe):
             return step
-        account.timed(timed_step(ONE, 0.01, drafted), None)
+        account.record_step(timed_step(ONE, 0.01, drafted), None)
     return 10_000
 
 
@@ -260,7 +260,7 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
         rollout(account, asking=1.08)
         account.sync()
     rollout(account, asking=1.3, pace=4)
-    account.take_news()
+    account.pop_news()
     assert judged(account) is None
     while not account.idle:
         rollout(account, asking=1.08)
@@ -332,7 +332,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
 def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
     account = make()
     rollout(account, asking=1.0)
-    account.timed(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
+    account.record_step(timed_step(ONE, 9.0, False), PLAIN.step(8, 8, False))
     # it counts as one step more
     assert account.time.saved_s() >= -1.1 * PLAIN.step(8, 8, False)
     assert judged(account) is None
@@ -352,7 +352,7 @@ def model_rests(
     so long, and saved so much, as shares of the rollout's time.
     """
     seconds = rollout(account, 1.0)[0]
-    account.model(took=took * seconds, saved=saved * seconds)
+    account.record_model(took_s=took * seconds, saved_s=saved * seconds)
     account.sync(may_rest)
     return account.model_rest.reason is not None
 
@@ -383,12 +383,12 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
     account = make(speculate, model=PLAIN)
     for step in range(tuning.GUARD_STEPS):
         assert account.state is State.DRAFTING, step
-        account.timed(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
+        account.record_step(timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), True), None)
         account.advance(1)
     assert account.state is State.STOPPED
     assert "of drafted steps" in (account.reason or "")
-    assert "no drafts until the next weight sync" in (account.take_news() or "")
-    assert account.take_news() is None
+    assert "no drafts until the next weight sync" in (account.pop_news() or "")
+    assert account.pop_news() is None
     assert not account.asks(8, False)
     assert account.figures()["reason"] == account.reason
     account.sync()
@@ -400,7 +400,7 @@ def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_d
 ):
     account = make(model=PLAIN)
     for drafted in [False] * 1000 + [True] * tuning.GUARD_STEPS:
-        account.timed(
+        account.record_step(
             timed_step(
                 ONE, (1.0 if drafted else 1.01) * PLAIN.step(8, 8, False), drafted
             ),
@@ -415,7 +415,7 @@ def test_a_bad_step_of_a_batch_that_has_just_begun_stops_nothing() -> None:
     for step in range(tuning.GUARD_STEPS):
         if step == tuning.GUARD_STEPS - 1:
             account.time.begin_batch()
-        account.timed(
+        account.record_step(
             timed_step(ONE, 1.3 * PLAIN.step(8, 8, False), drafted=True), None
         )
     assert account.state is State.DRAFTING
@@ -490,9 +490,13 @@ def test_baseline_steps_after_the_others_end_are_rounds_of_plain_decoding_that_t
     account.time.end_request(0)
     singly = 20 if together else 90
     for _ in range(singly):
-        account.timed(TimedStep(alone + 1, alone + 1, 1, seconds, asked=False), None)
+        account.record_step(
+            TimedStep(alone + 1, alone + 1, 1, seconds, asked=False), None
+        )
     if singly < 90:
-        account.count(alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0]))
+        account.record_baseline_steps(
+            alone + 1, np.array([90 - singly, (90 - singly) * seconds, 0.0])
+        )
     plain = 100 * PLAIN.step(2, 2, False)
     assert account.time.plain_s() == pytest.approx(plain, rel=0.01)
     assert account.time.saved_s() == pytest.approx(

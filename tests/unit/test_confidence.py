@@ -108,7 +108,7 @@ def planned(
     batch = len(worth)
     drafts.set_pass_prior(StepModel(base=passes, token=0.0))
     if kinds[0]:
-        drafts.record_draft_kinds(np.array(kinds, dtype=np.uint8))
+        drafts.record_token_kinds(np.array(kinds, dtype=np.uint8))
     limits = np.full(batch, len(kinds[0]))
     nobody = np.zeros(batch + 1, dtype=np.int64)
     offer = DraftCandidates(limits, np.zeros(0, np.float32), nobody, drafts, 0.0, True)

@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from das_adapter.config import DasConfig
-from das_adapter.core.policy import least_chance
+from das_adapter.core.policy import fixed_min_chance
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import PlanInForce
 from das_adapter.engine.timing import an_eighth_apart
@@ -131,7 +131,7 @@ class HistorySpeculator(BaseSpeculator):
                 states.all_token_ids.gpu,
                 self._drafts.shape[1],
                 self._config.history.device_bytes // 4,
-                least_chance(self._config.budget),
+                fixed_min_chance(self._config.budget),
                 self._vocabulary,
             )
             self._drafts, self.draft_token_confidence_probs = (

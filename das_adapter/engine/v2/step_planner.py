@@ -319,7 +319,7 @@ class StepPlanner:
                 step.req_ids, output.sampled, step.verified, self._model_tokens
             )
             if before is not None and before.kinds is not None:
-                outcome = outcome._replace(kinds=self.texts.kinds[outcome.slots])
+                outcome = outcome._replace(token_kinds=self.texts.kinds[outcome.slots])
             self._uncounted = _Counted(output, outcome, sums, time.time() - age_s)
             search = self.engine.policy.next(outcome)
             if isinstance(search, Rest):
@@ -396,7 +396,7 @@ class StepPlanner:
             kinds = step.kinds.numpy()
             self.texts.hear_kinds(step.req_ids, kinds)
             if not self.engine.rehearsing:
-                self.engine.drafts.record_draft_kinds(kinds)
+                self.engine.drafts.record_token_kinds(kinds)
 
     # Plans
 
@@ -429,7 +429,7 @@ class StepPlanner:
         # most.
         longest = num_model_tokens
         if self.engine.history is not None:
-            longest = _largest(search.limits)
+            longest = _largest(search.max_tokens)
         req_ids = step.req_ids
         if len(places) < len(req_ids):
             req_ids = [req_ids[place] for place in places.tolist()]
@@ -440,7 +440,7 @@ class StepPlanner:
             chances,
             chosen.budget,
             req_ids,
-            search.limits,
+            search.max_tokens,
             chosen.worth / chosen.worth.max(),
         )
 
