@@ -256,8 +256,8 @@ class Account:
 
     def _loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they
-        do not. The estimate is as good as the latency model, which is brought up to
-        date before it is held against the drafts.
+        do not. The estimate is as good as the models of step times, which are brought
+        up to date before it is held against the drafts.
         """
         batch = self.time.batch
         for _ in range(2):
@@ -268,7 +268,7 @@ class Account:
                 - tuning.ROLLOUT_LOSS * batch.seconds
             ):
                 return None
-            self.time.engine.fit()
+            self.time.fit()
         return (
             f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of"
             " drafted steps"

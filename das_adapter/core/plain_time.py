@@ -213,6 +213,11 @@ class PlainTime:
             self.batch.finished.append(int(written[slot]))
             written[slot] = 0
 
+    def fit(self) -> None:
+        """Fit the times of the engine's steps, and of the baseline steps, anew."""
+        self.engine.fit()
+        self.baseline.fit()
+
     @property
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
