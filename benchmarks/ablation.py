@@ -41,7 +41,6 @@ import functools
 import itertools
 import multiprocessing
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +49,6 @@ from typing import Any
 import click
 import numpy as np
 from modelled import (
-    MEDIAN,
     PROMPT,
     RATES,
     DraftedText,
@@ -381,7 +379,7 @@ def _plain_s(model: StepModel, lengths: list[int], slots: int | None) -> float:
 
 
 def grid_run(task: tuple[Cell, str, int]) -> tuple[float, float]:
-    """Return the time of all rollouts, and of all but the first, as a share of off's."""
+    """Return the time of all rollouts, and of all but the first, relative to off."""
     cell, arm, seed = task
     rollouts = texts_of(cell, seed)
     off = [off_s([texts], cell) for texts in rollouts]
@@ -484,7 +482,7 @@ _FOLDER = Path()
 
 
 def _use_folder(folder: Path) -> None:
-    global _FOLDER  # noqa: PLW0603
+    global _FOLDER
     _FOLDER = folder
 
 
