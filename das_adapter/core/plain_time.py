@@ -236,6 +236,7 @@ class PlainTime:
 
     def saved_s(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
+        self.baseline.fit()
         return sum(map(self.batch_saved_s, self._batches))
 
     def batch_saved_s(self, batch: _Batch) -> float:
