@@ -70,6 +70,8 @@ class Text:
         self.told = self.chance
         """The chance that the policy of drafts is told."""
         self.right = rng.random(len(self.chance)) >= rate
+        self.model_right = np.zeros(0, dtype=bool)
+        """Whether each token of a model's drafts is right, bool [n]."""
         self.known = rng.random() >= unknown
         self.at = 0
         """Tokens that are written."""
@@ -91,11 +93,12 @@ class Text:
         found = self.known and bool(before.all())
         return MOST if found else 0
 
-    def write(self, drafted: int) -> int:
-        """Verify so many tokens of the draft here; return how many tokens are
-        written.
+    def write(self, drafted: int, by_model: bool = False) -> int:
+        """Verify so many tokens of the draft here, the model's or the history's; return
+        how many tokens are written.
         """
-        right = self.right[self.at : self.at + drafted]
+        of_source = self.model_right if by_model else self.right
+        right = of_source[self.at : self.at + drafted]
         accepted = int(np.append(right, False).argmin())
         got = min(accepted + 1, self.length - self.at)
         self.at += got
@@ -136,14 +139,16 @@ class Engine:
         texts: Sequence[Text],
         at_once: int | None = None,
         to_the_end: bool = True,
+        sync: bool = True,
     ) -> float:
         """Write texts; return the seconds, scatter apart.
 
         Args:
-            number: of the rollout, whose weight sync follows.
+            number: of the rollout.
             texts: what is written; the first begin first.
             at_once: requests at a time; None: all.
             to_the_end: False: until none waits any more.
+            sync: whether a weight sync follows.
         """
         self._exact_s = 0.0
         waiting = list(enumerate(texts))
@@ -160,7 +165,7 @@ class Engine:
             self._pass_time(self.truth.step(tokens, len(live), tokens > len(live)))
             got = {}
             for req_id, text in live.items():
-                got[req_id] = text.write(self._real(req_id, carried[req_id]))
+                got[req_id] = self._write(req_id, text, carried[req_id])
             self.steps += 1
             self.drafted += tokens - len(live)
             self.accepted += sum(got.values()) - len(live)
@@ -169,7 +174,8 @@ class Engine:
             live = {
                 req_id: text for req_id, text in live.items() if req_id not in ended
             }
-        self._sync(number, texts, live)
+        if sync:
+            self._sync(number, texts, live)
         return self._exact_s
 
     def _pass_time(self, seconds: float, exactly: bool = False) -> None:
@@ -195,9 +201,9 @@ class Engine:
         """
         return dict.fromkeys(live, 0)
 
-    def _real(self, req_id: str, carried: int) -> int:
-        """Return those of the draft tokens that are no fillers."""
-        return carried
+    def _write(self, req_id: str, text: Text, carried: int) -> int:
+        """Verify a request's draft tokens; return how many tokens are written."""
+        return text.write(carried)
 
     def _after(
         self,
@@ -223,16 +229,20 @@ class EngineV1(Engine):
         scatter: Callable[[], float] | None = None,
         search_s: tuple[float, float] = (0.0, 0.0),
         longest: int = LONGEST,
+        one_pass: StepModel | None = None,
     ) -> None:
         """`truth`, `scatter`, `search_s`: see `Engine`; `longest`: tokens that a
-        response may have.
+        response may have; `one_pass`: seconds of a pass of the model that drafts.
         """
         super().__init__(truth, scatter, search_s)
         self.policy = policy
         self._longest = longest
+        self._one_pass = one_pass
         self.ended: list[EndedRequest] = []
         self._slots: dict[str, int] = {}
         self._kept: dict[str, int] = {}
+        self._by_model: dict[str, int] = {}
+        """Tokens of `_kept` that a model drafted."""
 
     def _begin(self, joined: dict[str, tuple[int, Text]]) -> None:
         for req_id, (place, text) in joined.items():
@@ -241,6 +251,9 @@ class EngineV1(Engine):
 
     def _carried(self, live: dict[str, Text]) -> dict[str, int]:
         return {req_id: self._kept.get(req_id, 0) for req_id in live}
+
+    def _write(self, req_id: str, text: Text, carried: int) -> int:
+        return text.write(carried, self._by_model.get(req_id, 0) > 0)
 
     def _after(
         self,
@@ -254,29 +267,48 @@ class EngineV1(Engine):
         tokens = np.array(list(got.values()))
         drafts = np.array(list(carried.values()))
         left = np.array([text.length - text.at for text in live.values()])
+        by_model = np.array([self._by_model.get(req_id, 0) for req_id in live])
         outcome = Outcome(
             slots,
             tokens,
             drafts if drafts.any() else None,
-            None,
+            by_model if self.policy.drafts else None,
             np.maximum(left - 1, 0),
         )
         decision = self.policy.next(outcome)
         asked = not isinstance(decision, Rest) or decision.asked
         self._kept = {}
+        self._by_model = {}
+        drafting_s = 0.0
         if isinstance(decision, Search):
             self._pass_time(self._look(len(live)), exactly=True)
-            found = self._find(live, decision)
-            plan = self.policy.choose(decision, found)
+            plan = self.policy.choose(decision, self._find(live, decision))
             if not isinstance(plan, Rest):
-                self._kept = dict(zip(live, plan.history.tolist(), strict=True))
+                self._by_model = dict(zip(live, plan.model.tolist(), strict=True))
+                tokens_of_both = plan.history + plan.model
+                self._kept = dict(zip(live, tokens_of_both.tolist(), strict=True))
+                drafting_s = self._let_model_draft(plan.model)
         self.policy.flush()
         num_tokens = len(live) + int(drafts.sum())
-        seconds = self.now - began
-        timed = TimedStep(slots, tokens, num_tokens, seconds)
+        seconds = self.now - began - drafting_s
+        timed = TimedStep(slots, tokens, num_tokens, seconds, drafting_s)
         self.policy.timed(timed._replace(asked=asked or timed.drafted))
         for req_id in sorted(ended):
             self.ended.append(self.policy.end(self._slots.pop(req_id)))
+
+    def _let_model_draft(self, tokens: np.ndarray) -> float:
+        """Let a model draft tokens for requests, int64 [b]; return its seconds."""
+        drafts = self.policy.drafts
+        if drafts is None or self._one_pass is None:
+            return 0.0
+        passes = max(int(tokens.max()), drafts.passes_every_step)
+        if not passes:
+            return 0.0
+        asked = max(1, int(np.count_nonzero(tokens)))
+        pass_s = self._one_pass.plain_step(asked)
+        drafts.record_pass(asked, pass_s)
+        self._pass_time(passes * pass_s, exactly=True)
+        return passes * pass_s
 
     def _find(
         self, live: dict[str, Text], search: Search
@@ -388,8 +420,9 @@ class EngineV2(Engine):
         counts = np.bincount(rows, minlength=len(req_ids))
         return dict(zip(req_ids, counts.tolist(), strict=True))
 
-    def _real(self, req_id: str, carried: int) -> int:
-        return min(carried, len(self._offers.get(req_id, ())))
+    def _write(self, req_id: str, text: Text, carried: int) -> int:
+        # the others are fillers
+        return text.write(min(carried, len(self._offers.get(req_id, ()))))
 
     def _after(
         self,
