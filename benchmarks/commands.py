@@ -29,6 +29,9 @@ NEEDED = {
 this order, where it is not there.
 """
 COMMANDS = {
+    "ablation.json": (
+        "PYTHONPATH=.venv/newest benchmarks/ablation.py --traces TRACES --out OUT"
+    ),
     "agreement.json": "benchmarks/agreement.py --out OUT",
     "chaos.json": "benchmarks/soak.py --seed 0 --seed 1 --seed 2 --out OUT",
     "controller.json": "benchmarks/controller.py --out OUT",

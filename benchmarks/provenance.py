@@ -16,6 +16,13 @@ __all__ = ["MEASURES", "provenance", "save", "written"]
 TUNING = "das_adapter/core/tuning.py"
 """The numbers that both the index and the C++ core read."""
 MEASURES = {
+    "ablation.py": [
+        "das_adapter/core",
+        "das_adapter/sim",
+        "das_adapter/engine/v2/step_planner.py",
+        "das_adapter/engine/v2/live.py",
+        "csrc",
+    ],
     "agreement.py": ["das_adapter/core/index", TUNING, "csrc"],
     "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
     "graphs.py": [

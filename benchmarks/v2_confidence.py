@@ -16,36 +16,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 import torch
+from modelled import MEDIAN, PROMPT, DraftedText, EngineWithModel, Record
 from noise_acceptance import copied
 from provenance import provenance, save
 from transformers import AutoModelForCausalLM
-from v2_lengths import MEDIAN, PROMPT, ROLLOUTS, Engine, Text, plain
+from v2_lengths import ROLLOUTS, plain
 
 from das_adapter.core.confidence import EVEN, KINDS
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Roofline
-from das_adapter.engine.plan import DraftPlan
-from das_adapter.engine.v2.neural import Call
-from das_adapter.engine.v2.step_planner import Step
 from das_adapter.sim.models import sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
 from jobs import POLICY
 from requested import prompts
 
-MOST = 7
 QUEUE = 6
 ARMS = ("one", "alike", "own")
-Record = tuple[np.ndarray, np.ndarray]
-"""Kinds of a drafter's tokens, uint8 [n], and whether each is the policy's token, bool
-[n].
-"""
 
 
 @torch.inference_mode()
@@ -95,54 +87,9 @@ def record(
     return found
 
 
-class Drafted(Text):
-    """A response, and how sure its drafter is of each token."""
-
-    def __init__(self, rng: np.random.Generator, records: Sequence[Record]) -> None:
-        super().__init__(rng)
-        kinds = np.zeros(0, np.uint8)
-        right = np.zeros(0, bool)
-        while len(kinds) < self.length + MOST:
-            some = records[rng.integers(len(records))]
-            kinds = np.append(kinds, some[0])
-            right = np.append(right, some[1])
-        self.kinds = kinds
-        self.right = right
-
-
-class ByModel(Engine):
-    """An engine with a model that drafts."""
-
-    def __init__(self, arm: str, model: StepModel, one_pass: StepModel) -> None:
-        super().__init__(
-            arm != "one",
-            model,
-            drafter="draft_model",
-            draft={"model": "any"},
-            max_draft_tokens=MOST,
-        )
-        self._sure = arm == "own"
-        self._pass = one_pass
-
-    def _draft(self, live: Any, chosen: DraftPlan, step: Step) -> dict[str, np.ndarray]:
-        count = chosen.num_draft_tokens
-        drafts = self.planner.engine.drafts
-        kinds = np.array(
-            [text.kinds[text.at :][:count] for text in live.values()], dtype=np.uint8
-        )
-        if count:
-            seconds = count * self._pass.step(len(live), len(live), False)
-            began = self.now
-            self.now += seconds
-            step.calls = [Call(len(live), count, True, began, self.now)]
-            step.kinds = torch.from_numpy(kinds) if self._sure else None
-        known = chosen.chances if self._sure else None
-        chances = (
-            np.full(kinds.shape, drafts.acceptance.rate)
-            if known is None
-            else known[kinds]
-        )
-        return dict(zip(live, chances, strict=True))
+def engine(arm: str, model: StepModel, one_pass: StepModel) -> EngineWithModel:
+    """Return the engine of an arm."""
+    return EngineWithModel(arm != "one", arm == "own", model, one_pass)
 
 
 def synchronous(
@@ -156,11 +103,11 @@ def synchronous(
     off's.
     """
     rng = np.random.default_rng(requests)
-    engine = ByModel(arm, model, one_pass)
+    modelled = engine(arm, model, one_pass)
     rollouts = [
-        [Drafted(rng, records) for _ in range(requests)] for _ in range(ROLLOUTS)
+        [DraftedText(rng, records) for _ in range(requests)] for _ in range(ROLLOUTS)
     ]
-    took = [engine.rollout(number, texts) for number, texts in enumerate(rollouts)]
+    took = [modelled.rollout(number, texts) for number, texts in enumerate(rollouts)]
     return sum(took[1:]) / sum(plain(texts, model) for texts in rollouts[1:])
 
 
@@ -175,14 +122,15 @@ def asynchronous(
     a share of off's. Of those that begin together a part is written already.
     """
     rng = np.random.default_rng(requests)
-    engine = ByModel(arm, model, one_pass)
+    modelled = engine(arm, model, one_pass)
     rollouts = [
-        [Drafted(rng, records) for _ in range(QUEUE * requests)] for _ in range(2)
+        [DraftedText(rng, records) for _ in range(QUEUE * requests)] for _ in range(2)
     ]
     for text in (text for texts in rollouts for text in texts[:requests]):
         text.length = int(rng.integers(1, text.length + 1))
     took = [
-        engine.rollout(number, texts, requests) for number, texts in enumerate(rollouts)
+        modelled.rollout(number, texts, requests, to_the_end=False)
+        for number, texts in enumerate(rollouts)
     ]
     off = model.step(requests, requests, False) / requests
     return took[1] / sum(text.at for text in rollouts[1]) / off

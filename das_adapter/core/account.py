@@ -293,8 +293,8 @@ class Account:
 
     def _explain_batch_loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they
-        do not. The estimate is as good as the latency model, which is brought up to
-        date before it is held against the drafts.
+        do not. The estimate is as good as the models of step times, which are brought
+        up to date before it is held against the drafts.
         """
         batch = self.time.batch
         drafted_loss_s = tuning.GUARD_LOSS * batch.drafted_seconds
@@ -304,7 +304,7 @@ class Account:
             saved_s = self.time.batch_saved_s(batch)
             if saved_s >= -max_loss_s:
                 return None
-            self.time.engine.fit()
+            self.time.fit()
         return (
             f"speculation cost {-saved_s:.2f} s in {batch.drafted_seconds:.2f} s of"
             " drafted steps"

@@ -250,6 +250,11 @@ class PlainTime:
         self.batch.finished.append(num_tokens)
         written[slot] = 0
 
+    def fit(self) -> None:
+        """Fit the times of the engine's steps, and of the baseline steps, anew."""
+        self.engine.fit()
+        self.baseline.fit()
+
     @property
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
@@ -269,6 +274,7 @@ class PlainTime:
 
     def saved_s(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
+        self.baseline.fit()
         saved = [self.batch_saved_s(batch) for batch in self._batches]
         return sum(saved)
 

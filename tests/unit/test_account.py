@@ -395,6 +395,26 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(
     assert account.asks(8, True)
 
 
+def test_the_guard_fits_the_baseline_steps_before_it_holds_them_against_the_drafts() -> (
+    None
+):
+    """The first ones, of a full batch, say nothing of a request that runs alone."""
+    flat = StepModel(base=0.01, token=0.0)
+    account = Account(PlainTime(StepTimes(flat)))
+    for requests in (128, 1):
+        slots = np.arange(requests)
+        one = np.ones(requests, dtype=int)
+        for _ in range(tuning.JUDGED_SAMPLES // 2):
+            plain = TimedStep(slots, one, requests, flat.base, asked=False)
+            account.timed(plain, flat.base)
+    assert account.time.known
+    alone = np.arange(1)
+    for _ in range(2 * tuning.GUARD_STEPS):
+        account.timed(TimedStep(alone, np.array([2]), 4, flat.base), flat.base)
+    assert account.take_news() is None
+    assert account.time.saved_s() == pytest.approx(1.28, rel=0.1)
+
+
 def test_an_error_of_one_percent_in_many_plain_steps_is_not_held_against_a_few_drafted_ones() -> (
     None
 ):

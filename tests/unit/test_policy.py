@@ -4,36 +4,24 @@ makes a rollout slower.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from driver import decide
+from modelled import Engine, EngineV1, Text
 
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.policy import DraftPolicy, EndedRequest
+from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.requests import RequestTable
 from das_adapter.core.steps import Outcome, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
-
-
-@dataclass
-class Rollout:
-    seconds: float
-    steps: int
-    drafted: int
-    accepted: int
-    texts: list[int]
-    looks: int = 0
-    """Steps in which the history was searched."""
-    ended: list[EndedRequest] = field(default_factory=list)
 
 
 def stated(limits: np.ndarray, chance: float) -> tuple[np.ndarray, np.ndarray]:
@@ -48,61 +36,22 @@ def rollout(
     truth: StepModel,
     policy: DraftPolicy | None,
     chance: float = 0.8,
-    most: int = 16,
     at_once: int | None = None,
-) -> Rollout:
+) -> Engine:
     """Decode requests of these lengths; request i is problem i. A draft token survives
     with `chance` to the power of its place, by a draw fixed for (request, position).
     """
     rng = np.random.default_rng(7)
-    right = [rng.random(length + most + 2) < chance for length in lengths]
-    done = np.zeros(len(lengths), dtype=int)
-    slots: dict[int, int] = {}
-    seconds = 0.0
-    steps = 0
-    looks = 0
-    ended: list[EndedRequest] = []
-    total_drafted = 0
-    total_accepted = 0
-    keep: dict[int, int] = {}
-    while (done < lengths).any():
-        live = [i for i in range(len(lengths)) if done[i] < lengths[i]][:at_once]
-        steps += 1
-        for i in live:
-            if policy and i not in slots:
-                slots[i] = policy.begin(i, int(done[i]), int(lengths.max()))
-        carried = np.array([keep.get(i, 0) for i in live])
-        got = []
-        for i, d in zip(live, carried, strict=True):
-            hits = right[i][done[i] : done[i] + d]
-            accepted = int(np.argmin(np.append(hits, False)))
-            total_accepted += accepted
-            got.append(min(accepted + 1, lengths[i] - done[i]))
-        tokens = len(live) + int(carried.sum())
-        took = truth.step(tokens, len(live), carried.any())
-        seconds += took
-        total_drafted += int(carried.sum())
-        done[live] += got
-        if policy is None:
-            continue
-        at = np.array([slots[i] for i in live])
-        grown = np.array(got)
-        room = np.maximum(lengths[live] - done[live] - 1, 0)
-        decoded = Outcome(at, grown, carried if carried.any() else None, None, room)
-
-        def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal looks
-            looks += 1
-            return stated(limits, chance)
-
-        plan = decide(policy, decoded, history)
-        keep = dict(zip(live, plan.history.tolist(), strict=True))
-        policy.timed(TimedStep(at, grown, tokens, took))
-        for i in [i for i in live if done[i] >= lengths[i]]:
-            ended.append(policy.end(slots.pop(i)))
-    return Rollout(
-        seconds, steps, total_drafted, total_accepted, done.tolist(), looks, ended
-    )
+    texts = []
+    for length in lengths.tolist():
+        text = Text(rng, length, rates=(1.0 - chance,), unknown=0.0)
+        text.blind = 0
+        texts.append(text)
+    engine = Engine(truth)
+    if policy is not None:
+        engine = EngineV1(policy, truth, longest=int(lengths.max()))
+    engine.rollout(0, texts, at_once, sync=False)
+    return engine
 
 
 def make(
@@ -137,10 +86,8 @@ def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
     times = {}
     for k in (1, 3, 7, 15):
         fixed = warm(make("unlimited", k, speculate="always"), lengths, MEMORY_BOUND)
-        times[k] = rollout(lengths, MEMORY_BOUND, fixed).seconds
-    optimal = rollout(
-        lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)
-    ).seconds
+        times[k] = rollout(lengths, MEMORY_BOUND, fixed).now
+    optimal = rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)).now
     assert optimal < 0.9 * min(times.values())
 
 
@@ -153,13 +100,13 @@ def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(
     ).astype(int)
     lengths[0] = 200
     fixed = [
-        rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).seconds
+        rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).now
         for k in (1, 3, 7, 15)
     ]
     policy = warm(make(), np.full(48, 96), MEMORY_BOUND)
     groups = [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)]
     policy.weight_sync(np.array(groups, RESPONSE))
-    assert rollout(lengths, MEMORY_BOUND, policy).seconds <= 1.05 * min(fixed)
+    assert rollout(lengths, MEMORY_BOUND, policy).now <= 1.05 * min(fixed)
 
 
 @pytest.mark.parametrize(
@@ -172,24 +119,24 @@ def test_never_much_slower_than_off(
     truth: StepModel, chance: float, batch: int
 ) -> None:
     lengths = np.random.default_rng(1).integers(150, 400, batch)
-    off = rollout(lengths, truth, None).seconds
+    off = rollout(lengths, truth, None).now
     policy = warm(make(), lengths, truth, chance=chance)
-    assert rollout(lengths, truth, policy, chance=chance).seconds <= 1.02 * off
+    assert rollout(lengths, truth, policy, chance=chance).now <= 1.02 * off
 
 
 def test_what_is_saved_is_what_is_reported() -> None:
     lengths = long_tail()
-    off = rollout(lengths, MEMORY_BOUND, None).seconds
+    off = rollout(lengths, MEMORY_BOUND, None).now
     policy = warm(make(), lengths, MEMORY_BOUND)
-    on = rollout(lengths, MEMORY_BOUND, policy).seconds
+    on = rollout(lengths, MEMORY_BOUND, policy).now
     assert policy.figures()["time_saved_s"] == pytest.approx(off - on, abs=0.05 * off)
 
 
 def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
     lengths = long_tail()
-    off = rollout(lengths, MEMORY_BOUND, None).seconds
+    off = rollout(lengths, MEMORY_BOUND, None).now
     policy = warm(make(), lengths, MEMORY_BOUND)
-    on = sum(rollout(lengths, MEMORY_BOUND, policy).seconds for _ in range(3))
+    on = sum(rollout(lengths, MEMORY_BOUND, policy).now for _ in range(3))
     assert policy.figures()["time_saved_s"] == pytest.approx(
         3 * off - on, abs=0.05 * 3 * off
     )
@@ -221,7 +168,7 @@ def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
     result = rollout(lengths, truth, policy, chance=0.6)
     assert result.drafted > 300
     assert result.accepted / result.drafted > 0.4
-    assert result.seconds < rollout(lengths, truth, None).seconds
+    assert result.now < rollout(lengths, truth, None).now
 
 
 @pytest.mark.parametrize("budget", ["uniform", "unlimited"])
@@ -292,17 +239,15 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
     off = rollout(lengths, truth, None, at_once=8)
     policy = make()
     on = rollout(lengths, truth, policy, at_once=8)
-    assert on.seconds < 0.55 * off.seconds
-    assert policy.figures()["time_saved_s"] == pytest.approx(
-        off.seconds - on.seconds, rel=0.1
-    )
+    assert on.now < 0.55 * off.now
+    assert policy.figures()["time_saved_s"] == pytest.approx(off.now - on.now, rel=0.1)
 
 
 def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
     """Its longest request was not the last to begin."""
     policy = DraftPolicy(DasConfig(), limit=2048, prior=MEMORY_BOUND)
     lengths = np.array([500] + [40] * 36)
-    seconds = rollout(lengths, MEMORY_BOUND, policy, chance=0.01, at_once=4).seconds
+    seconds = rollout(lengths, MEMORY_BOUND, policy, chance=0.01, at_once=4).now
     assert policy.figures()["time_saved_s"] == pytest.approx(0.0, abs=0.02 * seconds)
 
 
@@ -348,14 +293,14 @@ def test_one_length_for_all_is_never_much_slower_than_off(
     truth: StepModel, chance: float, batch: int
 ) -> None:
     lengths = np.random.default_rng(1).integers(150, 400, batch)
-    off = rollout(lengths, truth, None).seconds
+    off = rollout(lengths, truth, None).now
 
     def policy() -> DraftPolicy:
         return DraftPolicy(DasConfig(), limit=2048, lengths=(1, 2, 4, 8, 16))
 
     on = rollout(
         lengths, truth, warm(policy(), lengths, truth, chance=chance), chance=chance
-    ).seconds
+    ).now
     assert on <= 1.02 * off
     if truth is MEMORY_BOUND and chance == 0.9 and batch < 64:
         assert on < 0.7 * off

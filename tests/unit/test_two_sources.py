@@ -4,20 +4,34 @@ fast as the better alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from driver import decide
+from modelled import EngineV1, Text
 
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
-from das_adapter.core.steps import Outcome, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
 COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)
 PASS = StepModel(base=0.002, token=0.00002)
+
+
+class Covered(Text):
+    """A text of which a history has some stretches of 20 tokens."""
+
+    def __init__(self, *drawn: Any, found: np.ndarray) -> None:
+        """`found`: whether the history has each token, bool [n]."""
+        super().__init__(*drawn, unknown=0.0)
+        self.blind = 0
+        self._found = found
+
+    def draft(self) -> np.ndarray:
+        return super().draft() if self._found[self.at] else self.told[:0]
 
 
 def rollout(
@@ -35,60 +49,14 @@ def rollout(
     is no history.
     """
     rng = np.random.default_rng(seed)
-    shape = (len(lengths), int(lengths.max()) + 40)
-    history_right = rng.random(shape) < chance
-    model_right = rng.random(shape) < rate
-    known = np.repeat(
-        rng.random((len(lengths), shape[1] // 20 + 1)) < coverage, 20, axis=1
-    )
-    done = np.zeros(len(lengths), dtype=int)
-    seconds = 0.0
-    slots = {i: policy.begin(i, 0, int(lengths.max())) for i in range(len(lengths))}
-    history = dict.fromkeys(slots, 0)
-    model = dict.fromkeys(slots, 0)
-    while slots:
-        live = list(slots)
-        carried = np.array([history[i] or model[i] for i in live])
-        by_model = np.array([model[i] for i in live])
-        right = [
-            (model_right if model[i] else history_right)[i, done[i] : done[i] + n]
-            for i, n in zip(live, carried, strict=True)
-        ]
-        accepted = np.array([int(np.argmin([*hits, False])) for hits in right])
-        got = np.minimum(accepted + 1, lengths[live] - done[live])
-        done[live] += got
-        at = np.array([slots[i] for i in live])
-        room = np.maximum(lengths[live] - done[live] - 1, 0)
-
-        def offer(
-            limits: np.ndarray, floor: float, live: list[int] = live
-        ) -> tuple[np.ndarray, np.ndarray]:
-            counts = np.where(known[live, done[live]], limits, 0)
-            offsets = np.concatenate([[0], np.cumsum(counts)])
-            place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-            return np.maximum(chance ** (place + 1), 1e-3).astype(np.float32), offsets
-
-        some = carried if carried.any() else None
-        decoded = Outcome(at, got, some, by_model if policy.drafts else None, room)
-        plan = decide(policy, decoded, offer if coverage else None)
-        tokens = len(live) + int(carried.sum())
-        took = truth.step(tokens, len(live), some is not None)
-        drafting = 0.0
-        history, model = (
-            dict(zip(live, of.tolist(), strict=True))
-            for of in (plan.history, plan.model)
-        )
-        if policy.drafts and (
-            longest := max(int(plan.model.max()), policy.drafts.passes_every_step)
-        ):
-            asked = max(1, int(np.count_nonzero(plan.model)))
-            drafting = longest * of_pass.step(asked, 0, False)
-            policy.drafts.record_pass(asked, drafting / longest)
-        seconds += took + drafting
-        policy.timed(TimedStep(at, got, tokens, took, drafting))
-        for i in [i for i in live if done[i] >= lengths[i]]:
-            policy.end(slots.pop(i))
-    return seconds
+    texts = []
+    for length in lengths.tolist():
+        found = np.repeat(rng.random(length // 20 + 2) < coverage, 20)
+        text = Covered(rng, length, (1.0 - chance,), found=found)
+        text.model_right = rng.random(length + 40) < rate
+        texts.append(text)
+    engine = EngineV1(policy, truth, longest=int(lengths.max()), one_pass=of_pass)
+    return engine.rollout(0, texts, sync=False)
 
 
 def second(
