@@ -63,7 +63,12 @@ class SharedHistory:
     method raises.
     """
 
-    def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
+    def __init__(
+        self,
+        name: str,
+        config: HistoryConfig,
+        grace_s: float = GRACE_S,
+    ):
         """Engines of the node with the same `name`, that of the history's directory,
         share it; `grace_s`: see `protocol.spool.GRACE_S`.
         """

@@ -106,7 +106,11 @@ def build_speculator(stock: Any) -> Any:
     plug-ins.
     """
 
-    def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
+    def init_speculator(
+        vllm_config: Any,
+        device: Any,
+        *states: Any,
+    ) -> Any:
         config = settings(vllm_config)
         if config is None or config.neural:
             return stock(vllm_config, device, *states)

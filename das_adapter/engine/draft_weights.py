@@ -100,7 +100,11 @@ class DraftWeights:
             self._buffers[name] = buffer.to("cpu", copy=True)
 
     def load(
-        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+        self,
+        stock: Callable[..., Any],
+        weights: Weights,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's
         that are among them.
@@ -160,7 +164,11 @@ class DraftWeights:
                 yield name, weight
 
     def _load_drafter(
-        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+        self,
+        stock: Callable[..., Any],
+        weights: Weights,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Load weights that somebody sends to the drafter itself (with `stock`): this
         class, or NeMo-RL, which splits the trainer's stream before the policy sees
@@ -190,7 +198,11 @@ class DraftWeights:
             buffer.data.copy_(kept[name])
 
     def _load_mtp_layers(
-        self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any
+        self,
+        stock: Callable[..., Any],
+        weights: Weights,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Load the layers for MTP from the policy's stream, which hosts send to the
         drafter too, or from a checkpoint. Both have the embedding and output layer that
@@ -375,7 +387,9 @@ def process_once(stock: Any) -> Any:
     """
 
     def process_weights_after_loading(
-        model: torch.nn.Module, *args: Any, **kwargs: Any
+        model: torch.nn.Module,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if model not in processed:
             stock(model, *args, **kwargs)

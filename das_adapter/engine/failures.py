@@ -30,7 +30,11 @@ def place(error: BaseException) -> str:
     return f" at {path}:{last.lineno}, in {last.name}"
 
 
-def log_failure(error: BaseException, drafter: str, consequence: str) -> None:
+def log_failure(
+    error: BaseException,
+    drafter: str,
+    consequence: str,
+) -> None:
     """Say in one ERROR that drafting has failed, where, and what follows."""
     logger.error(
         "das: the %s drafter failed; %s: vLLM %s%s: %r",

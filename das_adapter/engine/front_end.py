@@ -91,7 +91,11 @@ def choose_runner(stock: Any) -> Any:
     return create_engine_config
 
 
-def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
+def _made(
+    args: Any,
+    config: DasConfig,
+    make: Callable[[], Any],
+) -> Any:
     """Make the config of an engine with a block from its arguments (vLLM's
     `EngineArgs`) on the runner that it gets.
     """
@@ -115,7 +119,10 @@ def _made(args: Any, config: DasConfig, make: Callable[[], Any]) -> Any:
 
 
 def _with(
-    args: Any, changes: dict[str, Any], config: DasConfig, make: Callable[[], Any]
+    args: Any,
+    changes: dict[str, Any],
+    config: DasConfig,
+    make: Callable[[], Any],
 ) -> Any:
     """Make the config of an engine whose arguments are changed. ConfigError: the model
     is a drafter's checkpoint in the speculators format, with which vLLM has replaced
@@ -299,7 +306,12 @@ def label_requests(stock: Any) -> Any:
     """
 
     def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        self: Any,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)

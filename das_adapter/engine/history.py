@@ -47,7 +47,12 @@ class HistorySource:
         self._search: Any = None
         """The search that was begun last."""
 
-    def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
+    def open(
+        self,
+        live: LiveRequest,
+        prompt: np.ndarray,
+        text: np.ndarray,
+    ) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its
         text so far.
         """
@@ -102,7 +107,10 @@ class HistorySource:
         return chances, offsets
 
     def put_drafts(
-        self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]
+        self,
+        rows: np.ndarray,
+        keep: np.ndarray,
+        drafts: list[list[int]],
     ) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the
         batch's `drafts`.

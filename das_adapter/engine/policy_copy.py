@@ -104,7 +104,10 @@ class PolicyCopy:
 
 
 def _multiply(
-    weight: QuantisedWeight, _: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    weight: QuantisedWeight,
+    _: Any,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the product of a copied layer; bias and tensor-parallel collectives are
     the layer's own.

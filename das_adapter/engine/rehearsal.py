@@ -229,7 +229,9 @@ def _watched(scheduler: Any, outcome: Outcome) -> Iterator[None]:
 
 
 def _reason(
-    config: DasConfig, outcome: Outcome, answers: list[dict[str, Any]]
+    config: DasConfig,
+    outcome: Outcome,
+    answers: list[dict[str, Any]],
 ) -> str | None:
     """Say why no draft has arrived; None: drafts have. `answers`: of all ranks, see
     `WorkerState.rehearsed`.

@@ -45,7 +45,12 @@ def media(request: Any) -> list[str]:
 class RequestLabels:
     """Completes the requests of one front end."""
 
-    def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
+    def __init__(
+        self,
+        config: DasConfig,
+        vllm_config: Any,
+        hosted: bool,
+    ) -> None:
         """`hosted`: whether a host labels the requests."""
         self._keyed = config.keyed
         self._trusts = config.history.scope in ("trusted", "global")
@@ -109,7 +114,12 @@ class RequestLabels:
                 " it ends"
             )
 
-    def _own(self, labeller: Labeller, request: Any, record: bool) -> Label:
+    def _own(
+        self,
+        labeller: Labeller,
+        request: Any,
+        record: bool,
+    ) -> Label:
         """Return the label of a request that is about its prompt; of one whose prompt
         is no tokens nobody knows that there was another like it.
         """
@@ -136,7 +146,11 @@ def _refuse(given: Label) -> None:
             )
 
 
-def _signed(seed: int | None, req_id: str, samples: int) -> int:
+def _signed(
+    seed: int | None,
+    req_id: str,
+    samples: int,
+) -> int:
     """Return a seed as a signed number of 64 bits, such as workers hold; so are those
     of the samples after it, and none is -1, which vLLM takes for no seed.
     """
@@ -212,7 +226,12 @@ class LiveRequest:
     """Tokens that it has written, where the host needs them."""
 
     @classmethod
-    def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
+    def of(
+        cls,
+        req_id: str,
+        request: Any,
+        longest: int,
+    ) -> LiveRequest:
         """Make the record of a request of vLLM's (its prompt, parameters and
         `mm_features` are read); `longest`: tokens of a text at most.
         """

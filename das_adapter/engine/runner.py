@@ -74,7 +74,10 @@ class Choice(NamedTuple):
 
 
 def runner_for(
-    args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None
+    args: Any,
+    config: DasConfig,
+    triton: bool = True,
+    lacking: str | None = None,
 ) -> Choice:
     """Choose the model runner of an engine (vLLM's `EngineArgs`); `triton`: whether
     vLLM finds a device that Triton compiles for; `lacking`: why vLLM has not taken V2
@@ -130,7 +133,11 @@ def runner_for(
     return Choice(why, changed)
 
 
-def _refuse_what_is_missing(args: Any, config: DasConfig, v1: str | None) -> None:
+def _refuse_what_is_missing(
+    args: Any,
+    config: DasConfig,
+    v1: str | None,
+) -> None:
     """Refuse an engine that needs what the installed vLLM leaves out, and say what it
     goes on without; `v1`: why it runs the V1 model runner, None: it runs V2.
     """

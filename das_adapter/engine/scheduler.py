@@ -215,7 +215,12 @@ def see_weight_calls(stock: Any) -> Any:
     plug-ins that its weights were updated.
     """
 
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         answers = stock(self, method, *args, **kwargs)
         if (
             isinstance(method, str)

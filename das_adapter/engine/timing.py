@@ -62,7 +62,11 @@ class StepTimer:
         return step._replace(seconds=step_s - step.drafting_seconds)
 
     def record_sampled(
-        self, slots: np.ndarray, got: np.ndarray, context: int = 0, asked: bool = True
+        self,
+        slots: np.ndarray,
+        got: np.ndarray,
+        context: int = 0,
+        asked: bool = True,
     ) -> None:
         """Take what the step sampled: slots of its requests and the tokens that each
         got, int64 [b], the tokens of context that they have together, and whether a
@@ -71,7 +75,10 @@ class StepTimer:
         step = self._step
         if step is not None and (asked or step.tokens == len(slots)):
             self._step = step._replace(
-                slots=slots, got=got, context=context, asked=asked
+                slots=slots,
+                got=got,
+                context=context,
+                asked=asked,
             )
 
     def record_drafting(self, seconds: float, passes: int) -> bool:

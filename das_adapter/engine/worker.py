@@ -48,7 +48,12 @@ class WorkerState:
     model_runner: int
     """Version of vLLM's model runner: 1 or 2."""
 
-    def __init__(self, runner: Any, config: DasConfig, drafter: Any):
+    def __init__(
+        self,
+        runner: Any,
+        config: DasConfig,
+        drafter: Any,
+    ):
         """`drafter`: what decides on the drafts, the runner's `Proposer` or
         `StepPlanner`; None: vLLM does, or another rank's, or nobody drafts.
         """
@@ -108,7 +113,12 @@ class WorkerState:
         if self.draft_weights or self.standalone:
             see_weight_stream.apply(self.load_weights, owner=self.runner.get_model())
 
-    def load_weights(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def load_weights(
+        self,
+        stock: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Load the weights of a trainer's stream into the policy, with `stock`, and
         into the drafter.
         """

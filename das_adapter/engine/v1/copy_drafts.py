@@ -85,7 +85,10 @@ class CopySource(ModelSource):
         return np.array(seeds, dtype=np.int64)
 
     def _pass(
-        self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray
+        self,
+        rows: np.ndarray,
+        ids: np.ndarray,
+        positions: np.ndarray,
     ) -> torch.Tensor:
         """Return hidden states [rows, width] of some rows of the batch after one more
         token of each; `rows`, and the tokens' `ids` and `positions`: int64 [rows].

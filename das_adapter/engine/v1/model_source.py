@@ -128,7 +128,9 @@ class ModelSource:
 
 
 def of_draft_tokens(
-    drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str], metadata: Any
+    drawn_with: dict[str, torch.Tensor],
+    req_ids: Sequence[str],
+    metadata: Any,
 ) -> torch.Tensor:
     """Return the probabilities with which a step's draft tokens were drawn, float32
     [tokens, vocab]: where nobody has drawn, the token is certain; where there is none
@@ -152,7 +154,10 @@ def of_draft_tokens(
 
 
 def queries(
-    blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray
+    blocks: torch.Tensor,
+    block_size: int,
+    begins: np.ndarray,
+    ends: np.ndarray,
 ) -> CommonAttentionMetadata:
     """Describe a pass that reads positions `begins` to `ends` (exclusive) of some
     requests, int64 [requests] each. `blocks`: of each request's KV cache, int

@@ -227,7 +227,11 @@ class NeuralSource(ModelSource):
         return [self.held["hidden_states"]]
 
     def _read_up(
-        self, rows: np.ndarray, ends: np.ndarray, passes: int, tokens: np.ndarray
+        self,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        passes: int,
+        tokens: np.ndarray,
     ) -> torch.Tensor:
         """Let the drafter read what it has missed of some rows, and draft `passes`
         tokens, [rows, passes].
@@ -291,7 +295,10 @@ class NeuralSource(ModelSource):
         return found
 
     def _hidden(
-        self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray
+        self,
+        rows: np.ndarray,
+        begins: np.ndarray,
+        ends: np.ndarray,
     ) -> torch.Tensor:
         """Return the hidden states [tokens, size] of some rows' positions, of which the
         last stay for another pass.
@@ -355,7 +362,9 @@ class KeyedDrafts:
     needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states",
 )
 def draft_when_it_pays(
-    stock: Any, source: NeuralSource, propose: Callable[..., list[list[int]]]
+    stock: Any,
+    source: NeuralSource,
+    propose: Callable[..., list[list[int]]],
 ) -> Any:
     """Without it a neural drafter drafts in every step. Remove this patch when vLLM's
     V1 runner lets each step choose whether to draft.

@@ -168,7 +168,10 @@ class Proposer:
             self.engine.counters.propose_seconds.append(time.perf_counter() - begin)
 
     def begin_drafts(
-        self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+        self,
+        sampled: list[list[int]],
+        lengths: np.ndarray,
+        tokens: np.ndarray,
     ) -> list[list[int]]:
         """As `propose`, but only begin to look for drafts: `settle` puts them into the
         lists that are returned.
@@ -249,7 +252,10 @@ class Proposer:
     # Inside
 
     def _with_model(
-        self, drafts: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+        self,
+        drafts: list[list[int]],
+        lengths: np.ndarray,
+        tokens: np.ndarray,
     ) -> list[list[int]]:
         source = self.model_source
         policy = self.engine.policy
@@ -302,7 +308,10 @@ class Proposer:
             self.model_tokens[rows] = plan.model
 
     def _outcome(
-        self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+        self,
+        sampled: list[list[int]],
+        lengths: np.ndarray,
+        tokens: np.ndarray,
     ) -> tuple[Outcome, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of
         the batch, int64 [requests].
@@ -372,7 +381,12 @@ class Proposer:
         self._lengths[slots] = now
         return rows, slots, got, now
 
-    def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
+    def _open(
+        self,
+        req_id: str,
+        text: np.ndarray,
+        got: int,
+    ) -> int:
         """Open a request, given its text so far, int32 token ids, and how many of them
         are new; return its slot.
         """

@@ -50,7 +50,10 @@ class KeyedSampler(Sampler):
         self.topk_topp_sampler.forward = self._draw
 
     def apply_logits_processors(
-        self, logits: torch.Tensor, sampling: SamplingMetadata, *args: Any
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingMetadata,
+        *args: Any,
     ) -> torch.Tensor:
         """Apply vLLM's logits processors. With thinking budgets each request has one
         row (`expands`); where an engine speculates, vLLM looks for as many as it has
@@ -194,7 +197,10 @@ def beside(values: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def by_row(
-    sampling: SamplingMetadata, metadata: SpecDecodeMetadata, rows: slice, starts: Ints
+    sampling: SamplingMetadata,
+    metadata: SpecDecodeMetadata,
+    rows: slice,
+    starts: Ints,
 ) -> SamplingMetadata:
     """Return sampling metadata with one entry for each of some rows of logits instead
     of one for each request of the batch; `starts`: each request's first row,
@@ -229,11 +235,18 @@ def by_row(
                 words[i] = sampling.bad_words_token_ids[request]
         spread |= {"output_token_ids": texts, "bad_words_token_ids": words}
     spread["logitsprocs"] = _at_rows(sampling.logitsprocs, rows, starts)
-    return replace(sampling, generators={}, spec_token_ids=None, **spread)
+    return replace(
+        sampling,
+        generators={},
+        spec_token_ids=None,
+        **spread,
+    )
 
 
 def _at_rows(
-    processors: LogitsProcessors, rows: slice, starts: Ints
+    processors: LogitsProcessors,
+    rows: slice,
+    starts: Ints,
 ) -> LogitsProcessors:
     """Return vLLM's logits processors for some rows of logits: beside drafts there is
     that of `min_tokens` alone, and a request whose end it still excludes has no draft,
@@ -250,7 +263,12 @@ def _at_rows(
         processor.min_toks = held_by_row
         # tensors anew
         moved = [(row, row, MoveDirectionality.UNIDIRECTIONAL) for row in held_by_row]
-        update = BatchUpdate(len(moved), removed=[], added=[], moved=moved)
+        update = BatchUpdate(
+            len(moved),
+            removed=[],
+            added=[],
+            moved=moved,
+        )
         processor.update_state(update)
         found.append(processor)
     return LogitsProcessors(found)
@@ -294,7 +312,9 @@ def of_rows(sampling: SamplingMetadata, rows: torch.Tensor) -> SamplingMetadata:
 
 
 def draw(
-    logits: torch.Tensor, keys: Keys | None, sampling: SamplingMetadata
+    logits: torch.Tensor,
+    keys: Keys | None,
+    sampling: SamplingMetadata,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draw one token a row with the temperature, top-k and top-p of the policy's
     sampler.
@@ -328,7 +348,9 @@ def draw(
 
 
 def truncate(
-    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    logits: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
 ) -> torch.Tensor:
     """Exclude (-inf) what lies outside top-k and top-p, in place, on a GPU with vLLM's
     Triton kernels alone.

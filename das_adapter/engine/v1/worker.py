@@ -174,7 +174,10 @@ class HostWorkerState(WorkerState):
         return Keys(seeds, self._positions[tokens])
 
     def count(
-        self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]
+        self,
+        sampled: list[list[int]],
+        drafts: list[int] | None,
+        training: list[bool],
     ) -> None:
         """Count a step; `training`: whether each request belongs to a training
         rollout.
@@ -262,7 +265,11 @@ def time_steps(stock: Any, state: HostWorkerState) -> Any:
     reports the time of each decode step to plug-ins.
     """
 
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        scheduler_output: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         state.begin_step(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
         if state.drafter:
@@ -332,7 +339,10 @@ def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
     """
 
     def propose_draft_token_ids(
-        scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         nothing: list[list[int]] = [[] for _ in range(len(sampled_token_ids))]
         ranks = state.runner.parallel_config.tensor_parallel_size

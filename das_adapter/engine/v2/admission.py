@@ -177,7 +177,9 @@ class Admission(AdaptiveVerificationManager):
 
 
 def obstacle(
-    vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None
+    vllm_config: Any,
+    attn_groups: Iterable[Iterable[Any]],
+    additional: Any = None,
 ) -> str | None:
     """Say why all requests of a step must have equally many draft tokens; None: they
     need not. `attn_groups`: vLLM's `AttentionGroup`s; `additional`: the CUDA graphs

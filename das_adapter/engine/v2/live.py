@@ -229,7 +229,11 @@ class LiveTexts:
         self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
 
     def found(
-        self, slots: Ints, limits: Ints, floor: float, last: bool = False
+        self,
+        slots: Ints,
+        limits: Ints,
+        floor: float,
+        last: bool = False,
     ) -> tuple[Chances, Ints]:
         """Return what is going to be offered, see `core.steps.Candidates`: drafts
         that are chosen now are made two steps after those that were heard of last. What

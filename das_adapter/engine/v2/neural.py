@@ -187,7 +187,10 @@ class Speculation:
         return self._certain(batch)
 
     def _draft(
-        self, run: Callable[..., Any], inputs: Inputs, wanted: int
+        self,
+        run: Callable[..., Any],
+        inputs: Inputs,
+        wanted: int,
     ) -> torch.Tensor:
         batch = inputs.batch
         passes = 1 if self._parallel else max(1, wanted)
@@ -243,7 +246,11 @@ class Speculation:
         return drafts.zero_()
 
     def draw(
-        self, logits: torch.Tensor, slots: Any, positions: Any, step: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: Any,
+        positions: Any,
+        step: torch.Tensor,
     ) -> Any:
         """Draw a token a row with the noise of the policy, or with vLLM's for drafts
         where its rejection sampler is told the logits, which are changed; `positions`:
@@ -320,12 +327,20 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
     vLLM lets a step ask for no drafts and survives a drafter's failure.
     """
 
-    def propose(*args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+    def propose(
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         if dummy_run:
             return stock(*args, dummy_run=True, **kwargs)
         read = len(Inputs._fields)
 
-        def run(inputs: Inputs, num_speculative_tokens: int, **more: Any) -> Any:
+        def run(
+            inputs: Inputs,
+            num_speculative_tokens: int,
+            **more: Any,
+        ) -> Any:
             # always, once 0.32 is the oldest vLLM with a V2 runner
             if "num_speculative_tokens" in kwargs:
                 more["num_speculative_tokens"] = num_speculative_tokens
@@ -412,7 +427,10 @@ def draw_in_turn(stock: Any, speculation: Speculation) -> Any:
     speculator = speculation.speculator
 
     def sample_logits(
-        logits: torch.Tensor, slots: Any, positions: Any, step: int
+        logits: torch.Tensor,
+        slots: Any,
+        positions: Any,
+        step: int,
     ) -> Any:
         # of a smaller vocabulary: how far its tokens stand behind in the policy's
         ahead = speculator.model.draft_id_to_target_id

@@ -78,7 +78,10 @@ class HistorySpeculator(BaseSpeculator):
     pcp_manager: Any = None
 
     def __init__(
-        self, vllm_config: Any, device: torch.device, config: DasConfig
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        config: DasConfig,
     ) -> None:
         """`vllm_config`, `device`: as vLLM's `init_speculator` gets them."""
         slots = vllm_config.scheduler_config.max_num_seqs
@@ -156,7 +159,11 @@ class HistorySpeculator(BaseSpeculator):
 
     @torch.inference_mode()
     def propose(
-        self, input_batch: Any, *inputs: Any, dummy_run: bool = False, **_: Any
+        self,
+        input_batch: Any,
+        *inputs: Any,
+        dummy_run: bool = False,
+        **_: Any,
     ) -> torch.Tensor:
         """Draft for every request of the batch, int64 [requests, steps]; beyond a draft
         0, which the policy can read. See `BaseSpeculator.propose`.
@@ -193,7 +200,10 @@ class HistorySpeculator(BaseSpeculator):
             self._drafts[:requests].zero_()
 
     def take_better(
-        self, drafts: torch.Tensor, tokens: int, theirs: torch.Tensor
+        self,
+        drafts: torch.Tensor,
+        tokens: int,
+        theirs: torch.Tensor,
     ) -> None:
         """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and
         the chances of these, float32 [requests, steps], where those from the history

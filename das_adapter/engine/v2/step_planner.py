@@ -138,7 +138,12 @@ class StepPlanner:
     another.
     """
 
-    def __init__(self, config: DasConfig, vllm_config: Any, always: int = 0) -> None:
+    def __init__(
+        self,
+        config: DasConfig,
+        vllm_config: Any,
+        always: int = 0,
+    ) -> None:
         """`always`: passes of a neural drafter in every step, with drafts or
         without.
         """
@@ -260,12 +265,19 @@ class StepPlanner:
             self._note_rest(policy.next(outcome))
             busy_s = self._time_together(outputs, slots, newest)
             if training := int(np.count_nonzero(self.texts.record[slots])):
-                self.engine.counters.add(requests=training, steps=steps, seconds=busy_s)
+                self.engine.counters.add(
+                    requests=training,
+                    steps=steps,
+                    seconds=busy_s,
+                )
             policy.flush()
         return True
 
     def _time_together(
-        self, outputs: Sequence[Output], slots: Ints, newest: float
+        self,
+        outputs: Sequence[Output],
+        slots: Ints,
+        newest: float,
     ) -> float:
         """Time steps as `_process_together` processes them; return the seconds between
         each one's begin and its output, added up.
@@ -299,7 +311,9 @@ class StepPlanner:
             self._last_arrival = arrived
         if num_others:
             others = step._replace(
-                seconds=others_s, context=others_context, steps=num_others
+                seconds=others_s,
+                context=others_context,
+                steps=num_others,
             )
             self.engine.policy.timed(others)
         return busy_s
@@ -401,7 +415,11 @@ class StepPlanner:
     # Plans
 
     def _plan(
-        self, step: Step, places: Ints, outcome: Outcome, search: Search
+        self,
+        step: Step,
+        places: Ints,
+        outcome: Outcome,
+        search: Search,
     ) -> DraftPlan:
         """Have the policy choose, and make the plan; `places`: rows of the batch that
         the outcome's requests have.

@@ -119,7 +119,11 @@ class Survival:
         """
 
     def run_step(
-        self, stock: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any
+        self,
+        stock: Callable[..., Any],
+        scheduled: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Have the runner run a step, with `stock`; without drafts where it fails with
         them.
@@ -172,13 +176,20 @@ class Survival:
     needs="hidden_states, input_batch, grammar_output",
 )
 def survive_verification(
-    stock: Any, runner: Any, failed: Callable[[Exception], None]
+    stock: Any,
+    runner: Any,
+    failed: Callable[[Exception], None],
 ) -> Any:
     """Without it a failure in the verification of drafts ends the engine (V2 runner).
     Remove this patch when vLLM survives it.
     """
 
-    def sample(hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample(
+        hidden_states: Any,
+        input_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         try:
             return stock(hidden_states, input_batch, *args, **kwargs)
         except Exception as error:

@@ -111,7 +111,11 @@ def drop_drafts_beside_chosen_tokens(stock: Any) -> Any:
     """
 
     def call(
-        self: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any
+        self: Any,
+        logits: torch.Tensor,
+        input_batch: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if self.sampler.logprob_token_ids_state.max_num_token_ids(
             input_batch.idx_mapping_np
@@ -122,7 +126,12 @@ def drop_drafts_beside_chosen_tokens(stock: Any) -> Any:
     return call
 
 
-def draw_without_drafts(sampler: Any, logits: torch.Tensor, batch: Any, *_: Any) -> Any:
+def draw_without_drafts(
+    sampler: Any,
+    logits: torch.Tensor,
+    batch: Any,
+    *_: Any,
+) -> Any:
     """Draw one token of each request with vLLM's sampler, and reject all drafts.
 
     Args:

@@ -114,7 +114,10 @@ class DeviceWorkerState(WorkerState):
         return self._requests.get(req_id)
 
     def admission(
-        self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any
+        self,
+        attn_groups: Any,
+        additional_attn_cg_support: Any = None,
+        **stock: Any,
     ) -> Admission | None:
         """Give each request its own number of draft tokens where that can be, and say
         which it is; the arguments are those of vLLM's
@@ -440,7 +443,11 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     have ended.
     """
 
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        scheduler_output: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if kwargs.get("dummy_run") or warm_up(scheduler_output.num_scheduled_tokens):
             return stock(scheduler_output, *args, **kwargs)
         with state.surviving():
@@ -473,7 +480,11 @@ def plan_steps(stock: Any, state: DeviceWorkerState) -> Any:
         runner.max_num_reqs, 0, dtype=torch.int64, device=runner.device
     )
 
-    def sample_tokens(grammar_output: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def sample_tokens(
+        grammar_output: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         grammar_output = state.survival.masks(grammar_output)
         if not state.leaves_out():
             return state.watch(stock(grammar_output, *args, **kwargs))
