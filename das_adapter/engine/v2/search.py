@@ -45,8 +45,12 @@ SIBLING = tl.constexpr(_RULES["SIBLING"])
 """Weight of a sibling's live text."""
 PROMPT = tl.constexpr(_RULES["PROMPT"])
 """Weight of the request's prompt."""
-EXACT = tl.constexpr(4)
-"""Least rank of a place whose last token agrees with the context's."""
+EXACT = tl.constexpr(_RULES["BEYOND"] + 1)
+"""Least rank of a place whose last token agrees with the context's: above the ranks of
+the others, which are BEYOND at most.
+"""
+PROBES = tl.constexpr(32)
+"""Sorted places that are compared at once with a context."""
 ENDLESS = tl.constexpr(1 << 30)
 """Tokens left of a sealed text: it ends with a negative one."""
 
@@ -74,17 +78,35 @@ ENDLESS = tl.constexpr(1 << 30)
 # number 0 has "b c y" with the "y" at place 9: the last token differs, two agree before
 # it, the rank is 2, the key 0x2_000009_0000, behind the first.
 
+OWN_BIT = tl.constexpr(24)
+DIFFERS_BIT = tl.constexpr(25)
+THERE_IS_BIT = tl.constexpr(26)
+
 
 @triton.jit
 def count(mask):
     """Return how many entries of a mask [n] hold, int32."""
-    return tl.sum(mask.to(tl.int32), axis=0)
+    numbers = mask.to(tl.int32)
+    return tl.sum(numbers, axis=0)
 
 
 @triton.jit
 def any_of(mask):
     """Return whether an entry of a mask [n] holds."""
-    return tl.max(mask.to(tl.int32), axis=0) > 0
+    numbers = mask.to(tl.int32)
+    return tl.max(numbers, axis=0) > 0
+
+
+@triton.jit
+def as_column(values):
+    """Return values [n] as a column, [n, 1]."""
+    return values[:, None]
+
+
+@triton.jit
+def as_row(values):
+    """Return values [n] as a row, [1, n]."""
+    return values[None, :]
 
 
 @triton.jit
@@ -100,12 +122,26 @@ def _age_of(sealed_place):
 
 
 @triton.jit
-def _pack_traits(strength, weight, own, differs):
-    """Pack what the vote needs to know of a place that there is; `own` and `differs`
-    are 0 or 1.
-    """
-    there_is = 1 << 26
-    return strength | (weight << 8) | (own << 24) | (differs << 25) | there_is
+def _pack_traits(
+    strength,  # int32 [n]: below 2^8
+    weight,  # int32 [n]: below 2^16
+    own,  # int32 [n] or int: 1: in the request's own text
+    differs,  # int32 [n] or int: 1: the last token differs
+):
+    """Pack what the vote needs to know of places that there are, int32 [n]."""
+    traits = strength
+    traits = traits | (weight << 8)
+    traits = traits | (own << OWN_BIT)
+    traits = traits | (differs << DIFFERS_BIT)
+    there_is = 1 << THERE_IS_BIT
+    return traits | there_is
+
+
+@triton.jit
+def _has_bit(traits, number):
+    """Return whether a bit of packed traits is set."""
+    bit = (traits >> number) & 1
+    return bit > 0
 
 
 @triton.jit
@@ -114,10 +150,11 @@ def unpack_traits(traits):
     request's own text, its last token differs, and there is such a place.
     """
     strength = traits & 0xFF
-    weight = ((traits >> 8) & 0xFFFF).to(tl.int64)
-    own = ((traits >> 24) & 1) > 0
-    differs = ((traits >> 25) & 1) > 0
-    there_is = ((traits >> 26) & 1) > 0
+    weight = (traits >> 8) & 0xFFFF
+    weight = weight.to(tl.int64)
+    own = _has_bit(traits, OWN_BIT)
+    differs = _has_bit(traits, DIFFERS_BIT)
+    there_is = _has_bit(traits, THERE_IS_BIT)
     return strength, weight, own, differs, there_is
 
 
@@ -138,25 +175,29 @@ def _unpack_ranked(ranked):
 @triton.jit
 def _pack_key(ranked, text):
     """Return a key, int64, of its upper 32 bits and the number of a text."""
-    return (ranked.to(tl.int64) << 16) | text
+    upper = ranked.to(tl.int64) << 16
+    return upper | text
 
 
 @triton.jit
 def _ranked_of(key):
     """Return the upper 32 bits of a key: its rank and its place."""
-    return (key >> 16).to(tl.int32)
+    upper = key >> 16
+    return upper.to(tl.int32)
 
 
 @triton.jit
 def _text_of(key):
     """Return the number of the text in a key."""
-    return (key & 0xFFFF).to(tl.int32)
+    text = key & 0xFFFF
+    return text.to(tl.int32)
 
 
 @triton.jit
 def _no_keys():
     """Return `PLACES` keys, all different, that are below those of all places."""
-    return -1 - tl.arange(0, PLACES).to(tl.int64)
+    lane = tl.arange(0, PLACES)
+    return -1 - lane.to(tl.int64)
 
 
 @triton.jit
@@ -168,90 +209,217 @@ def _least(keys):
     text = _text_of(keys)
     least_ranked = tl.min(ranked, axis=0)
     above_all = 0xFFFF
-    text = tl.where(ranked == least_ranked, text, above_all)
-    return _pack_key(least_ranked, tl.min(text, axis=0))
+    is_least_ranked = ranked == least_ranked
+    text = tl.where(is_least_ranked, text, above_all)
+    least_text = tl.min(text, axis=0)
+    return _pack_key(least_ranked, least_text)
 
 
 @triton.jit
-def _context(arena, own, n, index, lowest):
-    """Load tokens of a request's text of `n` tokens at `own` by index: from `lowest`
-    on; START at -1 if that is the begin.
+def _greatest(keys):
+    """Return the greatest of keys."""
+    return ~_least(~keys)
+
+
+@triton.jit
+def _with_key(
+    best,  # int64 [PLACES]: keys
+    least,  # int64: the least of them
+    key,  # int64: a greater one
+):
+    """Return the best keys with another one instead of the least, and the least of them
+    then.
     """
-    inside = (index >= lowest) & (index < n)
-    token = tl.load(arena + own + index, mask=inside, other=NOTHING)
-    is_start = (index == -1) & (lowest == 0)
+    is_least = best == least
+    best = tl.where(is_least, key, best)
+    return best, _least(best)
+
+
+@triton.jit
+def _context(
+    arena,  # int32 [words]: all texts
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of it
+    index,  # int32 [k] or int32: of the tokens to load
+    lowest,  # int32: index of the first token that may be read
+):
+    """Load tokens of a request's text by index; START at -1 if the text begins there,
+    NOTHING elsewhere outside.
+    """
+    is_readable = index >= lowest
+    is_written = index < n
+    is_inside = is_readable & is_written
+    token_at = arena + own + index
+    token = tl.load(token_at, mask=is_inside, other=NOTHING)
+    begins_at_0 = lowest == 0
+    is_start = (index == -1) & begins_at_0
     return tl.where(is_start, START, token)
 
 
 @triton.jit
-def _beyond(arena, at, own, n, differing, length, lowest, going):
-    """Count the tokens that agree beyond the one at `differing`, which ends a match of
-    `length`; BEYOND at most. `going`: places that are looked at.
+def _beyond(
+    arena,  # int32 [words]: all texts
+    at,  # int64 [k] or int64: offset of the text of each place
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of it
+    differing,  # int32 [k]: index of the token that ends each match
+    length,  # int32 [k]: tokens that match
+    lowest,  # int32: index of the first token of the request that may be read
+    going,  # bool [k]: places that are looked at
+):
+    """Count the tokens that agree beyond the one that differs, int32 [k]; BEYOND at
+    most.
     """
     beyond = tl.zeros_like(length)
-    for i in tl.static_range(BEYOND):
-        expected = _context(arena, own, n, n - 2 - length - i, lowest)
-        index = differing - 1 - i
-        readable = going & (index >= 0)
-        token = tl.load(arena + at + index, mask=readable, other=NOTHING)
-        token = tl.where(index == -1, START, token)
-        going = going & (token == expected) & (token != NOTHING)
+    context_index = n - 2 - length
+    index = differing - 1
+    for _ in tl.static_range(BEYOND):
+        expected = _context(arena, own, n, context_index, lowest)
+        is_inside = index >= 0
+        is_readable = going & is_inside
+        token_at = arena + at + index
+        token = tl.load(token_at, mask=is_readable, other=NOTHING)
+        is_begin = index == -1
+        token = tl.where(is_begin, START, token)
+        agrees = token == expected
+        there_is = token != NOTHING
+        going = going & agrees & there_is
         beyond += going.to(tl.int32)
-        going = going & (token != START)
+        may_go_on = token != START
+        going = going & may_go_on
+        context_index -= 1
+        index -= 1
     return beyond
 
 
 @triton.jit
-def _compare(arena, texts, position, own, n, LANES: tl.constexpr):
-    """Compare places of sealed text with the end of a context of n tokens and START;
-    `position`: of each, -1: it is not compared.
+def _compare(
+    arena,  # int32 [words]: all texts
+    texts,  # int64: offset of the sealed tokens
+    position,  # int32 [LANES]: of each place; -1: it is not compared
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of the context
+    LANES: tl.constexpr,
+):
+    """Compare places of sealed text with the end of a context of n tokens and START.
 
     Returns the tokens that agree (START included, DEPTH at most), and whether the place
     sorts before the context.
     """
     limit = tl.minimum(DEPTH, n + 1)
     column = tl.arange(0, CHUNK)
+    column_row = as_row(column)
     length = tl.zeros([LANES], tl.int32)
     before = tl.zeros([LANES], tl.int1)
     going = position >= 0
     done = 0
     while (done < limit) & any_of(going):
+        # [CHUNK]: of the context
         back = done + column
-        expected = _context(arena, own, n, n - 1 - back, 0)
-        place = position[:, None] - back[None, :]
-        readable = going[:, None] & (place >= 0)
-        token = tl.load(arena + texts + place, mask=readable, other=NOTHING)
-        inside = back < limit
-        differs = (token != expected[None, :]) & inside[None, :]
-        first = tl.min(tl.where(differs, column[None, :], CHUNK), axis=1)
-        is_first = differs & (column[None, :] == first[:, None])
-        is_smaller = is_first & (token < expected[None, :])
-        smaller = tl.max(is_smaller.to(tl.int32), axis=1) > 0
+        index = n - 1 - back
+        expected = as_row(_context(arena, own, n, index, 0))
+        counts = as_row(back < limit)
+
+        # [LANES, CHUNK]: of the places
+        place = as_column(position) - as_row(back)
+        is_inside = place >= 0
+        is_readable = as_column(going) & is_inside
+        token_at = arena + texts + place
+        token = tl.load(token_at, mask=is_readable, other=NOTHING)
+        differs = token != expected
+        differs = differs & counts
+
+        # [LANES]: the first token that differs
+        differing_column = tl.where(differs, column_row, CHUNK)
+        first = tl.min(differing_column, axis=1)
+        is_first = column_row == as_column(first)
+        is_first = differs & is_first
+        is_smaller = token < expected
+        is_smaller = is_first & is_smaller
+        num_smaller = tl.max(is_smaller.to(tl.int32), axis=1)
+        smaller = num_smaller > 0
         agreed = tl.minimum(first, limit - done)
         length += tl.where(going, agreed, 0)
-        before = tl.where(going & (first < CHUNK), smaller, before)
-        going = going & (first == CHUNK)
+        ends = first < CHUNK
+        ends = going & ends
+        before = tl.where(ends, smaller, before)
+        agrees = first == CHUNK
+        going = going & agrees
         done += CHUNK
     return length, before
 
 
 @triton.jit
-def _sorted_place(arena, texts, places, number, own, n):
+def _sorted_place(
+    arena,  # int32 [words]: all texts
+    texts,  # int64: offset of the sealed tokens
+    places,  # int64: offset of their places, which are sorted
+    number,  # int32: of the places
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of the context
+):
     """Return how many of the sorted places come before a context of n tokens."""
+    lane = tl.arange(0, PROBES)
     low = 0 * number
     high = number
     while low < high:
-        step = tl.cdiv(high - low, 32)
-        probe = low + step * (tl.arange(0, 32) + 1) - 1
-        valid = probe < high
-        place = tl.load(arena + places + probe, mask=valid, other=-1)
-        position = tl.where(valid, _position_of(place), -1)
-        _, before = _compare(arena, texts, position, own, n, 32)
-        less = count(before & valid)
-        probes = count(valid)
-        high = tl.where(less < probes, low + (less + 1) * step - 1, high)
-        low = low + less * step
+        step = tl.cdiv(high - low, PROBES)
+        # the last place of each of PROBES parts
+        ends = step * (lane + 1)
+        probe = low + ends - 1
+        is_there = probe < high
+        place_at = arena + places + probe
+        place = tl.load(place_at, mask=is_there, other=-1)
+        position = _position_of(place)
+        position = tl.where(is_there, position, -1)
+        _, before = _compare(
+            arena=arena,
+            texts=texts,
+            position=position,
+            own=own,
+            n=n,
+            LANES=PROBES,
+        )
+        num_less = count(before & is_there)
+        num_probes = count(is_there)
+        next_probe = low + (num_less + 1) * step - 1
+        is_between = num_less < num_probes
+        high = tl.where(is_between, next_probe, high)
+        low = low + num_less * step
     return low
+
+
+@triton.jit
+def _sealed_strength(
+    arena,  # int32 [words]: all texts
+    texts,  # int64: offset of the sealed tokens
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of the context
+    position,  # int32 [k]: of each place
+    length,  # int32 [k]: tokens that agree there
+    there,  # bool [k]: whether there is such a place
+):
+    """Return the strength of places of sealed text, whose last token agrees."""
+    differing = position - length
+    is_inside = differing >= 0
+    is_readable = there & is_inside
+    token_at = arena + texts + differing
+    token = tl.load(token_at, mask=is_readable, other=-1)
+    is_short = length < DEPTH
+    is_context = length <= n
+    is_token = token >= 0
+    going = there & is_short & is_context & is_token
+    beyond = _beyond(
+        arena=arena,
+        at=texts,
+        own=own,
+        n=n,
+        differing=differing,
+        length=length,
+        lowest=0,
+        going=going,
+    )
+    return 2 * length + beyond
 
 
 @triton.jit
@@ -276,135 +444,288 @@ def search_sealed(
     shift = tl.program_id(1)
     slot = tl.load(slots + request)
     lane = tl.arange(0, 2 * PLACES)
-    out_at = found + request * 3 * CANDIDATES + shift * PLACES
+    out_row = found + request * 3 * CANDIDATES
+    out_at = out_row + shift * PLACES
     out_traits = out_at + CANDIDATES
-    out_left = out_at + 2 * CANDIDATES
+    out_left = out_traits + CANDIDATES
     nothing = tl.zeros([2 * PLACES], tl.int64)
-    tl.store(out_traits + lane, nothing, mask=lane < PLACES)
+    is_place = lane < PLACES
+    tl.store(out_traits + lane, nothing, mask=is_place)
     if slot >= 0:
-        number = tl.load(sealed_count + slot).to(tl.int32)
+        number = tl.load(sealed_count + slot)
+        number = number.to(tl.int32)
         n = tl.load(text_len + slot)
         own = tl.load(text_at + slot)
-        written = tl.load(arena + own + n - 1)
+        last_at = arena + own + n - 1
+        written = tl.load(last_at)
         n = n - shift
-        if (number > 0) & (n >= 0):
+        has_places = number > 0
+        has_context = n >= 0
+        if has_places & has_context:
             texts = tl.load(sealed_texts + slot)
             places = tl.load(sealed_places + slot)
-            low = _sorted_place(arena, texts, places, number, own, n)
+            low = _sorted_place(
+                arena=arena,
+                texts=texts,
+                places=places,
+                number=number,
+                own=own,
+                n=n,
+            )
 
             # the neighbours of the context, PLACES on either side
             distance = lane % PLACES
             is_behind = lane < PLACES
-            index = tl.where(is_behind, low + distance, low - 1 - distance)
-            there = (index >= 0) & (index < number)
-            place = tl.load(arena + places + index, mask=there, other=0)
-            position = tl.where(there, _position_of(place), -1)
-            length, _ = _compare(arena, texts, position, own, n, 2 * PLACES)
+            index_behind = low + distance
+            index_before = low - 1 - distance
+            index = tl.where(is_behind, index_behind, index_before)
+            is_inside = index >= 0
+            is_listed = index < number
+            there = is_inside & is_listed
+            place_at = arena + places + index
+            place = tl.load(place_at, mask=there, other=0)
+            position = _position_of(place)
+            position = tl.where(there, position, -1)
+            length, _ = _compare(
+                arena=arena,
+                texts=texts,
+                position=position,
+                own=own,
+                n=n,
+                LANES=2 * PLACES,
+            )
 
-            # the longest ones first
-            nearness = tl.where(is_behind, 32, 0) + PLACES - distance
-            matches = there & (length > 0)
-            order = tl.where(matches, length * 64 + nearness, 0)
-            is_better = order[None, :] > order[:, None]
-            rank = tl.sum(is_better.to(tl.int32), axis=1)
+            # the longest ones first, those behind before the others, then the nearest
+            side = tl.where(is_behind, 2 * PLACES, 0)
+            nearness = side + PLACES - distance
+            agrees = length > 0
+            matches = there & agrees
+            order = length * (4 * PLACES) + nearness
+            order = tl.where(matches, order, 0)
+            is_better = as_row(order) > as_column(order)
+            num_better = is_better.to(tl.int32)
+            rank = tl.sum(num_better, axis=1)
 
-            differing = position - length
-            readable = there & (differing >= 0)
-            token = tl.load(arena + texts + differing, mask=readable, other=-1)
-            going = there & (length < DEPTH) & (length <= n) & (token >= 0)
-            beyond = _beyond(arena, texts, own, n, differing, length, 0, going)
-            strength = 2 * length + beyond
+            strength = _sealed_strength(
+                arena=arena,
+                texts=texts,
+                own=own,
+                n=n,
+                position=position,
+                length=length,
+                there=there,
+            )
             if shift == 1:
-                following = tl.load(arena + texts + position + 1, mask=there, other=-1)
+                following_at = arena + texts + position + 1
+                following = tl.load(following_at, mask=there, other=-1)
                 strength = tl.minimum(length, BEYOND) - 1
-                there = there & (following != written)
-            weight = tl.load(fading + _age_of(place))
-            traits = _pack_traits(strength, weight, 0, shift).to(tl.int64)
+                differs = following != written
+                there = there & differs
+            age = _age_of(place)
+            weight = tl.load(fading + age)
+            traits = _pack_traits(strength, weight, 0, shift)
+            traits = traits.to(tl.int64)
             goes_on = texts + position + 1 + shift
             left = tl.full([2 * PLACES], ENDLESS, tl.int64)
-            kept = there & (order > 0) & (rank < PLACES)
+            is_match = order > 0
+            is_best = rank < PLACES
+            kept = there & is_match & is_best
             tl.store(out_at + rank, goes_on, mask=kept)
             tl.store(out_traits + rank, traits, mask=kept)
             tl.store(out_left + rank, left, mask=kept)
 
 
 @triton.jit
-def _rank(arena, context, at, place, exact):
-    """Rank a place of a text by the tokens that agree with a context: 3 more than these
-    where the last one does (`exact`), else those before it, BEYOND at most; 0 where
-    nothing does. `context`: the tokens before the last.
+def _rank(
+    arena,  # int32 [words]: all texts
+    context,  # int32 [DEPTH]: tokens before the last one of the request
+    at,  # int64: offset of the text
+    place,  # int32: index in it
+    exact,  # bool: whether the last token agrees
+):
+    """Rank a place of a text by the tokens that agree with a context: BEYOND more than
+    these where the last one does, else those before it, BEYOND at most; 0 where nothing
+    does.
     """
     back = tl.arange(0, DEPTH)
     index = place - 1 - back
-    token = tl.load(arena + at + index, mask=index >= 0, other=START)
-    alike = tl.min(tl.where(token == context, DEPTH - 1, back), axis=0)
-    return tl.where(exact, EXACT + alike, tl.minimum(alike, BEYOND))
+    is_inside = index >= 0
+    token_at = arena + at + index
+    token = tl.load(token_at, mask=is_inside, other=START)
+    agrees = token == context
+    differing_back = tl.where(agrees, DEPTH - 1, back)
+    num_alike = tl.min(differing_back, axis=0)
+    inexact_rank = tl.minimum(num_alike, BEYOND)
+    return tl.where(exact, EXACT + num_alike, inexact_rank)
 
 
 @triton.jit
 def _with_tile(
-    best,
-    least,
-    arena,
-    context,
-    third_last,
-    second_last,
-    written,
-    at,
-    last,
-    m,
-    BLOCK: tl.constexpr,
+    best,  # int64 [PLACES]: the best keys so far
+    least,  # int64: the least of them
+    arena,  # int32 [words]: all texts
+    context,  # int32 [DEPTH]: tokens before the last one of the request
+    third_last,  # int32: token of the request
+    second_last,  # int32: token of the request
+    written,  # int32: last token of the request
+    at,  # int64: offset of the text
+    last,  # int32: last place of the tile
+    m,  # int32: number of the text among the problem's
+    BLOCK: tl.constexpr,  # tokens of a tile
 ):
-    """Take the places of a tile, those up to `last`, into the best keys so far, of
-    which `least` is the least.
+    """Take the places of a tile into the best keys; return these and the least of them.
 
-    Few places rank: where the last token of the context (`written`) agrees, or the one
-    before it. Of these the ones that may rank highest are compared first, one by one,
-    until no other can be among the best. `bound`: no less than the ranked place, by
-    what three tokens say.
+    Few places rank: where the last token of the context agrees, or the one before it.
+    Of these the ones that may rank highest are compared first, one by one, until no
+    other can be among the best. `bound`: no less than the ranked place, by what three
+    tokens say.
     """
-    place = last - tl.arange(0, BLOCK)
-    tokens = arena + at + last - tl.arange(0, BLOCK)
-    token = tl.load(tokens, mask=place >= 0, other=NOTHING)
-    token_before = tl.load(tokens - 1, mask=place > 0, other=START)
+    back = tl.arange(0, BLOCK)
+    place = last - back
+    token_at = arena + at + place
+    is_inside = place >= 0
+    has_one_before = place > 0
+    has_two_before = place > 1
+    token = tl.load(token_at, mask=is_inside, other=NOTHING)
+    token_before = tl.load(token_at - 1, mask=has_one_before, other=START)
     # 0 where they agree
     differs = token ^ written
     differs_before = token_before ^ second_last
-    either = tl.minimum(differs.to(tl.uint32), differs_before.to(tl.uint32))
+    either = tl.minimum(
+        differs.to(tl.uint32),
+        differs_before.to(tl.uint32),
+    )
     if tl.min(either, axis=0) == 0:
-        token_earlier = tl.load(tokens - 2, mask=place > 1, other=START)
-        longer = tl.where(token_earlier == third_last, BEYOND, 1)
-        rank_bound = tl.where(differs_before == 0, longer, 0)
+        token_earlier = tl.load(token_at - 2, mask=has_two_before, other=START)
+        agrees_earlier = token_earlier == third_last
+        longer = tl.where(agrees_earlier, BEYOND, 1)
+        agrees_before = differs_before == 0
+        rank_bound = tl.where(agrees_before, longer, 0)
         exact_bound = EXACT + rank_bound * ((DEPTH - 1) // BEYOND)
-        rank_bound = tl.where(differs == 0, exact_bound, rank_bound)
+        agrees = differs == 0
+        rank_bound = tl.where(agrees, exact_bound, rank_bound)
         bound = _pack_ranked(rank_bound, place)
         top = tl.max(bound, axis=0)
         while top >= tl.maximum(_ranked_of(least), _pack_ranked(1, 0)):
             top_bound, top_place = _unpack_ranked(top)
-            rank = _rank(arena, context, at, top_place, top_bound > BEYOND)
-            key = _pack_key(_pack_ranked(rank, top_place), m)
+            is_exact = top_bound >= EXACT
+            rank = _rank(arena, context, at, top_place, is_exact)
+            ranked = _pack_ranked(rank, top_place)
+            key = _pack_key(ranked, m)
             if key > least:
-                best = tl.where(best == least, key, best)
-                least = _least(best)
-            bound = tl.where(bound == top, -1, bound)
+                best, least = _with_key(best, least, key)
+            is_top = bound == top
+            bound = tl.where(is_top, -1, bound)
             top = tl.max(bound, axis=0)
     return best, least
 
 
 @triton.jit
-def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, is_own):
-    """Return the traits of places that are so ranked; `is_own`: in the request's own
-    text.
-    """
+def _live_traits(
+    arena,  # int32 [words]: all texts
+    at,  # int64 [k]: offset of the text of each place
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of it
+    place,  # int32 [k]: index of each place in its text
+    rank,  # int32 [k]: of each place
+    lowest,  # int32: index of the first token of the request that may be read
+    is_prompt,  # bool: whether the places are in the prompt
+    is_own,  # bool [k]: whether each is in the request's own text
+):
+    """Return the traits of places of live text, int32 [k]."""
     differs = rank < EXACT
-    length = tl.where(differs, DEPTH, rank - (EXACT - 1))
+    length = rank - (EXACT - 1)
+    length = tl.where(differs, DEPTH, length)
     differing = place - length
-    going = (length < DEPTH) & (differing >= 0)
-    beyond = _beyond(arena, at, own, n, differing, length, lowest, going)
-    strength = tl.where(differs, rank - 1, 2 * length + beyond)
+    is_short = length < DEPTH
+    is_inside = differing >= 0
+    going = is_short & is_inside
+    beyond = _beyond(
+        arena=arena,
+        at=at,
+        own=own,
+        n=n,
+        differing=differing,
+        length=length,
+        lowest=lowest,
+        going=going,
+    )
+    exact_strength = 2 * length + beyond
+    strength = tl.where(differs, rank - 1, exact_strength)
     weight = tl.where(is_own, OWN, SIBLING)
     weight = tl.where(is_prompt, PROMPT, weight)
-    return _pack_traits(strength, weight, is_own.to(tl.int32), differs.to(tl.int32))
+    return _pack_traits(
+        strength=strength,
+        weight=weight,
+        own=is_own.to(tl.int32),
+        differs=differs.to(tl.int32),
+    )
+
+
+@triton.jit
+def _best_of_tiles(
+    arena,  # int32 [words]: all texts
+    text_at,  # int64 [texts]: offset of each text in the arena
+    text_len,  # int32 [texts]: tokens of each text
+    members,  # int64 [MEMBERS]: texts of the request's problem
+    ends,  # int32 [MEMBERS]: of each text, the tile behind its last one
+    own,  # int64: offset of the request's text
+    n,  # int32: tokens of it
+    prompt,  # int32: tokens of the prompt
+    is_prompt,  # int32: 1: the tiles are the prompt's
+    tile,  # int32: first tile
+    stop,  # int32: tile behind the last one
+    BLOCK: tl.constexpr,  # tokens of a tile
+):
+    """Return the keys of the best places in some tiles of live text, or of the prompt,
+    int64 [PLACES].
+    """
+    in_prompt = is_prompt > 0
+    in_live = is_prompt == 0
+    last_at = arena + own + n - 1
+    written = tl.load(last_at)
+    lowest = tl.where(in_prompt, -prompt, 0)
+    index = n - 2 - tl.arange(0, DEPTH)
+    context = _context(arena, own, n, index, lowest)
+    second_last = _context(arena, own, n, n - 2, lowest)
+    third_last = _context(arena, own, n, n - 3, lowest)
+    best = _no_keys()
+    least = _least(best)
+    while tile < stop:
+        is_passed = ends <= tile
+        over = is_passed & in_live
+        m = count(over)
+        at, size = _text(
+            text_at=text_at,
+            text_len=text_len,
+            members=members,
+            m=m,
+            own=own,
+            prompt=prompt,
+            is_prompt=is_prompt,
+        )
+        passed_ends = tl.where(over, ends, 0)
+        first = tl.max(passed_ends, axis=0)
+        last = size - 2 - (tile - first) * BLOCK
+        text_end = first + tl.cdiv(size, BLOCK)
+        end = tl.minimum(stop, text_end)
+        while tile < end:
+            best, least = _with_tile(
+                best=best,
+                least=least,
+                arena=arena,
+                context=context,
+                third_last=third_last,
+                second_last=second_last,
+                written=written,
+                at=at,
+                last=last,
+                m=m,
+                BLOCK=BLOCK,
+            )
+            last -= BLOCK
+            tile += 1
+    return best
 
 
 @triton.jit
@@ -435,66 +756,86 @@ def scan_live(
     if slot >= 0:
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
-        prompt = tl.load(begin + slot).to(tl.int32)
-        written = tl.load(arena + own + n - 1)
+        prompt = tl.load(begin + slot)
+        prompt = prompt.to(tl.int32)
         member = tl.arange(0, MEMBERS)
         own_members = members + slot * MEMBERS
-        there = member < tl.load(member_count + slot)
+        num_members = tl.load(member_count + slot)
+        there = member < num_members
         text = tl.load(own_members + member, mask=there, other=0)
         length = tl.load(text_len + text, mask=there, other=0)
         # of each text, the tile behind its last one
-        ends = tl.cumsum(tl.cdiv(length, BLOCK), axis=0)
+        text_tiles = tl.cdiv(length, BLOCK)
+        ends = tl.cumsum(text_tiles, axis=0)
+        live_tiles = tl.max(ends, axis=0)
         prompt_tiles = tl.cdiv(prompt, BLOCK)
         for is_prompt in range(2):
-            tiles = tl.where(is_prompt > 0, prompt_tiles, tl.max(ends, axis=0))
-            each = tl.cdiv(tiles, splits)
-            turn = tl.where(is_prompt > 0, splits - 1 - split, split)
-            tile = turn * each
-            stop = tl.minimum(tile + each, tiles)
-            lowest = tl.where(is_prompt > 0, -prompt, 0)
-            context = _context(arena, own, n, n - 2 - tl.arange(0, DEPTH), lowest)
-            second_last = _context(arena, own, n, n - 2, lowest)
-            third_last = _context(arena, own, n, n - 3, lowest)
-            best = _no_keys()
-            least = _least(best)
-            while tile < stop:
-                over = (ends <= tile) & (is_prompt == 0)
-                m = count(over)
-                at, size = _text(
-                    text_at, text_len, own_members, m, own, prompt, is_prompt
-                )
-                first = tl.max(tl.where(over, ends, 0), axis=0)
-                last = size - 2 - (tile - first) * BLOCK
-                end = tl.minimum(stop, first + tl.cdiv(size, BLOCK))
-                while tile < end:
-                    best, least = _with_tile(
-                        best,
-                        least,
-                        arena,
-                        context,
-                        third_last,
-                        second_last,
-                        written,
-                        at,
-                        last,
-                        m,
-                        BLOCK,
-                    )
-                    last -= BLOCK
-                    tile += 1
+            in_prompt = is_prompt > 0
+            tiles = tl.where(in_prompt, prompt_tiles, live_tiles)
+            tiles_each = tl.cdiv(tiles, splits)
+            turn = tl.where(in_prompt, splits - 1 - split, split)
+            tile = turn * tiles_each
+            stop = tl.minimum(tile + tiles_each, tiles)
+            best = _best_of_tiles(
+                arena=arena,
+                text_at=text_at,
+                text_len=text_len,
+                members=own_members,
+                ends=ends,
+                own=own,
+                n=n,
+                prompt=prompt,
+                is_prompt=is_prompt,
+                tile=tile,
+                stop=stop,
+                BLOCK=BLOCK,
+            )
             row = (request * 2 + is_prompt) * splits + split
-            tl.store(seen + row * PLACES + tl.arange(0, PLACES), best)
+            lane = tl.arange(0, PLACES)
+            out = seen + row * PLACES + lane
+            tl.store(out, best)
 
 
 @triton.jit
-def _text(text_at, text_len, members, m, own, prompt, is_prompt):
-    """Load where texts begin, and their tokens, by number `m` among a problem's texts;
-    else of the prompt.
-    """
+def _text(
+    text_at,  # int64 [texts]: offset of each text in the arena
+    text_len,  # int32 [texts]: tokens of each text
+    members,  # int64 [MEMBERS]: texts of the request's problem
+    m,  # int32 [k] or int32: number among these
+    own,  # int64: offset of the request's text
+    prompt,  # int32: tokens of the prompt
+    is_prompt,  # int32: 1: the text is the prompt
+):
+    """Return where texts of a problem begin, and their tokens; else of the prompt."""
+    in_prompt = is_prompt > 0
     text = tl.load(members + m)
-    at = tl.where(is_prompt > 0, own - prompt, tl.load(text_at + text))
-    size = tl.where(is_prompt > 0, prompt, tl.load(text_len + text))
+    text_begin = tl.load(text_at + text)
+    text_size = tl.load(text_len + text)
+    at = tl.where(in_prompt, own - prompt, text_begin)
+    size = tl.where(in_prompt, prompt, text_size)
     return at, size
+
+
+@triton.jit
+def _best_keys(
+    keys,  # int64 [number]: below 0: none
+    number,  # int32
+    BLOCK: tl.constexpr,  # keys that are read at once
+):
+    """Return the greatest keys, int64 [PLACES]; below 0: none."""
+    best = _no_keys()
+    least = _least(best)
+    for first in range(0, number, BLOCK):
+        lane = first + tl.arange(0, BLOCK)
+        is_there = lane < number
+        key = tl.load(keys + lane, mask=is_there, other=-1)
+        top = _greatest(key)
+        while top > tl.maximum(least, -1):
+            best, least = _with_key(best, least, top)
+            is_top = key == top
+            key = tl.where(is_top, -1, key)
+            top = _greatest(key)
+    return best
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -518,36 +859,53 @@ def merge_live(
     is_prompt = tl.program_id(1)
     slot = tl.load(slots + request)
     if slot >= 0:
+        in_prompt = is_prompt > 0
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
-        prompt = tl.load(begin + slot).to(tl.int32)
+        prompt = tl.load(begin + slot)
+        prompt = prompt.to(tl.int32)
         own_members = members + slot * MEMBERS
         number = splits * PLACES
-        own_keys = seen + (request * 2 + is_prompt) * number
-        best = _no_keys()
-        least = _least(best)
-        for first in range(0, number, BLOCK):
-            one = first + tl.arange(0, BLOCK)
-            key = tl.load(own_keys + one, mask=one < number, other=-1)
-            top = ~_least(~key)  # the greatest
-            while top > tl.maximum(least, -1):
-                best = tl.where(best == least, top, best)
-                least = _least(best)
-                key = tl.where(key == top, -1, key)
-                top = ~_least(~key)
+        row = request * 2 + is_prompt
+        best = _best_keys(seen + row * number, number, BLOCK)
+
+        # [PLACES]: of each place
         there = best >= 0
-        rank, place = _unpack_ranked(_ranked_of(best))
-        m = tl.where(there, _text_of(best), 0)
-        at, size = _text(text_at, text_len, own_members, m, own, prompt, is_prompt)
-        lowest = tl.where(is_prompt > 0, -prompt, 0)
-        is_own = (is_prompt > 0) | (tl.load(own_members + m) == slot)
-        traits = _live_traits(
-            arena, at, own, n, place, rank, lowest, is_prompt > 0, is_own
+        ranked = _ranked_of(best)
+        rank, place = _unpack_ranked(ranked)
+        m = _text_of(best)
+        m = tl.where(there, m, 0)
+        at, size = _text(
+            text_at=text_at,
+            text_len=text_len,
+            members=own_members,
+            m=m,
+            own=own,
+            prompt=prompt,
+            is_prompt=is_prompt,
         )
-        traits = tl.where(there, traits, 0).to(tl.int64)
-        left = (size - 1 - place).to(tl.int64)
+        lowest = tl.where(in_prompt, -prompt, 0)
+        text = tl.load(own_members + m)
+        is_own_text = text == slot
+        is_own = in_prompt | is_own_text
+        traits = _live_traits(
+            arena=arena,
+            at=at,
+            own=own,
+            n=n,
+            place=place,
+            rank=rank,
+            lowest=lowest,
+            is_prompt=in_prompt,
+            is_own=is_own,
+        )
+        traits = tl.where(there, traits, 0)
+        left = size - 1 - place
         lane = (2 + is_prompt) * PLACES + tl.arange(0, PLACES)
-        out = found + request * 3 * CANDIDATES + lane
-        tl.store(out, at + place + 1)
-        tl.store(out + CANDIDATES, traits)
-        tl.store(out + 2 * CANDIDATES, left)
+        out_row = found + request * 3 * CANDIDATES
+        out_at = out_row + lane
+        out_traits = out_at + CANDIDATES
+        out_left = out_traits + CANDIDATES
+        tl.store(out_at, at + place + 1)
+        tl.store(out_traits, traits.to(tl.int64))
+        tl.store(out_left, left.to(tl.int64))

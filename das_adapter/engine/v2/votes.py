@@ -21,7 +21,14 @@ import triton.language as tl
 
 from das_adapter.core import tuning
 from das_adapter.core.native import native
-from das_adapter.engine.v2.search import CANDIDATES, any_of, count, unpack_traits
+from das_adapter.engine.v2.search import (
+    CANDIDATES,
+    any_of,
+    as_column,
+    as_row,
+    count,
+    unpack_traits,
+)
 
 _RULES = native().drafting_rules()
 SURE = tl.constexpr(_RULES["SURE"])
@@ -64,6 +71,47 @@ NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 # `vote` writes it, and `learn` compares it with what the request has written since.
 
 
+@triton.jit
+def _offer_of(
+    offers,  # int32 [slots, 4 + 2 * STEPS]
+    slot,  # int64 [k] or int64
+    STEPS: tl.constexpr,
+):
+    """Return where what was offered to the request of a slot stands: its numbers, its
+    tokens and their kinds.
+    """
+    size = 4 + 2 * STEPS
+    offer = offers + slot * size
+    offered_tokens = offer + 2
+    offered_kinds = offered_tokens + STEPS + 1
+    return offer, offered_tokens, offered_kinds
+
+
+@triton.jit
+def _load_pair(
+    first_at,  # [k]: addresses
+    there,  # bool [k]
+):
+    """Load two numbers that stand one behind the other; 0 where there are none."""
+    second_at = first_at + 1
+    first = tl.load(first_at, mask=there, other=0)
+    second = tl.load(second_at, mask=there, other=0)
+    return first, second
+
+
+@triton.jit
+def _store_pair(
+    first_at,  # [k]: addresses
+    first,  # [k]
+    second,  # [k]
+    there,  # bool [k]
+):
+    """Store two numbers one behind the other."""
+    second_at = first_at + 1
+    tl.store(first_at, first, mask=there)
+    tl.store(second_at, second, mask=there)
+
+
 @triton.jit(do_not_specialize=["requests"])
 def learn(
     offers,  # int32 [slots, 4 + 2 * STEPS]: what was offered; its number is cleared
@@ -80,35 +128,169 @@ def learn(
     """Compare what was offered to each request with what it has written since, and
     count by kind.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)[None, :]
-    slot = tl.load(slots + row, mask=row < requests, other=-1)
+    # [ROWS]: of each request
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    is_row = row < requests
+    slot_at = slots + row
+    slot = tl.load(slot_at, mask=is_row, other=-1)
     known = slot >= 0
-    offer = offers + slot * (4 + 2 * STEPS)
-    at = tl.load(text_at + slot, mask=known, other=0)
-    length = tl.load(text_len + slot, mask=known, other=0)
-    number = tl.load(offer, mask=known, other=0)
-    before = tl.load(offer + 1, mask=known, other=0)
-    place = before[:, None] + column
-    is_offered = known[:, None] & (column < number[:, None])
-    is_written = place < length[:, None]
-    asked = is_offered & is_written & (column <= STEPS)
-    tokens = offer[:, None] + 2
-    kinds = offer[:, None] + 3 + STEPS
-    token = tl.load(tokens + column, mask=asked, other=-1)
-    kind = tl.load(kinds + column, mask=asked, other=0)
-    written = tl.load(arena + at[:, None] + place, mask=asked, other=-2)
-    wrong = asked & (written != token)
-    first_wrong = tl.min(tl.where(wrong, column, PADDED), axis=1)[:, None]
-    tried = asked & (column <= first_wrong)
-    accepted = asked & (column < first_wrong)
+    own_at = text_at + slot
+    own_len = text_len + slot
+    at = tl.load(own_at, mask=known, other=0)
+    length = tl.load(own_len, mask=known, other=0)
+    offer, offered_tokens, offered_kinds = _offer_of(offers, slot, STEPS)
+    number, before = _load_pair(offer, known)
+
+    # [ROWS, PADDED]: of each token that was offered
+    column = as_row(tl.arange(0, PADDED))
+    is_offered = column < as_column(number)
+    is_offered = as_column(known) & is_offered
+    place = as_column(before) + column
+    is_written = place < as_column(length)
+    is_column = column <= STEPS
+    compared = is_offered & is_written & is_column
+    offered_token = as_column(offered_tokens) + column
+    offered_kind = as_column(offered_kinds) + column
+    token = tl.load(offered_token, mask=compared, other=-1)
+    kind = tl.load(offered_kind, mask=compared, other=0)
+    text = arena + as_column(at)
+    written_at = text + place
+    written = tl.load(written_at, mask=compared, other=-2)
+    differs = written != token
+    wrong = compared & differs
+    wrong_column = tl.where(wrong, column, PADDED)
+    first_wrong = tl.min(wrong_column, axis=1)
+    first_wrong = as_column(first_wrong)
+    is_reached = column <= first_wrong
+    is_right = column < first_wrong
+    tried = compared & is_reached
+    accepted = compared & is_right
     one = tl.full([ROWS, PADDED], 1, tl.int32)
-    of_kind = outcomes + 2 * kind
-    tl.atomic_add(of_kind, one, mask=tried, sem="relaxed")
-    tl.atomic_add(of_kind + 1, one, mask=accepted, sem="relaxed")
+    num_tried = outcomes + 2 * kind
+    num_accepted = num_tried + 1
+    tl.atomic_add(num_tried, one, mask=tried, sem="relaxed")
+    tl.atomic_add(num_accepted, one, mask=accepted, sem="relaxed")
     tl.debug_barrier()  # other threads have read them
     nothing = tl.zeros([ROWS], tl.int32)
-    tl.store(offer, nothing, mask=known & (length > before))
+    has_written = length > before
+    is_done = known & has_written
+    tl.store(offer, nothing, mask=is_done)
+
+
+@triton.jit
+def _add_to_kinds(
+    cells,  # int32 [KINDS, 2]: of one source, see `estimate`; added to
+    new_tried,  # int32 [LANES]
+    new_accepted,  # int32 [LANES]
+    LANES: tl.constexpr,
+):
+    """Add to the counts of each kind, halve those that are large, and return the tokens
+    tried and accepted, int32 [LANES].
+    """
+    lane = tl.arange(0, LANES)
+    is_kind = lane < KINDS
+    cell = cells + 2 * lane
+    tried, accepted = _load_pair(cell, is_kind)
+    tried = tried + new_tried
+    accepted = accepted + new_accepted
+    half_tried = tried // 2
+    half_accepted = accepted // 2
+    is_full = tried >= MEMORY
+    tried = tl.where(is_full, half_tried, tried)
+    accepted = tl.where(is_full, half_accepted, accepted)
+    _store_pair(cell, tried, accepted, is_kind)
+    return tried, accepted
+
+
+@triton.jit
+def _add_to_source(
+    source,  # float64 [3]: tried, accepted and expected tokens; added to
+    new_tried,  # int32 [LANES]: of each kind
+    new_accepted,  # int32 [LANES]
+    prior,  # float64 [LANES]: chance of each kind before anything is learned
+):
+    """Add to the counts of a source, and to what the priors of its kinds made one
+    expect; halve them where they are large, and return them, float64.
+    """
+    accepted_at = source + 1
+    expected_at = source + 2
+    new_expected = new_tried * prior
+    num_tried = tl.load(source) + tl.sum(new_tried, axis=0)
+    num_accepted = tl.load(accepted_at) + tl.sum(new_accepted, axis=0)
+    num_expected = tl.load(expected_at) + tl.sum(new_expected, axis=0)
+    is_full = num_tried >= MEMORY
+    kept_share = tl.where(is_full, 0.5, 1.0)
+    num_tried = num_tried * kept_share
+    num_accepted = num_accepted * kept_share
+    num_expected = num_expected * kept_share
+    tl.store(source, num_tried)
+    tl.store(accepted_at, num_accepted)
+    tl.store(expected_at, num_expected)
+    return num_tried, num_accepted, num_expected
+
+
+@triton.jit
+def _odds_scale(
+    num_tried,  # float64: tokens of a source
+    num_accepted,  # float64: of these
+    num_expected,  # float64: how many of these its kinds' priors made one expect
+):
+    """Return by what the odds of a source are larger than its kinds' priors made one
+    expect, float64.
+    """
+    num_rejected = num_tried - num_accepted
+    num_unexpected = num_tried - num_expected
+    for_accepted = num_accepted + DOUBT
+    for_rejected = num_rejected + DOUBT
+    for_expected = num_expected + DOUBT
+    for_unexpected = num_unexpected + DOUBT
+    odds = for_accepted / for_rejected
+    inverse_prior_odds = for_unexpected / for_expected
+    return odds * inverse_prior_odds
+
+
+@triton.jit
+def _estimate_source(
+    outcomes,  # int32 [KINDS, 2]: of one source, see `estimate`
+    cells,  # int32 [KINDS, 2]
+    source,  # float64 [3]
+    start,  # float64 [KINDS]
+    chance,  # float64 [KINDS]
+    LANES: tl.constexpr,
+):
+    """Estimate the chances of the kinds of one source."""
+    lane = tl.arange(0, LANES)
+    is_kind = lane < KINDS
+    nothing = tl.zeros([LANES], tl.int32)
+    outcome = outcomes + 2 * lane
+    new_tried, new_accepted = _load_pair(outcome, is_kind)
+    _store_pair(outcome, nothing, nothing, is_kind)
+    tried, accepted = _add_to_kinds(
+        cells=cells,
+        new_tried=new_tried,
+        new_accepted=new_accepted,
+        LANES=LANES,
+    )
+    prior_at = start + lane
+    prior = tl.load(prior_at, mask=is_kind, other=0.0)
+    num_tried, num_accepted, num_expected = _add_to_source(
+        source=source,
+        new_tried=new_tried,
+        new_accepted=new_accepted,
+        prior=prior,
+    )
+
+    # each kind's prior, with its odds scaled as those of the source are
+    scale = _odds_scale(num_tried, num_accepted, num_expected)
+    odds = prior * scale
+    scaled_prior = odds / (1 - prior + odds)
+    prior_accepted = PRIOR * scaled_prior
+    all_accepted = accepted + prior_accepted
+    all_tried = tried + PRIOR
+    kind_chance = all_accepted / all_tried
+    chance_at = chance + lane
+    tl.store(chance_at, kind_chance, mask=is_kind)
 
 
 @triton.jit
@@ -125,61 +307,39 @@ def estimate(
 
     One program; the same estimate as `Acceptance` in `csrc/suffix_draft.hpp`.
     """
-    lane = tl.arange(0, LANES)
-    nothing = tl.zeros([LANES], tl.int32)
     for source in tl.static_range(2):
-        valid = lane < KINDS
-        at = 2 * (source * KINDS + lane)
-        new_tried = tl.load(outcomes + at, mask=valid, other=0)
-        new_accepted = tl.load(outcomes + at + 1, mask=valid, other=0)
-        tl.store(outcomes + at, nothing, mask=valid)
-        tl.store(outcomes + at + 1, nothing, mask=valid)
-
-        # the counts of each kind
-        tried = tl.load(cells + at, mask=valid, other=0) + new_tried
-        accepted = tl.load(cells + at + 1, mask=valid, other=0) + new_accepted
-        is_full = tried >= MEMORY
-        tried = tl.where(is_full, tried // 2, tried)
-        accepted = tl.where(is_full, accepted // 2, accepted)
-        tl.store(cells + at, tried, mask=valid)
-        tl.store(cells + at + 1, accepted, mask=valid)
-
-        # the counts of the source, and what their kinds' priors made one expect
-        prior = tl.load(start + lane, mask=valid, other=0.0)
-        own = sources + 3 * source
-        sum_tried = tl.load(own) + tl.sum(new_tried, axis=0)
-        sum_accepted = tl.load(own + 1) + tl.sum(new_accepted, axis=0)
-        expected = tl.load(own + 2) + tl.sum(new_tried * prior, axis=0)
-        kept_share = tl.where(sum_tried >= MEMORY, 0.5, 1.0)
-        sum_tried = sum_tried * kept_share
-        sum_accepted = sum_accepted * kept_share
-        expected = expected * kept_share
-        tl.store(own, sum_tried)
-        tl.store(own + 1, sum_accepted)
-        tl.store(own + 2, expected)
-
-        # each kind's prior, with its odds scaled as those of the source are
-        scale = (sum_accepted + DOUBT) / (sum_tried - sum_accepted + DOUBT)
-        scale = scale * ((sum_tried - expected + DOUBT) / (expected + DOUBT))
-        odds = prior * scale
-        base = odds / (1 - prior + odds)
-        found = (accepted + PRIOR * base) / (tried + PRIOR)
-        tl.store(chance + source * KINDS + lane, found, mask=valid)
+        first_kind = source * KINDS
+        _estimate_source(
+            outcomes=outcomes + 2 * first_kind,
+            cells=cells + 2 * first_kind,
+            source=sources + 3 * source,
+            start=start,
+            chance=chance + first_kind,
+            LANES=LANES,
+        )
 
 
 @triton.jit
-def _kind(share, strength, number, alone):
+def _kind(
+    share,  # float64: of the votes
+    strength,  # int32: the greatest behind the token
+    number,  # int32: of the places that voted for it
+    alone,  # bool: whether all of these are in the request's own text
+):
     """Return the kind of a draft token, as `Acceptance::kind` in
     `csrc/suffix_draft.hpp`.
     """
     share_level = 0 * number
     strength_level = 0 * number
     for i in tl.static_range(LEVELS - 1):
-        share_level += (share >= SHARES[i]).to(tl.int32)
-        strength_level += (strength >= STRENGTHS[i]).to(tl.int32)
+        has_share = share >= SHARES[i]
+        has_strength = strength >= STRENGTHS[i]
+        share_level += has_share.to(tl.int32)
+        strength_level += has_strength.to(tl.int32)
     count_level = 0 * number
     for i in tl.static_range(COUNTS - 1):
-        count_level += (number >= COUNT_STEPS[i]).to(tl.int32)
+        has_number = number >= COUNT_STEPS[i]
+        count_level += has_number.to(tl.int32)
     kind = alone.to(tl.int32)
     kind = kind * LEVELS + share_level
     kind = kind * LEVELS + strength_level
@@ -193,41 +353,80 @@ def _places(found):
     (see `search`).
     """
     lane = tl.arange(0, CANDIDATES)
-    at = tl.load(found + lane)
-    traits = tl.load(found + CANDIDATES + lane).to(tl.int32)
-    left = tl.load(found + 2 * CANDIDATES + lane)
+    place_at = found + lane
+    place_traits = place_at + CANDIDATES
+    place_left = place_traits + CANDIDATES
+    at = tl.load(place_at)
+    traits = tl.load(place_traits)
+    left = tl.load(place_left)
+    traits = traits.to(tl.int32)
     strength, weight, own, differs, there_is = unpack_traits(traits)
-    agrees = there_is & (differs == 0)
-    strongest = tl.max(tl.where(agrees, strength, 0), axis=0)
+    last_agrees = differs == 0
+    agrees = there_is & last_agrees
+    agreeing_strength = tl.where(agrees, strength, 0)
+    strongest = tl.max(agreeing_strength, axis=0)
     rival = tl.where(differs, strongest, 0)
-    return at, left, strength, weight, own, there_is & (rival < SURE)
+    is_needed = rival < SURE
+    votes = there_is & is_needed
+    return at, left, strength, weight, own, votes
 
 
 @triton.jit
-def _elected(token, alive, strength, weight, own):
-    """Return the token with the most votes (of equals the lowest), the places that
-    voted for it, and its kind as a draft token.
-    """
-    base = (strength + 1).to(tl.int64)
+def _power(strength):
+    """Return the power `VOTE_POWER` of strength + 1, int64."""
+    base = strength + 1
+    base = base.to(tl.int64)
     power = base
     for _ in tl.static_range(VOTE_POWER - 1):
         power = power * base
-    votes = tl.where(alive, power * weight, 0)
-    said = tl.min(tl.where(alive, token, NO_TOKEN), axis=0)
+    return power
+
+
+@triton.jit
+def _elected(
+    token,  # int32 [CANDIDATES]: that each place votes for
+    alive,  # bool [CANDIDATES]: whether it votes
+    strength,  # int32 [CANDIDATES]
+    weight,  # int64 [CANDIDATES]
+    own,  # bool [CANDIDATES]: whether it is in the request's own text
+):
+    """Return the token with the most votes (of equals the lowest), the places that
+    voted for it, and its kind as a draft token.
+    """
+    votes = _power(strength) * weight
+    votes = tl.where(alive, votes, 0)
+    voted = tl.where(alive, token, NO_TOKEN)
+    said = tl.min(voted, axis=0)
     winner = said
-    most = tl.full([], 0, tl.int64)
+    most_votes = tl.full([], 0, tl.int64)
     while said < NO_TOKEN:
-        total = tl.sum(tl.where(token == said, votes, 0), axis=0)
-        winner = tl.where(total > most, said, winner)
-        most = tl.maximum(most, total)
-        later = alive & (token > said)
-        said = tl.min(tl.where(later, token, NO_TOKEN), axis=0)
-    voters = alive & (token == winner)
+        is_for_said = token == said
+        votes_for_said = tl.where(is_for_said, votes, 0)
+        total = tl.sum(votes_for_said, axis=0)
+        is_more = total > most_votes
+        winner = tl.where(is_more, said, winner)
+        most_votes = tl.maximum(most_votes, total)
+        is_above = token > said
+        later = alive & is_above
+        voted = tl.where(later, token, NO_TOKEN)
+        said = tl.min(voted, axis=0)
+    is_winner = token == winner
+    voters = alive & is_winner
     every_vote = tl.sum(votes, axis=0)
-    share = most.to(tl.float64) / every_vote.to(tl.float64)
-    longest = tl.max(tl.where(voters, strength, 0), axis=0)
-    alone = count(voters & (own == 0)) == 0
-    return winner, voters, _kind(share, longest, count(voters), alone)
+    num_votes = every_vote.to(tl.float64)
+    share = most_votes.to(tl.float64) / num_votes
+    voter_strength = tl.where(voters, strength, 0)
+    longest = tl.max(voter_strength, axis=0)
+    is_other = own == 0
+    num_others = count(voters & is_other)
+    alone = num_others == 0
+    kind = _kind(
+        share=share,
+        strength=longest,
+        number=count(voters),
+        alone=alone,
+    )
+    return winner, voters, kind
 
 
 @triton.jit
@@ -258,43 +457,61 @@ def vote(
     own_confidence = confidence + request * STEPS
     if slot >= 0:
         n = tl.load(text_len + slot)
-        at, left, strength, weight, own, valid = _places(
-            found + request * 3 * CANDIDATES
-        )
-        offer = offers + slot * (4 + 2 * STEPS)
-        offered_tokens = offer + 2
-        offered_kinds = offer + 3 + STEPS
-        survival = (0 * n + 1).to(tl.float64)
-        asked = 0 * n
+        own_found = found + request * 3 * CANDIDATES
+        at, left, strength, weight, own, valid = _places(own_found)
+        offer, offered_tokens, offered_kinds = _offer_of(offers, slot, STEPS)
+        one = 0 * n + 1
+        survival = one.to(tl.float64)
+        num_offered = 0 * n
         step = 0 * n
-        going = tl.load(num_sampled + request) > 0
+        num_new = tl.load(num_sampled + request)
+        going = num_new > 0
         while going:
-            readable = valid & (step < left)
-            token = tl.load(arena + at + step, mask=readable, other=-1)
-            alive = valid & (token >= 0)
+            has_next = step < left
+            readable = valid & has_next
+            token_at = arena + at + step
+            token = tl.load(token_at, mask=readable, other=-1)
+            is_token = token >= 0
+            alive = valid & is_token
             going = any_of(alive)
             if going:
-                grown = tl.minimum(strength + 2 * step, STRONGEST)
-                winner, voters, kind = _elected(token, alive, grown, weight, own)
-                winner = tl.minimum(winner, vocabulary - 1)
+                grown = strength + 2 * step
+                grown = tl.minimum(grown, STRONGEST)
+                winner, voters, kind = _elected(
+                    token=token,
+                    alive=alive,
+                    strength=grown,
+                    weight=weight,
+                    own=own,
+                )
+                last_token = vocabulary - 1
+                winner = tl.minimum(winner, last_token)
                 tl.store(offered_tokens + step, winner)
                 tl.store(offered_kinds + step, kind)
-                asked = step + 1
+                num_offered = step + 1
                 token_chance = tl.load(chance + kind)
                 survival = survival * token_chance
-                going = (step < STEPS) & (survival >= min_chance)
+                has_room = step < STEPS
+                survives = survival >= min_chance
+                going = has_room & survives
                 if going:
-                    tl.store(own_drafts + step, winner.to(tl.int64))
-                    tl.store(own_confidence + step, token_chance.to(tl.float32))
+                    draft_token = winner.to(tl.int64)
+                    draft_chance = token_chance.to(tl.float32)
+                    tl.store(own_drafts + step, draft_token)
+                    tl.store(own_confidence + step, draft_chance)
                     valid = voters
                     step = step + 1
-        beyond = (column < STEPS) & (column >= step)
+        is_column = column < STEPS
+        is_unwritten = column >= step
+        beyond = is_column & is_unwritten
         no_chance = tl.zeros([PADDED], tl.float32)
         no_token = tl.zeros([PADDED], tl.int64)
-        tl.store(own_confidence + column, no_chance, mask=beyond)
-        tl.store(own_drafts + column, no_token, mask=beyond)
+        chance_at = own_confidence + column
+        draft_at = own_drafts + column
+        tl.store(chance_at, no_chance, mask=beyond)
+        tl.store(draft_at, no_token, mask=beyond)
         tl.store(real + request, step)
-        tl.store(offer, asked)
+        tl.store(offer, num_offered)
         tl.store(offer + 1, n)
 
 
@@ -315,15 +532,31 @@ def accept(
     """Take the drawn tokens of each request up to the first with which its draft does
     not go on.
     """
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, PADDED)[None, :]
+    # [ROWS]: of each request
+    first_request = tl.program_id(0) * ROWS
+    request = first_request + tl.arange(0, ROWS)
     known = request < requests
-    begin = tl.load(rows + request, mask=known, other=0)[:, None]
-    end = tl.load(rows + request + 1, mask=known, other=0)[:, None]
-    row = begin + column
-    token = tl.load(drawn + row, mask=row < end, other=0)
-    following = tl.load(fed + row + 1, mask=row + 1 < end, other=-1)
-    accepted = tl.min(tl.where(token != following, column, PADDED), axis=1)
-    out = sampled + request[:, None] * WIDTH + column
-    tl.store(out, token, mask=known[:, None] & (column < WIDTH))
-    tl.store(num_sampled + request, accepted + 1, mask=known)
+    row_at = rows + request
+    begin, end = _load_pair(row_at, known)
+
+    # [ROWS, PADDED]: of each row of logits
+    column = as_row(tl.arange(0, PADDED))
+    row = as_column(begin) + column
+    next_row = row + 1
+    row_end = as_column(end)
+    is_row = row < row_end
+    has_next = next_row < row_end
+    drawn_at = drawn + row
+    following_at = fed + next_row
+    token = tl.load(drawn_at, mask=is_row, other=0)
+    following = tl.load(following_at, mask=has_next, other=-1)
+    is_wrong = token != following
+    wrong_column = tl.where(is_wrong, column, PADDED)
+    num_accepted = tl.min(wrong_column, axis=1)
+    own_sampled = sampled + as_column(request) * WIDTH
+    sampled_at = own_sampled + column
+    is_column = column < WIDTH
+    is_written = as_column(known) & is_column
+    tl.store(sampled_at, token, mask=is_written)
+    counted_at = num_sampled + request
+    tl.store(counted_at, num_accepted + 1, mask=known)
