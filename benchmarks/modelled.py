@@ -317,9 +317,9 @@ class EngineV1(Engine):
         offsets = np.zeros(len(live) + 1, dtype=np.int64)
         found = []
         for row, text in enumerate(live.values()):
-            limit = max(0, int(search.limits[row]))
+            limit = max(0, int(search.max_tokens[row]))
             survival = np.cumprod(text.draft()[:limit])
-            kept = survival[survival >= search.floor]
+            kept = survival[survival >= search.min_chance]
             found.append(kept)
             offsets[row + 1] = offsets[row] + len(kept)
         return np.concatenate(found).astype(np.float32), offsets

@@ -74,11 +74,7 @@ if triton is not None:
         return h * 5 + 0xE6546B64
 
     @triton.jit
-    def _gumbel(
-        seed,
-        position,
-        token,
-    ):  # type: ignore[no-untyped-def]
+    def _gumbel(seed, position, token):  # type: ignore[no-untyped-def]
         # As vLLM's V2 sampler, operation for operation: `murmur3_uniform32` and
         # `_log1p_neg_stable`.
         h = (seed ^ seed).to(tl.uint32)
