@@ -135,7 +135,7 @@ class LengthModel:
                 lengths=lengths,
                 version=version,
                 new=tokens[begin:end],
-                max_versions=tuning.HISTORY_WINDOW,
+                max_versions=tuning.LENGTHS_WINDOW,
             )
             self._lengths.move_to_end(problem)
         while len(self._lengths) > self.PROBLEMS:

@@ -512,11 +512,16 @@ REPLICA_QUIET_S = number(
 
 HISTORY_WINDOW = number(
     8,
-    "visits of a problem that are drafted from and whose lengths are remembered, the"
-    " newest: a visit is a weight version that wrote rollouts of it",
+    "visits of a problem that are drafted from, the newest: a visit is a weight version"
+    " that wrote rollouts of it",
     "benchmarks/results/history.json, `windows`: 16 visits hardly give more accepted"
     " tokens than 8; a run takes 0.50 to 0.52 of the time without drafts with 1, 2, 4"
     " or 8",
+)
+LENGTHS_WINDOW = number(
+    8,
+    "visits of a problem whose response lengths are remembered, the newest",
+    "a guess: lengths change with the policy",
 )
 
 # Which lengths routing expects (verl/router.py)
@@ -565,7 +570,7 @@ MAX_LIVE_TOKENS = number(
 )
 MEMBER_TEXTS = number(
     64,
-    "texts of a problem that a request on the V2 runner drafts from, the newest",
+    "live texts of a problem that a request on the V2 runner drafts from, the newest",
     "a guess: as many as the largest groups of samples have",
 )
 CLOSED_TEXTS = number(
@@ -689,7 +694,7 @@ CPP_PROMPT_WEIGHT = number(
 CPP_HALF_LIFE_VISITS = number(
     8.0,
     "newer visits of its problem after which a text's weight is halved",
-    "a guess: as many as history.window keeps; benchmarks/results/history.json"
+    "a guess: as many as HISTORY_WINDOW keeps; benchmarks/results/history.json"
     " (windows) shows that older visits help a little",
 )
 

@@ -144,7 +144,7 @@ def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
 def test_lengths_are_remembered_for_a_problem_s_own_visits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("das_adapter.core.tuning.HISTORY_WINDOW", 2)
+    monkeypatch.setattr("das_adapter.core.tuning.LENGTHS_WINDOW", 2)
     log = LengthLog()
     for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
         log.add(rows((1, tokens, version), (2, 100, 3)))
