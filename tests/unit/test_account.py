@@ -127,7 +127,9 @@ def test_fixed_budgets_are_drafted_where_they_do_not_lose_and_always_where_the_u
         True,
         False,
     ]
-    assert [always.drafts_pay(8, gain, False) for gain in (0.05, -0.5, None)] == [True] * 3
+    assert [always.drafts_pay(8, gain, False) for gain in (0.05, -0.5, None)] == [
+        True
+    ] * 3
     assert draws(always, (500, 0.02), (1, 0.01)) == [True, False]  # nobody would gain
 
 
