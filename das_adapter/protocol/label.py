@@ -80,22 +80,22 @@ class Label:
         """
         given = extra_args or {}
         _refuse_unknown_keys(given)
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         for name in _LARGEST:
             key = _PREFIX + name
             if key not in given:
                 continue
             value = given[key]
-            found[name] = _read_integer(name, value)
+            values[name] = _read_integer(name, value)
         ahead = given.get(_AHEAD)
         if not isinstance(ahead, bytes | None):
             raise BadLabel(f"{_AHEAD}: found {ahead!r:.100}, allowed: bytes")
-        record = found.get("record", True)
+        record = values.get("record", True)
         return cls(
-            problem=found.get("problem"),
-            seed=found.get("seed"),
+            problem=values.get("problem"),
+            seed=values.get("seed"),
             record=bool(record),
-            start=found.get("start"),
+            start=values.get("start"),
             ahead=ahead,
         )
 
@@ -293,11 +293,11 @@ def _read_integer(name: str, value: Any) -> int:
     try:
         if isinstance(value, str):
             number = int(value)
-        found = operator.index(number)
+        number = operator.index(number)
     except (TypeError, ValueError):
-        found = -1
-    if not 0 <= found <= largest:
+        number = -1
+    if not 0 <= number <= largest:
         raise BadLabel(
             f"das_{name}: found {value!r:.100}, allowed: an integer from 0 to {largest}"
         )
-    return found
+    return number
