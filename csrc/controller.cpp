@@ -309,7 +309,7 @@ void bind_controller(nb::module_& m) {
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>,
                     Out<double>, Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"),
-           nb::arg("accepted"), nb::arg("steps"), nb::arg("worth"))
+           nb::arg("accepted"), nb::arg("steps"), nb::arg("worth_s"))
       .def("advance", &RequestColumns::advance,
            "Add one decode step to the requests in `slots`, and count it for the "
            "acceptance curve, float64 [4].")

@@ -359,14 +359,14 @@ struct LiveColumns {
     }
     if (!num_requests) return;
     constexpr double max_batches = tuning::FORECAST_BATCHES;
-    auto& lasting = persistence_fields();
-    lasting.batches = std::min(lasting.batches + 1, max_batches);
+    auto& fields = persistence_fields();
+    fields.batches = std::min(fields.batches + 1, max_batches);
     for (size_t k = 0; k < max_tokens; ++k)
       move_towards(mean_survival.data()[k], survival_sums[k] / num_requests,
-                   lasting.batches);
+                   fields.batches);
     if (!num_pairs) return;
-    move_towards(lasting.covariance, product_sum / num_pairs, max_batches);
-    move_towards(lasting.variance, square_sum / num_pairs, max_batches);
+    move_towards(fields.covariance, product_sum / num_pairs, max_batches);
+    move_towards(fields.variance, square_sum / num_pairs, max_batches);
   }
 
   int64_t forecast_drafts(const In<int64_t>& slots, const In<int64_t>& limits,

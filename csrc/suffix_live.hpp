@@ -65,13 +65,13 @@ class Live {
   // Calls report(stream, position, match length) for places whose last tokens equal the
   // context's, the latest first: up to PLACES_PER_SEARCH per chain, those of the
   // longest grams first, those of shorter grams only while fewer than
-  // ENOUGH_LIVE_PLACES are found.
+  // NEEDED_LIVE_PLACES are found.
   template <class Report>
   void search(Context context, Report&& report) const {
     if (slots_.empty()) return;
     uint32_t num_found = 0;
     for (size_t level = 0; level < kGrams.size(); ++level) {
-      if (num_found >= tuning::ENOUGH_LIVE_PLACES) return;
+      if (num_found >= tuning::NEEDED_LIVE_PLACES) return;
       std::array<const LogEntry*, tuning::PLACES_PER_SEARCH> places;
       const uint32_t num_places = follow_chain(gram(context, level), level, places);
       for (uint32_t i = 0; i < num_places; ++i) {

@@ -63,10 +63,10 @@ class Host:
         """All symbols: those that no patch names, and the targets of the patches that
         `oldest` needs. Patches for a CPU are checked when they are applied.
         """
-        found = []
+        symbols = []
         for symbol in self.relied_on:
             feature = feature_of(symbol.module, symbol.feature)
-            found.append(replace(symbol, feature=feature))
+            symbols.append(replace(symbol, feature=feature))
         for patch in patching.patches():
             is_for_cpu = ".cpu." in patch.replacement.__module__
             is_needed = numbers(patch.since) <= numbers(self.oldest)
@@ -74,8 +74,8 @@ class Host:
                 continue
             for target in patch.targets:
                 if target.startswith(f"{self.package}."):
-                    found.append(_symbol_of(patch, target))
-        return tuple(found)
+                    symbols.append(_symbol_of(patch, target))
+        return tuple(symbols)
 
 
 def _symbol_of(patch: patching.Patch, target: str) -> Symbol:
@@ -294,13 +294,16 @@ def version(host: str, directory: Path | None = None) -> str | None:
     """Return the version of a host package, None where it is not installed;
     `directory`: of the package, if it is not the one that Python would import.
     """
-    return installed_version(HOSTS[host].package, HOSTS[host].distributions, directory)
+    known = HOSTS[host]
+    return installed_version(known.package, known.distributions, directory)
 
 
 def numbers(release: str) -> tuple[int, ...]:
     """Return the numbers of a version, three at most, to compare it by."""
-    digits = re.findall(r"\d+", public_version(release))[:3]
-    return tuple(map(int, digits))
+    public = public_version(release)
+    digits = re.findall(r"\d+", public)
+    first = digits[:3]
+    return tuple(map(int, first))
 
 
 @functools.cache
@@ -312,21 +315,23 @@ def lacking(host: str | Host, directory: Path | None = None) -> list[Symbol]:
     known = HOSTS[host] if isinstance(host, str) else host
     sources = Sources(known.package, directory)
 
-    found = []
+    absent = []
     for symbol in known.symbols:
-        outermost = symbol.name.partition(".")[0]
-        if symbol.optional and outermost not in sources.definitions(symbol.module):
+        outermost, _, _ = symbol.name.partition(".")
+        definitions = sources.definitions(symbol.module)
+        if symbol.optional and outermost not in definitions:
             continue
         if sources.lacks(symbol):
-            found.append(symbol)
-    return found
+            absent.append(symbol)
+    return absent
 
 
 def missing(host: str | Host, directory: Path | None = None) -> list[Symbol]:
     """Return what a package lacks of the symbols that every run needs; see
     `lacking`.
     """
-    return [symbol for symbol in lacking(host, directory) if not symbol.feature]
+    absent = lacking(host, directory)
+    return [symbol for symbol in absent if not symbol.feature]
 
 
 def unavailable(
@@ -335,11 +340,13 @@ def unavailable(
     """Return the features that a package leaves out, each with the symbols that it
     lacks; see `lacking`.
     """
-    found: dict[str, list[Symbol]] = {}
+    by_feature: dict[str, list[Symbol]] = {}
     for symbol in lacking(host, directory):
-        if symbol.feature:
-            found.setdefault(symbol.feature, []).append(symbol)
-    return found
+        if not symbol.feature:
+            continue
+        of_feature = by_feature.setdefault(symbol.feature, [])
+        of_feature.append(symbol)
+    return by_feature
 
 
 def refuse_without(host: str | Host, asked: Mapping[str, str]) -> None:
@@ -350,11 +357,14 @@ def refuse_without(host: str | Host, asked: Mapping[str, str]) -> None:
         ConfigError: names the feature, who asks for it, and the symbols.
     """
     for feature, gone in unavailable(host).items():
-        if feature in asked:
-            raise ConfigError(
-                f"{asked[feature]}: found {_without(host, feature, gone)}; allowed: a"
-                " version that has it, or a run that does not ask for it"
-            )
+        if feature not in asked:
+            continue
+        key = asked[feature]
+        installed = _without(host, feature, gone)
+        raise ConfigError(
+            f"{key}: found {installed}; allowed: a version that has it, or a run that"
+            " does not ask for it"
+        )
 
 
 def warn_without(host: str | Host, expected: Iterable[str]) -> None:
@@ -362,17 +372,20 @@ def warn_without(host: str | Host, expected: Iterable[str]) -> None:
     that it would have by default.
     """
     for feature, gone in unavailable(host).items():
-        if feature in expected and (host, feature) not in _warned:
-            _warned.add((host, feature))
-            logger.warning(
-                "das: %s: the run goes on without", _without(host, feature, gone)
-            )
+        key = (host, feature)
+        if feature not in expected or key in _warned:
+            continue
+        _warned.add(key)
+        installed = _without(host, feature, gone)
+        logger.warning("das: %s: the run goes on without", installed)
 
 
 def _without(host: str | Host, feature: str, gone: Sequence[Symbol]) -> str:
+    """Return the installed package and what it lacks, as messages call it."""
     package = host if isinstance(host, str) else host.package
     names = ", ".join(map(str, gone))
-    return f"{package} {version(package)} without {names}, which {feature} needs"
+    installed = version(package)
+    return f"{package} {installed} without {names}, which {feature} needs"
 
 
 def require(host: str) -> None:
@@ -408,10 +421,11 @@ def check_plugin() -> None:
     Raises:
         ConfigError: names the variable.
     """
-    found = os.environ.get(PLUGINS_VARIABLE, "auto")
-    plugins = [name.strip() for name in found.lower().split(",")]
+    value = os.environ.get(PLUGINS_VARIABLE, "auto")
+    parts = value.lower().split(",")
+    plugins = [name.strip() for name in parts]
     if plugins != ["auto"] and "das_adapter" not in plugins:
         raise ConfigError(
-            f"{PLUGINS_VARIABLE}: found {found!r}, with which veRL leaves das-adapter"
+            f"{PLUGINS_VARIABLE}: found {value!r}, with which veRL leaves das-adapter"
             " out; allowed: not set, 'auto', or a list with das_adapter"
         )

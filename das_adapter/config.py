@@ -370,7 +370,7 @@ def parse(block: Any) -> DasConfig | None:
     try:
         config = DasConfig.model_validate(_to_plain_containers(block))
     except ValidationError as error:
-        messages = [message(found, DasConfig) for found in error.errors()]
+        messages = [message(one, DasConfig) for one in error.errors()]
         raise ConfigError("\n".join(messages)) from None
     if config.drafter == "none":
         return config if config.keyed else None
@@ -386,10 +386,10 @@ def read(source: str) -> Any:
     """
     if not source.strip():
         return None
-    found = read_mapping(source)
-    if "das" in found:
-        return block_of(found, source)
-    return found
+    block = read_mapping(source)
+    if "das" in block:
+        return block_of(block, source)
+    return block
 
 
 def read_mapping(source: str) -> Mapping[str, Any]:
@@ -404,20 +404,20 @@ def read_mapping(source: str) -> Mapping[str, Any]:
             path = Path(source).expanduser()
             text = path.read_text()
         try:  # YAML knows no tabs between JSON's values
-            found = json.loads(text)
+            block = json.loads(text)
         except ValueError:
-            found = yaml.safe_load(text)
+            block = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path:"
             f" {error}"
         ) from None
-    if not isinstance(found, Mapping):
+    if not isinstance(block, Mapping):
         raise ConfigError(
-            f"{source}: found {found!r}, expected a das: block, such as `drafter:"
+            f"{source}: found {block!r}, expected a das: block, such as `drafter:"
             " history`"
         )
-    return found
+    return block
 
 
 def block_of(parent: Any, where: str) -> Any:
@@ -474,10 +474,10 @@ def _to_plain_containers(node: Any) -> Any:
     keys.
     """
     if isinstance(node, Mapping):
-        plain = {}
+        mapping = {}
         for key, value in node.items():
-            plain[str(key)] = _to_plain_containers(value)
-        return plain
+            mapping[str(key)] = _to_plain_containers(value)
+        return mapping
     if isinstance(node, Sequence) and not isinstance(node, str | bytes):
         return [_to_plain_containers(value) for value in node]
     return node

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -53,6 +53,9 @@ Needs = Mapping[str, Mapping[str, Values]]
 """What keys need to have an effect, see `config.NEEDS`."""
 Place = tuple[Any, ...]
 """Keys that lead to a node of a host's config."""
+Item = tuple[Any, Any]
+"""A key of a config and its value."""
+Items = Iterable[Item]
 
 
 def message(error: ErrorDetails, model: Any, above: Place = ("das",)) -> str:
@@ -60,22 +63,30 @@ def message(error: ErrorDetails, model: Any, above: Place = ("das",)) -> str:
     `BaseModel`, read; `above`: keys over it.
     """
     location = error["loc"]
-    key = _dotted((*above, *location))
+    place = (*above, *location)
+    key = _dotted(place)
     if error["type"] != "extra_forbidden":
         found = error["input"]
-        reason = error["msg"].removeprefix("Value error, ")
+        text = error["msg"]
+        reason = text.removeprefix("Value error, ")
         return f"{key}: found {found!r}: {reason}"
     *parents, name = location or ("",)
     for parent in parents:
-        fields = getattr(model, "model_fields", None)
-        if fields is None:  # a mapping of blocks
-            model = get_args(model)[1]
-        else:
-            model = fields[str(parent)].annotation
+        model = _model_of(model, str(parent))
     allowed = list(model.model_fields)
     hint = _hint(key, str(name), allowed)
     names = ", ".join(allowed)
     return f"{key}: unknown key{hint} Allowed: {names}"
+
+
+def _model_of(model: Any, key: str) -> Any:
+    """Return the model that reads the block under a key of a model's block."""
+    fields = getattr(model, "model_fields", None)
+    if fields is None:  # a mapping of blocks
+        _, value_type = get_args(model)
+        return value_type
+    field = fields[key]
+    return field.annotation
 
 
 def _hint(key: str, name: str, allowed: Sequence[str]) -> str:
@@ -83,26 +94,32 @@ def _hint(key: str, name: str, allowed: Sequence[str]) -> str:
     successor = SUCCESSORS.get(key)
     if successor is not None:
         return f"; write {successor} in its place."
-    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return "."
+    similar = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    if not similar:
+        return "."
+    nearest = similar[0]
+    return f"; did you mean {nearest!r}?"
 
 
 def wrong(key: str, found: Any, allowed: str) -> ConfigError:
     """Return the error about a key's value."""
-    return ConfigError(f"das.{key}: found {found!r}, {allowed}")
+    reason = f"das.{key}: found {found!r}, {allowed}"
+    return ConfigError(reason)
 
 
-def check_host(block: str, key: str, found: Any, *allowed: Any) -> None:
+def check_host(
+    block: str,
+    key: str,
+    found: Any,
+    *allowed: Any,
+) -> None:
     """Refuse a value of a key of the host's own config with which a block, named by its
     key, can't run.
     """
-    if found not in allowed:
-        values = " or ".join(map(repr, allowed))
-        raise ConfigError(
-            f"{block}: found {key}={found!r} beside it, allowed: {values}"
-        )
+    if found in allowed:
+        return
+    values = " or ".join(map(repr, allowed))
+    raise ConfigError(f"{block}: found {key}={found!r} beside it, allowed: {values}")
 
 
 def refuse_elsewhere(config: Any, block: str) -> None:
@@ -116,7 +133,8 @@ def refuse_elsewhere(config: Any, block: str) -> None:
             continue
         found = _value_at(config, place)
         right = _value_at(config, right_place)
-        if found not in (None, right):
+        has_no_effect = found not in (None, right)
+        if has_no_effect:
             key = _dotted(place)
             raise ConfigError(
                 f"{key}: found a block in a place where it has no effect; write it to"
@@ -126,7 +144,8 @@ def refuse_elsewhere(config: Any, block: str) -> None:
 
 def _dotted(place: Place) -> str:
     """Return keys as a message calls their place."""
-    return ".".join(map(str, place))
+    keys = map(str, place)
+    return ".".join(keys)
 
 
 def _value_at(config: Any, place: Place) -> Any:
@@ -146,53 +165,74 @@ def _places_of_blocks(node: Any, above: Place = ()) -> Iterator[Place]:
     """
     for key, value in _items_of(node):
         place = (*above, key)
+        is_mapping = isinstance(value, Mapping)
         if key == "das":
-            if isinstance(value, Mapping) or not above:
+            if is_mapping or not above:
                 yield place
-        elif isinstance(value, Mapping | BaseModel) and key != "additional_config":
+            continue
+        if key == "additional_config":
+            continue
+        if is_mapping or isinstance(value, BaseModel):
             yield from _places_of_blocks(value, place)
 
 
-def _items_of(node: Any) -> Iterable[tuple[Any, Any]]:
+def _items_of(node: Any) -> Items:
     """Return the keys and values of a node of a host's config."""
     if not isinstance(node, Mapping):
-        further = getattr(node, "model_extra", None) or {}  # pydantic's
-        return {**vars(node), **further}.items()
+        # pydantic's
+        further = getattr(node, "model_extra", None) or {}
+        values = {**vars(node), **further}
+        return values.items()
     if not hasattr(node, "items_ex"):
         return node.items()
     if not len(node):
         return ()
     # OmegaConf's: what a key refers to has a place of its own, or none
-    items: Iterable[tuple[Any, Any]] = node.items_ex(resolve=False)
+    items: Items = node.items_ex(resolve=False)
     return items
 
 
 def check_effects(config: BaseModel, needs: Needs) -> None:
     """Refuse a key that was set and has no effect."""
     for key, value in _set_keys(config):
-        for setting, found, needed in lacking(config, needs, key):
-            named = [repr(one) for one in needed if one is not None]
-            allowed = " or ".join(named)
+        for lack in lacking(config, needs, key):
+            allowed = []
+            for needed in lack.needed:
+                if needed is not None:
+                    allowed.append(repr(needed))
+            values = " or ".join(allowed)
             raise ConfigError(
-                f"das.{key}={value!r} has an effect only with das.{setting}={allowed}"
-                f" (found {found!r}): remove it"
+                f"das.{key}={value!r} has an effect only with"
+                f" das.{lack.setting}={values} (found {lack.found!r}): remove it"
             )
 
 
+class Lack(NamedTuple):
+    """What a key lacks to have an effect."""
+
+    setting: str
+    """Another key."""
+    found: Any
+    """The other key's value."""
+    needed: Values
+    """Values of the other key, one of which is needed."""
+
+
 def lacking(
-    config: BaseModel, needs: Needs, key: str
-) -> Iterator[tuple[str, Any, Values]]:
-    """Yield what a key lacks to have an effect: each setting, its value, and those that
-    are needed.
-    """
-    block = key.partition(".")[0]
+    config: BaseModel,
+    needs: Needs,
+    key: str,
+) -> Iterator[Lack]:
+    """Yield what a key lacks to have an effect."""
+    block, _, _ = key.partition(".")
     of_block = needs.get(block, {})
     of_key = needs.get(key, {})
-    for setting, values in {**of_block, **of_key}.items():
+    needs_of_both = {**of_block, **of_key}
+    for setting, needed in needs_of_both.items():
         read = operator.attrgetter(setting)
         found: Any = read(config)
-        if found not in values:
-            yield setting, found, values
+        if found not in needed:
+            yield Lack(setting, found, needed)
 
 
 def check_draft(config: Any) -> None:
@@ -231,25 +271,28 @@ def check_options(options: Mapping[str, Any], needed: str | None) -> None:
     `needed`: what the keys of `IN_EVERY_STEP` need; None: they are allowed.
     """
     for key, value in options.items():
-        reason = None
+        in_every_step = key in IN_EVERY_STEP and value
         if key in _SET_BY_BLOCK:
             reason = "which das.drafter, das.draft.model and das.max_draft_tokens set"
-        elif key in IN_EVERY_STEP and value and needed:
+        elif in_every_step and needed:
             reason = f"allowed only with {needed}"
         elif _is_lossy(key, value):
             reason = "with which tokens lose the policy's distribution"
-        if reason is not None:
-            full_key = f"draft.options.{key}"
-            raise wrong(full_key, value, f"{reason}: remove it")
+        else:
+            continue
+        full_key = f"draft.options.{key}"
+        raise wrong(full_key, value, f"{reason}: remove it")
 
 
 def _is_lossy(key: str, value: Any) -> bool:
     """Return whether tokens lose the policy's distribution with a value of a key of
     vLLM's speculative_config.
     """
-    if key in LOSSLESS:
-        return value not in LOSSLESS[key]
-    return _LOSSY_KEY.search(key) is not None
+    lossless = LOSSLESS.get(key)
+    if lossless is not None:
+        return value not in lossless
+    match = _LOSSY_KEY.search(key)
+    return match is not None
 
 
 def resembles_das(key: str) -> bool:
@@ -258,24 +301,28 @@ def resembles_das(key: str) -> bool:
     first = words[0]
     if len(first) <= 2:
         return False
-    near = difflib.get_close_matches(first, ["das"], cutoff=0.8)
-    return bool(near)
+    similar = difflib.get_close_matches(first, ["das"], cutoff=0.8)
+    return bool(similar)
 
 
-def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[Item]:
     """Yield the keys that were set, with their values."""
     for name, value in block:
+        key = prefix + name
         if isinstance(value, BaseModel):
-            yield from _set_keys(value, f"{prefix}{name}.")
-        elif name in block.model_fields_set:
-            yield f"{prefix}{name}", value
+            yield from _set_keys(value, f"{key}.")
+            continue
+        is_set = name in block.model_fields_set
+        if is_set:
+            yield key, value
 
 
 def unwritable(directory: str) -> Path | None:
     """Return what keeps a directory from being written to, or made: itself, or the
     first of its parents that is there. None: nothing does.
     """
-    path = Path(directory).absolute()
+    path = Path(directory)
+    path = path.absolute()
     while not path.exists():
         path = path.parent
     may_write = os.access(path, os.W_OK | os.X_OK)

@@ -52,9 +52,7 @@ def feature_of(module: str, given: str = "") -> str:
     """Return the feature that a module of a host is for, else the given one; empty:
     every run needs it.
     """
-    found = (
-        feature
-        for part, feature in PARTS.items()
-        if module == part or module.startswith(f"{part}.")
-    )
-    return next(found, given)
+    for part, feature in PARTS.items():
+        if module == part or module.startswith(f"{part}."):
+            return feature
+    return given

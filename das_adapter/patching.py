@@ -67,10 +67,13 @@ class Patch:
         can be removed (`until`).
         """
         docstring = self.replacement.__doc__ or ""
-        text = " ".join(docstring.split())
-        why, _, rest = text.partition("Remove this patch when ")
-        until = rest.rstrip(".")
-        return {"why": why.strip(), "until": until}
+        words = docstring.split()
+        text = " ".join(words)
+        why, _, until = text.partition("Remove this patch when ")
+        return {
+            "why": why.strip(),
+            "until": until.rstrip("."),
+        }
 
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
@@ -98,17 +101,18 @@ class Patch:
         if earlier == name:
             return
         if earlier is not None:
-            raise DasError(f"patch {name}: {target} is patched already, by {earlier}")
+            reason = f"{target} is patched already, by {earlier}"
+            raise DasError(f"patch {name}: {reason}")
         is_missing = stock is None and not self.adds
         if owner is None or is_missing:
             raise UnsupportedHost(f"patch {name}: found no {target}")
-        replaced = self.replacement(stock, *context)
-        if replaced is stock:
+        new = self.replacement(stock, *context)
+        if new is stock:
             return
-        if stock is not None and inspect.isfunction(replaced):
-            functools.update_wrapper(replaced, stock)
-        setattr(replaced, _MARK, name)
-        setattr(owner, attribute, replaced)
+        if stock is not None and inspect.isfunction(new):
+            functools.update_wrapper(new, stock)
+        setattr(new, _MARK, name)
+        setattr(owner, attribute, new)
 
     def try_apply(self) -> None:
         """Apply the patch where that is possible: a package that has changed must not
@@ -120,7 +124,7 @@ class Patch:
     def when_imported(self) -> None:
         """Apply the patch to each target when the target's module is imported."""
         for target in self.targets:
-            module = target.partition(":")[0]
+            module, _, _ = target.partition(":")
             apply = functools.partial(self._apply_when_loaded, target)
             when_imported(module, apply)
 
@@ -177,30 +181,37 @@ def patches() -> tuple[Patch, ...]:
     these and what their targets name are executed: nothing is imported.
     """
     root = Path(__file__).parent
-    found: list[Patch] = []
-    for path in sorted(root.rglob("*.py")):
+    paths = sorted(root.rglob("*.py"))
+    all_patches: list[Patch] = []
+    for path in paths:
         text = path.read_text(encoding="utf-8")
-        if "\n@patch(" in text:
-            relative = path.relative_to(root).with_suffix("")
-            parts = (__package__, *relative.parts)
-            module = ".".join(parts)
-            found += _patches_in(text, path, module)
-    return tuple(found)
+        if "\n@patch(" not in text:
+            continue
+        relative = path.relative_to(root)
+        inside = relative.with_suffix("")
+        parts = (__package__, *inside.parts)
+        module = ".".join(parts)
+        all_patches += _patches_in(text, path, module)
+    return tuple(all_patches)
 
 
 def _patches_in(text: str, path: Path, module: str) -> list[Patch]:
     """Return the patches in the source of a module: its constants and its patches are
     executed, nothing else.
     """
-    kept = []
+    statements = []
     for node in ast.parse(text).body:
         if _is_constant(node) or _is_patch(node):
-            kept.append(node)
-    tree = ast.Module(kept, [])
+            statements.append(node)
+    tree = ast.Module(statements, [])
     code = compile(tree, str(path), "exec")
-    names: dict[str, Any] = {"__name__": module, "patch": patch}
+    names: dict[str, Any] = {
+        "__name__": module,
+        "patch": patch,
+    }
     exec(code, names)
-    return [value for value in names.values() if isinstance(value, Patch)]
+    values = names.values()
+    return [value for value in values if isinstance(value, Patch)]
 
 
 def _is_constant(node: ast.stmt) -> bool:
@@ -213,6 +224,7 @@ def _is_patch(node: ast.stmt) -> bool:
     if not isinstance(node, ast.FunctionDef):
         return False
     for decorator in node.decorator_list:
-        if ast.unparse(decorator).startswith("patch("):
+        text = ast.unparse(decorator)
+        if text.startswith("patch("):
             return True
     return False

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_VERSION_FILES = ("_version.py", "version/version", "package_info.py")
+_VERSION_FILES = (
+    "_version.py",
+    "version/version",
+    "package_info.py",
+)
 """Files in which vLLM and Ray, veRL, and NeMo-RL say their own version."""
 _VERSION_LINE = re.compile(
     r"^(?:__version__ = )?version = ['\"]([^'\"]+)['\"]", re.MULTILINE
@@ -79,26 +83,38 @@ def symbols(text: str, feature: str = "") -> tuple[Symbol, ...]:
     """Read symbols of a feature: modules, each followed by its names, with parameters
     if they count.
     """
-    parts = _MODULE.split(text)[1:]
+    _, *parts = _MODULE.split(text)
     modules = parts[::2]
     listings = parts[1::2]
-    found = []
+    read = []
     for module, listing in zip(modules, listings, strict=True):
         for name, signature in _NAME.findall(listing):
-            parameters = tuple(re.findall(r"\w+", signature))
-            found.append(Symbol(module, name, parameters, feature=feature))
-    return tuple(found)
+            parameters = re.findall(r"\w+", signature)
+            symbol = Symbol(
+                module=module,
+                name=name,
+                parameters=tuple(parameters),
+                feature=feature,
+            )
+            read.append(symbol)
+    return tuple(read)
 
 
 class Sources:
     """The source files of one package."""
 
-    def __init__(self, package: str, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        package: str,
+        directory: Path | None = None,
+    ) -> None:
         """Read a package; `directory`: of it, None: where Python would import it
         from.
         """
         self._package = package
-        self._directory = directory or directory_of(package)
+        if directory is None:
+            directory = directory_of(package)
+        self._directory = directory
         self._definitions: dict[str, Definitions] = {}
         """What the modules define that were read, by module and dotted path."""
 
@@ -111,29 +127,40 @@ class Sources:
         if self._directory is None or top != self._package:
             return {}
         base = self._directory.joinpath(*rest)
-        found: dict[str, Path] = {}
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.is_file():
-                found.setdefault(name, path)
-        if module.endswith(".*"):
-            for path in sorted(base.glob("*.py")):
-                if path.stem != "__init__":
-                    found[f"{name}.{path.stem}"] = path
-        return found
+        files: dict[str, Path] = {}
+        as_package = base / "__init__.py"
+        as_module = base.with_suffix(".py")
+        if as_module.is_file():
+            files[name] = as_module
+        elif as_package.is_file():
+            files[name] = as_package
+        if not module.endswith(".*"):
+            return files
+        paths = base.glob("*.py")
+        for path in sorted(paths):
+            if path == as_package:
+                continue
+            submodule = f"{name}.{path.stem}"
+            files[submodule] = path
+        return files
 
     def definitions(self, module: str) -> Definitions:
         """Return what a module defines, by dotted path: the nodes that define it, in
         the order of the source. It is empty where there is no such module.
         """
-        if module not in self._definitions:
-            found: Definitions = {}
-            for path in self.files(module).values():
-                text = path.read_text(encoding="utf-8")
-                for name, node in _defined(ast.parse(text)):
-                    nodes = found.setdefault(name, [])
-                    nodes.append(node)
-            self._definitions[module] = found
-        return self._definitions[module]
+        known = self._definitions.get(module)
+        if known is not None:
+            return known
+        definitions: Definitions = {}
+        files = self.files(module)
+        for path in files.values():
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+            for name, node in _defined(tree):
+                nodes = definitions.setdefault(name, [])
+                nodes.append(node)
+        self._definitions[module] = definitions
+        return definitions
 
     def lacks(self, symbol: Symbol) -> bool:
         """Return whether a symbol is not defined, or is a function without a parameter
@@ -146,22 +173,26 @@ class Sources:
         first = nodes[0]
         if not isinstance(first, Function):
             return False
-        parameters = set[str]()
+        missing = set(symbol.parameters)
         for node in ast.walk(first.args):
             if isinstance(node, ast.arg):
-                parameters.add(node.arg)
-        return not parameters.issuperset(symbol.parameters)
+                missing.discard(node.arg)
+        return bool(missing)
 
     def home(self, module: str, name: str) -> str | None:
         """Return the module from which a name of `package.*` can be imported; None:
         there is none.
         """
-        for found in self.files(module):
-            if name in self.definitions(found):
-                return found
+        for candidate in self.files(module):
+            if name in self.definitions(candidate):
+                return candidate
         return None
 
-    def digest(self, symbol: Symbol, classes: bool = False) -> str | None:
+    def digest(
+        self,
+        symbol: Symbol,
+        classes: bool = False,
+    ) -> str | None:
         """Return a digest of what a function does: comments, docstrings, its
         annotations and the form of its source do not count. None: the symbol is no
         function, or is not there.
@@ -173,16 +204,23 @@ class Sources:
         """
         text = ""
         for node in self._code(symbol.module, symbol.name):
-            if isinstance(node, Function) or (
-                classes and isinstance(node, ast.ClassDef)
-            ):
-                text += _written(node)
+            counts = isinstance(node, Function)
+            if classes and isinstance(node, ast.ClassDef):
+                counts = True
+            if counts:
+                text += _write(node)
         if not text:
             return None
-        digest = hashlib.sha256(text.encode())
-        return digest.hexdigest()[:_DIGEST_CHARACTERS]
+        content = text.encode()
+        digest = hashlib.sha256(content).hexdigest()
+        return digest[:_DIGEST_CHARACTERS]
 
-    def _code(self, module: str, name: str, imports: int = _IMPORTS) -> Nodes:
+    def _code(
+        self,
+        module: str,
+        name: str,
+        imports: int = _IMPORTS,
+    ) -> Nodes:
         """Return the nodes that define a name, behind so many imports at most."""
         definitions = self.definitions(module)
         nodes = definitions.get(name, [])
@@ -194,8 +232,11 @@ class Sources:
             if node.level or not node.module:
                 continue
             for alias in node.names:
-                if name in (alias.asname, alias.name):
-                    return self._code(node.module, alias.name, imports - 1)
+                names = (alias.asname, alias.name)
+                if name not in names:
+                    continue
+                further = imports - 1
+                return self._code(node.module, alias.name, further)
         return nodes
 
 
@@ -207,13 +248,18 @@ def directory_of(package: str) -> Path | None:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module without a spec has taken its place in this process
         return None
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None:
         return None
-    return Path(spec.submodule_search_locations[0])
+    directories = spec.submodule_search_locations
+    if not directories:
+        return None
+    return Path(directories[0])
 
 
 def installed_version(
-    package: str, distributions: Iterable[str], directory: Path | None = None
+    package: str,
+    distributions: Iterable[str],
+    directory: Path | None = None,
 ) -> str | None:
     """Return the version of a package; None: it is not installed.
 
@@ -225,11 +271,12 @@ def installed_version(
             counts most first.
         directory: of the package; None: where Python would import it from.
     """
-    directory = directory or directory_of(package)
+    if directory is None:
+        directory = directory_of(package)
     if directory is not None:
-        found = _version_beside(directory, distributions)
-        if found is not None:
-            return found
+        version = _version_beside(directory, distributions)
+        if version is not None:
+            return version
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -238,7 +285,10 @@ def installed_version(
     return None
 
 
-def _version_beside(directory: Path, distributions: Iterable[str]) -> str | None:
+def _version_beside(
+    directory: Path,
+    distributions: Iterable[str],
+) -> str | None:
     """Return the version of a package by what lies in its directory and beside it:
     metadata, if they agree with what the package itself says; None: nothing does.
     """
@@ -246,19 +296,22 @@ def _version_beside(directory: Path, distributions: Iterable[str]) -> str | None
     place = [str(directory.parent)]
     beside: list[str] = []
     for name in distributions:
-        for distribution in importlib.metadata.distributions(name=name, path=place):
-            beside.append(distribution.version)
+        builds = importlib.metadata.distributions(name=name, path=place)
+        for build in builds:
+            beside.append(build.version)
     if own is None:
         return beside[0] if beside else None
+    public = public_version(own)
     for version in beside:
-        if public_version(version) == public_version(own):
+        if public_version(version) == public:
             return version
     return own
 
 
 def public_version(version: str) -> str:
     """Return a version without what a build has added to it."""
-    return version.split("+")[0]
+    public, _, _ = version.partition("+")
+    return public
 
 
 def _own_version(directory: Path) -> str | None:
@@ -271,7 +324,8 @@ def _own_version(directory: Path) -> str | None:
             continue
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".py":
-            return text.strip() or None
+            version = text.strip()
+            return version or None
         line = _VERSION_LINE.search(text)
         if line is not None:
             return line[1]
@@ -288,21 +342,25 @@ def _defined(scope: ast.AST, above: str = "") -> Iterator[Definition]:
     """
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, Function):
-            yield above + node.name, node
+            path = above + node.name
+            yield path, node
             if above:
-                for attribute in _assigned_attributes(node):
-                    yield above + attribute.attr, attribute
+                yield from _assigned_attributes(node, above)
         elif isinstance(node, ast.ClassDef):
-            yield above + node.name, node
-            yield from _defined(node, f"{above}{node.name}.")
+            path = above + node.name
+            yield path, node
+            yield from _defined(node, f"{path}.")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 name = alias.asname or alias.name
-                yield above + name, node
+                path = above + name
+                yield path, node
         elif _is_stored(node) and isinstance(node, ast.Name):
-            yield above + node.id, node
+            path = above + node.id
+            yield path, node
         else:
-            yield from _defined(node, above)  # of `if`, `try` and assignments
+            # of `if`, `try` and assignments
+            yield from _defined(node, above)
 
 
 def _is_stored(node: ast.AST) -> bool:
@@ -311,31 +369,38 @@ def _is_stored(node: ast.AST) -> bool:
     return isinstance(context, ast.Store)
 
 
-def _assigned_attributes(function: ast.AST) -> Iterator[ast.Attribute]:
-    """Yield the attributes that a function assigns."""
+def _assigned_attributes(function: ast.AST, above: str) -> Iterator[Definition]:
+    """Yield the attributes that a method assigns: each dotted path and the node."""
     for node in ast.walk(function):
-        if _is_stored(node) and isinstance(node, ast.Attribute):
-            yield node
+        if not _is_stored(node):
+            continue
+        if isinstance(node, ast.Attribute):
+            path = above + node.attr
+            yield path, node
 
 
-def _written(value: Any, inside: bool = False) -> str:
-    """Write a syntax tree in a form that is the same in every version of Python;
+def _write(value: Any, inside: bool = False) -> str:
+    """Return a syntax tree in a form that is the same in every version of Python;
     `inside`: of a function.
     """
     if isinstance(value, list):
-        elements = ",".join(_written(part, inside) for part in value)
+        texts = [_write(part, inside) for part in value]
+        elements = ",".join(texts)
         return f"[{elements}]"
     if not isinstance(value, ast.AST):
         return repr(value)
     inside = inside or isinstance(value, Function)
+    fields = _code_fields(value, inside)
     parts = []
-    for name, part in _code_fields(value, inside).items():
-        if part is not None and part != []:
-            text = _written(part, inside)
-            parts.append(f"{name}={text}")
-    kind = type(value).__name__
+    for name, part in fields.items():
+        is_empty = part is None or part == []
+        if is_empty:
+            continue
+        text = _write(part, inside)
+        parts.append(f"{name}={text}")
+    node_type = type(value).__name__
     arguments = ",".join(parts)
-    return f"{kind}({arguments})"
+    return f"{node_type}({arguments})"
 
 
 def _code_fields(node: ast.AST, inside: bool) -> dict[str, Any]:
@@ -344,13 +409,17 @@ def _code_fields(node: ast.AST, inside: bool) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for name in node._fields:
-        if name not in _NOT_CODE:
-            fields[name] = getattr(node, name, None)
-    if inside and isinstance(node, ast.arg | ast.AnnAssign):
-        fields.pop("annotation")
+        if name in _NOT_CODE:
+            continue
+        fields[name] = getattr(node, name, None)
+    is_annotated = isinstance(node, ast.arg | ast.AnnAssign)
+    if inside and is_annotated:
+        del fields["annotation"]
     if isinstance(node, Function):
-        fields.pop("returns")
+        del fields["returns"]
     if isinstance(node, Function | ast.ClassDef):
-        if ast.get_docstring(node, clean=False):
-            fields["body"] = node.body[1:]
+        docstring = ast.get_docstring(node, clean=False)
+        if docstring:
+            _, *body = node.body
+            fields["body"] = body
     return fields

@@ -27,7 +27,11 @@ Watched = tuple[Symbol, bool]
 Digests = dict[str, str]
 """Digests of functions, by module and name."""
 _SETS = {
-    "vllm": (compat.V2_COPY, compat.V2_OWN_LENGTHS, compat.ENDS_AT_STOP_STRINGS),
+    "vllm": (
+        compat.V2_COPY,
+        compat.V2_OWN_LENGTHS,
+        compat.ENDS_AT_STOP_STRINGS,
+    ),
 }
 """What is relied on, beside `HOSTS`, where an engine can do more."""
 _NAMED = 5
@@ -66,13 +70,14 @@ def watched(host: str) -> dict[str, Watched]:
     with whether that of a class counts as a whole.
     """
     known = compat.HOSTS[host]
-    found: dict[str, Watched] = {}
-    for relied_on in (known, *_SETS.get(host, ())):
+    sets = _SETS.get(host, ())
+    watched_symbols: dict[str, Watched] = {}
+    for relied_on in (known, *sets):
         for symbol in relied_on.symbols:
-            found[symbol.path] = (symbol, False)
+            watched_symbols[symbol.path] = (symbol, False)
     for symbol in known.callers:
-        found[symbol.path] = (symbol, True)
-    return found
+        watched_symbols[symbol.path] = (symbol, True)
+    return watched_symbols
 
 
 def digests(host: str, directory: Path | None = None) -> Digests:
@@ -84,26 +89,27 @@ def digests(host: str, directory: Path | None = None) -> Digests:
     """
     package = compat.HOSTS[host].package
     sources = Sources(package, directory)
-    found: Digests = {}
+    known: Digests = {}
     symbols = watched(host)
     for path in sorted(symbols):
         symbol, whole = symbols[path]
         digest = sources.digest(symbol, whole)
         if digest is not None:
-            found[path] = digest
-    return found
+            known[path] = digest
+    return known
 
 
 def recorded(host: str) -> dict[str, Digests]:
     """Return the recorded digests of a host's functions, by version."""
     content = RECORD.read_text(encoding="utf-8")
     record = json.loads(content)
+    of_host = record.get(host, {})
     by_version: dict[str, Digests] = {}
-    for path, versions_of in record.get(host, {}).items():
-        for digest, versions in versions_of.items():
+    for path, versions_by_digest in of_host.items():
+        for digest, versions in versions_by_digest.items():
             for version in versions:
-                found = by_version.setdefault(version, {})
-                found[path] = digest
+                of_version = by_version.setdefault(version, {})
+                of_version[path] = digest
     return by_version
 
 
@@ -119,14 +125,16 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     installed = compat.version(host, directory)
     if installed is None:
         return None
-    found = digests(host, directory)
+    digests_now = digests(host, directory)
     known = recorded(host)
     changed: dict[str, list[str]] = {}
     for version in compat.HOSTS[host].tried:
-        if version in known:  # a test holds that all are
-            digests_then = known[version]
-            changed[version] = _differences(found, digests_then)
-    fewest = min(map(len, changed.values()))
+        if version not in known:  # a test holds that all are
+            continue
+        digests_then = known[version]
+        changed[version] = _differences(digests_now, digests_then)
+    numbers = [len(names) for names in changed.values()]
+    fewest = min(numbers)
     alike = []
     for version, names in changed.items():
         if len(names) == fewest:
@@ -135,21 +143,27 @@ def compare(host: str, directory: Path | None = None) -> Comparison | None:
     own = public_version(installed)
     if own in alike:
         nearest = own
-    return Comparison(installed, nearest, tuple(changed[nearest]))
+    return Comparison(
+        installed=installed,
+        nearest=nearest,
+        changed=tuple(changed[nearest]),
+    )
 
 
 def _differences(one: Digests, other: Digests) -> list[str]:
     """Return the names whose digests differ, or that only one of both has."""
-    found = []
-    for path in sorted(one.keys() | other.keys()):
+    paths = one.keys() | other.keys()
+    different = []
+    for path in sorted(paths):
         if one.get(path) != other.get(path):
-            found.append(path)
-    return found
+            different.append(path)
+    return different
 
 
 def some_of(names: Sequence[str]) -> str:
     """Return the first of some functions' names, and how many more there are."""
-    text = ", ".join(names[:_NAMED])
+    first = names[:_NAMED]
+    text = ", ".join(first)
     num_more = len(names) - _NAMED
     if num_more > 0:
         text += f" and {num_more} more"
@@ -158,13 +172,14 @@ def some_of(names: Sequence[str]) -> str:
 
 def warn(host: str) -> None:
     """Say in one line of the log where the tests have not run on the code of a host."""
-    found = compare(host)
-    if found is not None and found.changed:
-        logger.warning(
-            "das: das-adapter's tests have not run on the code of %s %s: changed since"
-            " %s: %s",
-            host,
-            found.installed,
-            found.nearest,
-            some_of(found.changed),
-        )
+    comparison = compare(host)
+    if comparison is None or not comparison.changed:
+        return
+    logger.warning(
+        "das: das-adapter's tests have not run on the code of %s %s: changed since"
+        " %s: %s",
+        host,
+        comparison.installed,
+        comparison.nearest,
+        some_of(comparison.changed),
+    )

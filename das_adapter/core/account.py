@@ -168,10 +168,10 @@ class Account:
         running: int,
         drafted: bool,
         probing: bool,
-        plain: bool = False,
+        plain_due: bool = False,
         seconds: float = 0.0,
     ) -> None:
-        """Record what was decided for a step; `probing`, `plain`: to see what a
+        """Record what was decided for a step; `probing`, `plain_due`: to see what a
         drafted, or a plain, step costs; `seconds`: what it takes without drafts, 0: not
         known.
         """
@@ -191,7 +191,7 @@ class Account:
         self.reason = None
         if drafts:
             self.state = State.DRAFTING
-        elif probing or plain:
+        elif probing or plain_due:
             self.state = State.PROBING
         else:
             self.state = State.RESTING

@@ -113,7 +113,7 @@ def das_budgets(
 
 
 def prefix_worth(
-    worth: Floats,
+    worth_s: Floats,
     chances: Chances,
     offsets: Ints,
     *keep: Ints,
@@ -124,8 +124,8 @@ def prefix_worth(
     begins = offsets[:-1]
     ends = offsets[1:]
     num_tokens = ends - begins
-    worth_s = worth.repeat(num_tokens)
-    tokens_s = chances * worth_s
+    token_worth_s = worth_s.repeat(num_tokens)
+    tokens_s = chances * token_worth_s
     # of the first n tokens of all requests, n from 0
     sums_s = np.append(0.0, np.cumsum(tokens_s))
     before_s = sums_s[begins]
@@ -140,7 +140,7 @@ def prefix_worth(
 def allocate(
     chances: Chances,
     offsets: Ints,
-    worth: Floats,
+    worth_s: Floats,
     model: StepModel,
     by_worth: bool = True,
 ) -> StepPlan:
@@ -156,19 +156,19 @@ def allocate(
         chances: survival chance of each draft token, shape (n,), requests one after the
             other.
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
-        worth: seconds that an accepted token of each request saves, shape (b,).
+        worth_s: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
         by_worth: False: keep all tokens, and return what that gains.
     """
-    requests = len(worth)
+    requests = len(worth_s)
     no_model_drafts = np.zeros(requests, dtype=np.int64)
     if by_worth:
         keep = np.empty(requests, dtype=np.int64)
         costs = model.native_costs(requests)
-        gain = native().allocate(chances, offsets, worth, costs, keep)
+        gain = native().allocate(chances, offsets, worth_s, costs, keep)
         return StepPlan(keep, no_model_drafts, gain)
     keep = np.diff(offsets)
-    (saved_s,) = prefix_worth(worth, chances, offsets, keep)
+    (saved_s,) = prefix_worth(worth_s, chances, offsets, keep)
     total_saved_s = float(saved_s.sum())
     verifying_s = model.verifying_s(requests, len(chances))
     gain = total_saved_s - verifying_s

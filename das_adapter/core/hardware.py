@@ -74,11 +74,11 @@ def device(name: str) -> Device:
     Raises:
         DasError: the table lacks it.
     """
-    found = DEVICES.get(name.lower())
-    if found is None:
+    known = DEVICES.get(name.lower())
+    if known is None:
         allowed = ", ".join(DEVICES)
         raise DasError(f"hardware.gpu: found {name!r}, allowed: {allowed}")
-    return found
+    return known
 
 
 def recognise(name: str) -> Device | None:

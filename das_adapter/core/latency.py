@@ -441,7 +441,7 @@ class StepTimes:
         """
         new_steps = self.observed - self._fitted_at
         is_wrong = self.recent_error > tuning.REFIT_ERROR
-        doubled = max(tuning.REFIT_USUAL_STEPS, self._fitted_at)
+        doubled = max(tuning.REFIT_FIRST_STEPS, self._fitted_at)
         due = min(doubled, tuning.REFIT_STEPS)
         if is_wrong:
             due = min(self._refit_steps, due)

@@ -77,7 +77,7 @@ class LengthModel:
     forgotten first.
     """
 
-    limit: int
+    longest: int
     """Tokens of the longest response that there can be."""
     edges: Floats
     """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
@@ -96,16 +96,16 @@ class LengthModel:
     octave as in the next.
     """
 
-    def __init__(self, limit: int = 2**17) -> None:
-        """`limit`: longest response there can be (max_model_len will do)."""
-        self.limit = max(2, limit)
-        longest = float(self.limit)
-        edges = np.geomspace(1.0, longest, self.GRID)
+    def __init__(self, longest: int = 2**17) -> None:
+        """`longest`: longest response there can be (max_model_len will do)."""
+        self.longest = max(2, longest)
+        last = float(self.longest)
+        edges = np.geomspace(1.0, last, self.GRID)
         log = np.log(edges)
         longest_log = log[-1]
         self.edges = edges
-        self.bounds = (0.0, longest)
-        self.class_lengths = np.array([0.0, 0.0, longest])
+        self.bounds = (0.0, last)
+        self.class_lengths = np.array([0.0, 0.0, last])
         self._log = log
         self._population = log / longest_log
         self._lengths = OrderedDict[int, LengthsByVersion]()

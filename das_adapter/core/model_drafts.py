@@ -76,7 +76,7 @@ class ModelDrafts:
         self,
         drafted: Ints,
         got: Ints,
-        worth: Floats,
+        worth_s: Floats,
         training: Bools,
         token_kinds: TokenKinds | None = None,
     ) -> float:
@@ -85,7 +85,7 @@ class ModelDrafts:
         Args:
             drafted: the model's tokens in each request's draft, int64 [b].
             got: tokens that each request got, int64 [b].
-            worth: seconds that a token of each request is worth, float64 [b].
+            worth_s: seconds that a token of each request is worth, float64 [b].
             training: whether each belongs to a training rollout, bool [b].
             token_kinds: `Confidence` in each token, uint8 [b, n].
         """
@@ -98,7 +98,7 @@ class ModelDrafts:
             self.confidence.record_verified(token_kinds[by_model], reached, accepted)
         counted = training[by_model]
         self.counts += tried @ counted, accepted @ counted
-        return float(accepted @ worth[by_model])
+        return float(accepted @ worth_s[by_model])
 
     def set_pass_prior(self, passes: StepModel | None) -> None:
         """Assume what a pass costs by a roofline; None: it is not known."""

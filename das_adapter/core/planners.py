@@ -50,34 +50,34 @@ class DraftCandidates(NamedTuple):
 
 
 def plan_own_lengths(
-    candidates: DraftCandidates, worth: Floats, model: StepModel
+    candidates: DraftCandidates, worth_s: Floats, model: StepModel
 ) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the
     history or from the model; under fixed budgets all of them, and say what that gains.
 
     Args:
         candidates: what could be drafted.
-        worth: seconds that an accepted token of each request saves, float64 [b].
+        worth_s: seconds that an accepted token of each request saves, float64 [b].
         model: what a step costs.
     """
     plan = allocate(
-        candidates.chances, candidates.offsets, worth, model, candidates.by_worth
+        candidates.chances, candidates.offsets, worth_s, model, candidates.by_worth
     )
     drafter = candidates.drafter
     if drafter is not None and drafter.follows and plan.total:
         # the model reads in one pass what is verified of the history's drafts
-        running = len(worth)
+        running = len(worth_s)
         one_each = np.ones(running, dtype=np.int64)
         plain_s = model.plain_step(running)
         passes_s = drafter.passes_s(one_each, plain_s)
         gain = plan.gain - passes_s
         plan = plan._replace(gain=gain, passes_s=passes_s)
-    return add_model_drafts(candidates, plan, worth, model)
+    return add_model_drafts(candidates, plan, worth_s, model)
 
 
 def plan_one_length(
     candidates: DraftCandidates,
-    worth: Floats,
+    worth_s: Floats,
     model: StepModel,
     lengths: Sequence[int],
 ) -> StepPlan:
@@ -101,7 +101,7 @@ def plan_one_length(
         model_tokens = np.minimum(max_tokens, drafter.max_draft_tokens)
         accepted = drafter.outlook.survival.cumsum()
         accepted_of_first = np.append(0.0, accepted)
-        model_worth = worth[:, None] * accepted_of_first
+        model_worth = worth_s[:, None] * accepted_of_first
 
     longer = np.maximum(history_tokens, model_tokens)
     drafted = np.minimum(max_tokens, longer)
@@ -112,7 +112,7 @@ def plan_one_length(
             tried.append(length)
     kept = [np.minimum(history_tokens, length) for length in tried]
     history_worth = prefix_worth(
-        worth,
+        worth_s,
         candidates.chances,
         candidates.offsets,
         *kept,
@@ -186,7 +186,7 @@ def shortest_sufficient_length(tokens: Ints, lengths: Sequence[int]) -> int:
 def add_model_drafts(
     candidates: DraftCandidates,
     from_history: StepPlan,
-    worth: Floats,
+    worth_s: Floats,
     model: StepModel,
 ) -> StepPlan:
     """Let the model draft, equally many tokens at most, for the requests for which it
@@ -198,7 +198,7 @@ def add_model_drafts(
         return from_history
     if not candidates.by_worth and not len(candidates.chances):
         from_history = from_history._replace(gain=-np.inf)
-    choice = _ModelChoice(candidates, candidates.drafter, from_history, worth, model)
+    choice = _ModelChoice(candidates, candidates.drafter, from_history, worth_s, model)
     plan = choice.plan_across_knee()
     if plan is not None and plan.gain > from_history.gain:
         return plan
@@ -220,17 +220,17 @@ class _ModelChoice:
         candidates: DraftCandidates,
         drafter: ModelDrafts,
         from_history: StepPlan,
-        worth: Floats,
+        worth_s: Floats,
         model: StepModel,
     ) -> None:
         self._max_tokens = candidates.max_tokens
         self._by_worth = candidates.by_worth
         self._drafter = drafter
-        self._worth = worth
+        self._worth_s = worth_s
         self._model = model
         self._history = from_history
         (self._history_worth,) = prefix_worth(
-            worth,
+            worth_s,
             candidates.chances,
             candidates.offsets,
             from_history.history,
@@ -246,7 +246,7 @@ class _ModelChoice:
         crosses the knee, they are priced as beyond it, and what is free up to the knee
         is filled up with tokens that are worth less.
         """
-        running = len(self._worth)
+        running = len(self._worth_s)
         history_tokens = self._history.total
         num_tokens = running + history_tokens
         room = self._model.knee - running
@@ -274,11 +274,11 @@ class _ModelChoice:
         """
         if not self._lengths:
             return None
-        running = len(self._worth)
-        worth = self._worth[:, None]
+        running = len(self._worth_s)
+        worth_s = self._worth_s[:, None]
         min_chance = np.zeros(running)
         if self._by_worth:
-            min_chance = price / np.maximum(self._worth, 1e-12)
+            min_chance = price / np.maximum(self._worth_s, 1e-12)
         outlook = self._drafter.outlook
         remaining = outlook.tokens_above(min_chance)
 
@@ -289,7 +289,7 @@ class _ModelChoice:
         verified = np.take_along_axis(remaining.verified, made, 1)
         accepted = np.take_along_axis(remaining.accepted, made, 1)
         verified_s = price * verified
-        model_worth = worth * accepted
+        model_worth = worth_s * accepted
         model_gain = model_worth - verified_s
         history_worth = self._history_worth[:, None]
         history_tokens = self._history.history[:, None]

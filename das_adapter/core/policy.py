@@ -103,7 +103,7 @@ class DraftPolicy:
     def __init__(
         self,
         config: DasConfig,
-        limit: int,
+        longest_response: int,
         prior: StepModel | None = None,
         drafts: ModelDrafts | None = None,
         lengths: Sequence[int] | None = None,
@@ -113,7 +113,7 @@ class DraftPolicy:
         """
         Args:
             config: the `das:` block.
-            limit: tokens of the longest response that there can be.
+            longest_response: tokens of the longest response that there can be.
             prior: times of steps until the engine's own steps give some; see
                 `StepTimes`.
             drafts: figures of the model that drafts; None: none does.
@@ -127,7 +127,7 @@ class DraftPolicy:
         self._account = Account(plain_time, config.speculate)
         if look_share is not None:
             self._account.look_share = look_share
-        self._lengths = LengthModel(limit)
+        self._lengths = LengthModel(longest_response)
         self.drafts = drafts
         """Figures of the model that drafts; None: none does."""
         self._requests = RequestTable()
@@ -462,7 +462,7 @@ class DraftPolicy:
         saved_s = self.drafts.record_verified(
             drafted=by_model,
             got=outcome.got,
-            worth=table.worth[slots],
+            worth_s=table.worth_s[slots],
             training=table.record[slots],
             token_kinds=outcome.token_kinds,
         )
@@ -518,12 +518,12 @@ class DraftPolicy:
         model = self._model
         drafter = candidates.drafter
         plain_due = account.probe("plain")
-        worth = self._requests.worth[slots]
+        worth_s = self._requests.worth_s[slots]
         lengths = self._common_lengths
         if lengths:
-            best = plan_one_length(candidates, worth, model, lengths)
+            best = plan_one_length(candidates, worth_s, model, lengths)
         else:
-            best = plan_own_lengths(candidates, worth, model)
+            best = plan_own_lengths(candidates, worth_s, model)
         total = best.total
         gain_share = None
         if total:
@@ -547,7 +547,7 @@ class DraftPolicy:
             running=running,
             drafted=drafted,
             probing=probing,
-            plain=plain_due,
+            plain_due=plain_due,
             seconds=plain_s,
         )
         if lengths and plan is not best:
@@ -619,11 +619,11 @@ class DraftPolicy:
         budget = plan.total
         if self._rules.always:
             budget = int(max_tokens.sum())
-        worth: Floats = self._requests.worth[slots]
-        by_worth = self._rules.budget == "optimal" and worth.max() > 0
+        weights: Floats = self._requests.worth_s[slots]
+        by_worth = self._rules.budget == "optimal" and weights.max() > 0
         if not by_worth:
-            worth = np.ones(len(slots))
-        return plan._replace(budget=budget, worth=worth)
+            weights = np.ones(len(slots))
+        return plan._replace(budget=budget, weights=weights)
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
         """Compute the worth of an accepted token of each request, the requests'
@@ -644,7 +644,7 @@ class DraftPolicy:
         latency = self.latency.model
         context_s = latency.context * tokens
         request_s: Floats = latency.request + context_s
-        worth = token_worth(
+        worth_s = token_worth(
             last=self._chances_to_end_last(cdf, written),
             pace=table.pace[slots],
             load=table.load[slots],
@@ -652,11 +652,11 @@ class DraftPolicy:
             model=self._model,
             drafting_s=self._drafting_s,
         )
-        table.worth[slots] = worth
+        table.worth_s[slots] = worth_s
         price_here_s = self._model.slope(running)
         price_beyond_s = self._model.slope(np.inf)
         price_s = min(price_here_s, price_beyond_s)
-        greatest_worth = max(float(worth.max()), 1e-12)
+        greatest_worth = max(float(worth_s.max()), 1e-12)
         self._min_chance = max(tuning.LEAST_CHANCE, price_s / greatest_worth)
 
     def _chances_to_end_last(self, cdf: Floats, written: Floats) -> Floats:

@@ -13,7 +13,7 @@ from das_adapter.core.native import native
 from das_adapter.core.steps import Bools, Floats, Ints
 
 EMPTY_INTS: Ints = np.zeros(0, dtype=np.int64)
-_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
+_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_s")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
@@ -77,7 +77,7 @@ class RequestTable:
     """Decode steps taken part in."""
     budget: Floats
     """Draft tokens a step that DAS plans."""
-    worth: Floats
+    worth_s: Floats
     """Seconds that an accepted token saves."""
     length_class: Ints
     """`LengthClass`."""

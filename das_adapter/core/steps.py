@@ -129,9 +129,9 @@ class StepPlan(NamedTuple):
     """Tokens of the model's longest draft, where that is more than is verified."""
     budget: int = 0
     """Draft tokens of all requests that are verified where the device chooses whose."""
-    worth: Floats = np.zeros(0)
-    """Seconds that an accepted token of each request saves, float64 [b], where the
-    device chooses; all 1 where budgets are fixed.
+    weights: Floats = np.zeros(0)
+    """Weight of an accepted token of each request, float64 [b], where the device
+    chooses: the seconds that it saves, or 1 where budgets are fixed.
     """
 
     @classmethod

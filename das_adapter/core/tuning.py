@@ -225,7 +225,7 @@ REFIT_SOON_STEPS = number(
     "decode steps after which the model is fitted again, at the earliest",
     "a guess: a fit takes as long as a step of a small policy on a GPU",
 )
-REFIT_USUAL_STEPS = number(
+REFIT_FIRST_STEPS = number(
     16,
     "decode steps until the second fit where predictions are right; then they double",
     "a guess: the first steps are of few kinds",
@@ -636,7 +636,7 @@ CPP_LIVE_GRAM_TOKENS = number(
     "last tokens with which live text is searched, one search after the other",
     "a guess: long matches first, single tokens where nothing else is found",
 )
-CPP_ENOUGH_LIVE_PLACES = number(
+CPP_NEEDED_LIVE_PLACES = number(
     8,
     "places found in live text with which shorter grams are not searched",
     "a guess: half of CPP_PLACES_PER_SEARCH",

@@ -92,8 +92,8 @@ _RECORDS: dict[str, type] = {
     "v": WeightSyncRecord,
     "c": CountsRecord,
 }
-"""By the kind that stands at the begin of a line."""
-_KINDS = {record_type: kind for kind, record_type in _RECORDS.items()}
+"""By the letter that stands at the begin of a line."""
+_LETTERS = {record_type: letter for letter, record_type in _RECORDS.items()}
 
 
 class DecisionLog:
@@ -106,8 +106,11 @@ class DecisionLog:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         begin = time.strftime("%Y%m%dT%H%M%S")
-        log_id = uuid.uuid4().hex[:12]  # hosts may share the directory
-        self.path = folder / f"decisions-{begin}-{log_id}.jsonl"
+        # hosts may share the directory
+        random = uuid.uuid4()
+        log_id = random.hex[:12]
+        name = f"decisions-{begin}-{log_id}.jsonl"
+        self.path = folder / name
         self._lines: list[str] = []
         self._ended = False
 
@@ -115,8 +118,9 @@ class DecisionLog:
         """Write a record, if not at once: after counts or a weight sync everything so
         far is on disk.
         """
-        kind = _KINDS[type(record)]
-        fields: list[Any] = [kind]
+        record_type = type(record)
+        letter = _LETTERS[record_type]
+        fields: list[Any] = [letter]
         for value in record:
             if isinstance(value, float):
                 value = round(value, 6)
@@ -124,27 +128,31 @@ class DecisionLog:
         line = json.dumps(fields, separators=(",", ":"))
         self._lines.append(line)
         ends_rollout = isinstance(record, WeightSyncRecord | CountsRecord)
-        if ends_rollout or len(self._lines) >= _LINES_TOGETHER:
+        is_full = len(self._lines) >= _LINES_TOGETHER
+        if ends_rollout or is_full:
             self.flush()
 
     def flush(self) -> None:
         """Write what was kept back. Where the disk is full the log ends, and nothing
         else does.
         """
-        if not self._ended:
-            try:
-                self._write(self._lines)
-            except OSError as error:
-                self._ended = True
-                logger.error("das: the decision log %s ends here: %r", self.path, error)
+        lines = self._lines
         self._lines = []
+        if self._ended:
+            return
+        try:
+            self._write(lines)
+        except OSError as error:
+            self._ended = True
+            logger.error("das: the decision log %s ends here: %r", self.path, error)
 
     def _write(self, lines: list[str]) -> None:
         with self.path.open("a") as file:
             for line in lines:
-                file.write(line + "\n")
-            full = file.tell() >= MAX_FILE_BYTES
-        if full:
+                file.write(line)
+                file.write("\n")
+            num_bytes = file.tell()
+        if num_bytes >= MAX_FILE_BYTES:
             before = self.path.with_suffix(_BEFORE)
             self.path.replace(before)
 
@@ -178,8 +186,8 @@ def read(directory: Path) -> list[LoggedRollout]:
         DasError: there is no log, there are those of several runs, or a line is no
             record.
     """
-    found = directory.rglob("decisions-*.jsonl")
-    paths = sorted(found, key=_begin_of)
+    files = directory.rglob("decisions-*.jsonl")
+    paths = sorted(files, key=_begin_of)
     if not paths:
         raise DasError(
             f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
@@ -194,16 +202,22 @@ def read(directory: Path) -> list[LoggedRollout]:
             f" last is the newest: {names}"
         )
     rollouts: list[LoggedRollout] = []
-    for log, files in itertools.groupby(paths, key=_log_of):
-        for rollout in _rollouts(log, files):
+    for log, paths_of_log in itertools.groupby(paths, key=_log_of):
+        for rollout in _rollouts(log, paths_of_log):
             if rollout.steps:
                 rollouts.append(rollout)
-    return sorted(rollouts, key=lambda rollout: rollout.steps[0].begin)
+    return sorted(rollouts, key=_begin_of_rollout)
+
+
+def _begin_of_rollout(rollout: LoggedRollout) -> float:
+    """Return the time of a rollout's first step."""
+    first = rollout.steps[0]
+    return first.begin
 
 
 def _begin_of(path: Path) -> tuple[str, Path]:
     """Return what sorts the files of logs by the time at which their logs began."""
-    begin = path.name.rpartition("-")[0]
+    begin, _, _ = path.name.rpartition("-")
     return begin, path
 
 
@@ -211,7 +225,8 @@ def _log_of(path: Path) -> str:
     """Return the name of the log that a file belongs to. Of its files, sorted, the one
     with what came before is the first.
     """
-    return path.name.partition(".")[0]
+    name, _, _ = path.name.partition(".")
+    return name
 
 
 def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
@@ -240,9 +255,11 @@ def _records(path: Path) -> Iterator[Record]:
     whole_lines = whole.splitlines()
     for number, line in enumerate(whole_lines, 1):
         try:
-            kind, *values = json.loads(line)
-            yield _RECORDS[kind](*values)
+            letter, *values = json.loads(line)
+            record_type = _RECORDS[letter]
+            record = record_type(*values)
         except (KeyError, TypeError, ValueError) as error:
             raise DasError(
                 f"report: {path}, line {number}: found {line:.80}, no record: {error!r}"
             ) from None
+        yield record

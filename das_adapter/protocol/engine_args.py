@@ -69,24 +69,23 @@ def needs_v1(config: DasConfig) -> str | None:
     installed = compat.version("vllm")
     if installed is None:
         return None  # as in NeMo-RL's driver: its engines have one, and ask again
-    oldest = (
-        compat.V2_NEURAL.oldest
-        if config.method == "draft_model"
-        else compat.V2_RUNNER.oldest
-    )
-    if compat.numbers(installed) < compat.numbers(oldest):
+    installed_numbers = compat.numbers(installed)
+    oldest = compat.V2_RUNNER.oldest
+    if config.method == "draft_model":
+        oldest = compat.V2_NEURAL.oldest
+    if installed_numbers < compat.numbers(oldest):
         return f"vLLM {installed} is older than {oldest}"
-    needed = (
-        compat.V2_NEURAL
-        if config.neural
-        else compat.V2_COPY
-        if config.copies_policy
-        else compat.V2_RUNNER
-    )
-    if compat.numbers(installed) < compat.numbers(needed.oldest):
+    needed = compat.V2_RUNNER
+    if config.neural:
+        needed = compat.V2_NEURAL
+    elif config.copies_policy:
+        needed = compat.V2_COPY
+    if installed_numbers < compat.numbers(needed.oldest):
         needed = compat.V2_RUNNER
-    if lacking := compat.missing(needed):
-        return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
+    missing = compat.missing(needed)
+    if missing:
+        names = ", ".join(map(str, missing))
+        return f"vLLM {installed} lacks {names}"
     return None
 
 
@@ -95,9 +94,10 @@ def refuse_variable(block: str) -> None:
     whose own config has none, or other engines than those of its rollouts, would
     speculate as without a host; `block`: key of the run's own block.
     """
-    if found := os.environ.get(CONFIG_VARIABLE):
+    value = os.environ.get(CONFIG_VARIABLE)
+    if value:
         raise ConfigError(
-            f"{CONFIG_VARIABLE}: found {found!r:.100}, allowed: not set, because"
+            f"{CONFIG_VARIABLE}: found {value!r:.100}, allowed: not set, because"
             f" {block} has the run's block"
         )
 
@@ -145,13 +145,10 @@ def engine_args(
     """
     if config is None:
         return {}
-    return {
-        "additional_config": {
-            **(additional or {}),
-            SETTINGS_KEY: config.to_dict(),
-            REFRESHER: "host",
-        }
-    }
+    with_block = dict(additional or {})
+    with_block[SETTINGS_KEY] = config.to_dict()
+    with_block[REFRESHER] = "host"
+    return {"additional_config": with_block}
 
 
 def v1_speculative_config(config: DasConfig) -> dict[str, Any] | None:
@@ -160,12 +157,13 @@ def v1_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     """
     if config.drafter == "none":
         return None
-    own = (
-        _neural(config)
-        if config.neural
-        else {"method": "custom_class", "model": DRAFTER}
-    )
-    return {"num_speculative_tokens": config.num_draft_tokens, **own}
+    drafter = {"method": "custom_class", "model": DRAFTER}
+    if config.neural:
+        drafter = _neural(config)
+    return {
+        "num_speculative_tokens": config.num_draft_tokens,
+        **drafter,
+    }
 
 
 def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
@@ -176,41 +174,58 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     """
     if config.drafter == "none":
         return None
-    most = config.num_draft_tokens
-    look_up = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-    look_up |= _DRAWN if config.copies_policy and not config.keyed else {}
-    speculative = {
-        "num_speculative_tokens": most,
-        **(_neural(config) if config.neural else look_up),
+    drafter: dict[str, Any] = {
+        "method": "ngram_gpu",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
     }
-    if not config.in_every_step:
-        lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
-        speculative["num_speculative_tokens_per_batch_size"] = [
-            (i, i, length) for i, length in lengths
-        ]
+    if config.neural:
+        drafter = _neural(config)
+    elif config.copies_policy and not config.keyed:
+        drafter |= _DRAWN
+    speculative = {
+        "num_speculative_tokens": config.num_draft_tokens,
+        **drafter,
+    }
+    if config.in_every_step:
+        return speculative
+    longest_first = sorted(draft_lengths(config), reverse=True)
+    of_batch_sizes = []
+    for number, length in enumerate([*longest_first, 0], 1):
+        entry = (number, number, length)
+        of_batch_sizes.append(entry)
+    speculative["num_speculative_tokens_per_batch_size"] = of_batch_sizes
     return speculative
 
 
 def _neural(config: DasConfig) -> dict[str, Any]:
-    model = {} if config.draft.model is None else {"model": config.draft.model}
+    """Return vLLM's `speculative_config` of a neural drafter, but for its length."""
+    options = config.draft.options
+    drafter: dict[str, Any] = {"method": config.method}
+    drafts_most_likely = any(map(options.get, _MOST_LIKELY))
+    if not config.keyed and not drafts_most_likely:
+        drafter |= _DRAWN
     # Hosts load no weights (`load_format: dummy`), and an EAGLE-3, DFlash or DSpark
     # head of which vLLM has read none shares the policy's output layer, which may have
     # more rows than its own.
-    shares = config.method == "eagle3" or config.parallel
-    load = {"draft_load_config": {"load_format": "auto"}} if shares else {}
-    drawn = (
-        {}
-        if config.keyed or any(map(config.draft.options.get, _MOST_LIKELY))
-        else _DRAWN
-    )
-    return {"method": config.method, **drawn, **load, **config.draft.options, **model}
+    shares_output_layer = config.method == "eagle3" or config.parallel
+    if shares_output_layer:
+        drafter["draft_load_config"] = {"load_format": "auto"}
+    drafter |= options
+    if config.draft.model is not None:
+        drafter["model"] = config.draft.model
+    return drafter
 
 
 def draft_lengths(config: DasConfig) -> tuple[int, ...]:
     """Return the draft lengths that the steps of an engine on the V2 runner have,
     beside 0.
     """
-    most = {config.num_draft_tokens} | (
-        {config.model_tokens} if config.by_model else set()
-    )
-    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
+    lengths = {config.num_draft_tokens}
+    if config.by_model:
+        lengths.add(config.model_tokens)
+    longest = max(lengths)
+    for length in (1, 2, 4, 8, 16, 32, 64):
+        if length < longest:
+            lengths.add(length)
+    return tuple(sorted(lengths))

@@ -80,21 +80,22 @@ class Label:
         """
         given = extra_args or {}
         _refuse_unknown_keys(given)
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         for name in _LARGEST:
             key = _PREFIX + name
-            if key in given:
-                value = given[key]
-                found[name] = _read_integer(name, value)
+            if key not in given:
+                continue
+            value = given[key]
+            values[name] = _read_integer(name, value)
         ahead = given.get(_AHEAD)
         if not isinstance(ahead, bytes | None):
             raise BadLabel(f"{_AHEAD}: found {ahead!r:.100}, allowed: bytes")
-        record = found.get("record", True)
+        record = values.get("record", True)
         return cls(
-            problem=found.get("problem"),
-            seed=found.get("seed"),
+            problem=values.get("problem"),
+            seed=values.get("seed"),
             record=bool(record),
-            start=found.get("start"),
+            start=values.get("start"),
             ahead=ahead,
         )
 
@@ -105,15 +106,20 @@ class Label:
             entries[_AHEAD] = self.ahead
         for name in _LARGEST:
             value = getattr(self, name)
-            if value is not None:
-                entries[_PREFIX + name] = int(value)
+            if value is None:
+                continue
+            key = _PREFIX + name
+            entries[key] = int(value)
         return entries
 
     def put_into(self, params: Params) -> dict[str, Any]:
         """Return sampling parameters with this label in their `extra_args`."""
         given = params.get("extra_args") or {}
-        extra_args = {**given, **self.extra_args()}
-        return {**params, "extra_args": extra_args}
+        extra_args = dict(given)
+        extra_args.update(self.extra_args())
+        with_label = dict(params)
+        with_label["extra_args"] = extra_args
+        return with_label
 
     def problem_of(self, prompt_ids: npt.ArrayLike, media: Hashes = ()) -> int:
         """Return the problem that a request with this prompt is about; `media`: hashes
@@ -128,6 +134,9 @@ class Label:
         if self.start is None:
             return prompt_tokens
         return min(self.start, prompt_tokens)
+
+
+Drawn = Counter[tuple[int, bool]]
 
 
 class Labeller:
@@ -165,9 +174,9 @@ class Labeller:
         self._resumed = resumed
         self._source = source
         self._first_turns = FirstTurns() if joins_turns else None
-        self._drawn = Counter[tuple[int, bool]]()
+        self._drawn = Drawn()
         """Requests for each prompt of a first turn, by (prompt, validation)."""
-        self._drawn_later = Counter[tuple[int, bool]]()
+        self._drawn_later = Drawn()
         """Requests for each prompt of a later turn, as in `_drawn`."""
         self._guesses = guesses
         self._validated = set[int]()
@@ -194,7 +203,12 @@ class Labeller:
             other._first_turns = self._first_turns.copy()
         return other
 
-    def label(self, prompt: Any, validate: bool, media: Hashes = ()) -> Label:
+    def label(
+        self,
+        prompt: Any,
+        validate: bool,
+        media: Hashes = (),
+    ) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of
         its images, sound and video); `validate`: its text must stay out of the
         history.
@@ -206,17 +220,27 @@ class Labeller:
         if self._first_turns is not None:
             problem = self._first_turns.problem(ids, media)
         is_first_turn = asked == problem
+        drawn = self._drawn_later
+        if is_first_turn:
+            drawn = self._drawn
         if self._guesses:
             validate = self._guess_validation(problem, is_first_turn, validate)
-        drawn = self._drawn if is_first_turn else self._drawn_later
-        number = drawn[asked, validate]
-        drawn[asked, validate] += 1
+        key = asked, validate
+        number = drawn[key]
+        drawn[key] = number + 1
         seed = self._seed(asked, validate, number)
         self._forget()
-        return Label(problem, seed, record=not validate)
+        return Label(
+            problem=problem,
+            seed=seed,
+            record=not validate,
+        )
 
     def _guess_validation(
-        self, problem: int, is_first_turn: bool, validate: bool
+        self,
+        problem: int,
+        is_first_turn: bool,
+        validate: bool,
     ) -> bool:
         """Return whether a request belongs to a validation: its first turn says it."""
         if not is_first_turn:
@@ -229,25 +253,35 @@ class Labeller:
 
     def _seed(self, asked: int, validate: bool, number: int) -> int:
         """Return the seed of a prompt's request with this number."""
-        purpose = "validation" if validate else ""
+        purpose = ""
+        if validate:
+            purpose = "validation"
         row = f"{self._source}/{self._counts}/{purpose}"
-        return request_seed(self._run_seed, asked, self._resumed, number, row)
+        return request_seed(
+            run_seed=self._run_seed,
+            problem=asked,
+            step=self._resumed,
+            sample=number,
+            row=row,
+        )
 
     def _forget(self) -> None:
         """Keep the counts of no more than `COUNTED` prompts of each kind."""
         if len(self._drawn) >= self.COUNTED:
             self._drawn.clear()
             self._counts += 1
-        if len(self._drawn_later) > self.COUNTED:
-            oldest = next(iter(self._drawn_later))
-            del self._drawn_later[oldest]
+        later = self._drawn_later
+        if len(later) > self.COUNTED:
+            oldest = next(iter(later))
+            del later[oldest]
 
 
 def _refuse_unknown_keys(extra_args: Params) -> None:
     allowed = [_PREFIX + name for name in _LARGEST]
     for key in extra_args:
-        is_ours = key.startswith(_PREFIX) and key != _AHEAD
-        if is_ours and key not in allowed:
+        if key == _AHEAD or key in allowed:
+            continue
+        if key.startswith(_PREFIX):
             names = ", ".join(allowed)
             raise BadLabel(f"{key:.100}: unknown key, allowed: {names}")
 
@@ -255,13 +289,15 @@ def _refuse_unknown_keys(extra_args: Params) -> None:
 def _read_integer(name: str, value: Any) -> int:
     """Return a value of a label; JSON may carry a large integer as text."""
     largest = _LARGEST[name]
+    number = value
     try:
-        number = int(value) if isinstance(value, str) else value
-        found = operator.index(number)
+        if isinstance(value, str):
+            number = int(value)
+        number = operator.index(number)
     except (TypeError, ValueError):
-        found = -1
-    if not 0 <= found <= largest:
+        number = -1
+    if not 0 <= number <= largest:
         raise BadLabel(
             f"das_{name}: found {value!r:.100}, allowed: an integer from 0 to {largest}"
         )
-    return found
+    return number

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 from pydantic_core import to_jsonable_python
@@ -34,9 +35,9 @@ Payload = dict[str, Any]
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
     """Return how long some trajectories are."""
     rows = []
-    for trajectory in trajectories:
-        num_tokens = len(trajectory.tokens) // _TOKEN_BYTES
-        row = (trajectory.problem, num_tokens, trajectory.version)
+    for problem, text, version in trajectories:
+        num_tokens = len(text) // _TOKEN_BYTES
+        row = (problem, num_tokens, version)
         rows.append(row)
     return np.array(rows, RESPONSE)
 
@@ -45,12 +46,22 @@ def to_plain_payload(value: Any) -> Any:
     """Return a payload with Python's own numbers and lists in the place of NumPy's,
     which vLLM's transport refuses.
     """
-    return to_jsonable_python(value, fallback=lambda numbers: numbers.tolist())
+    return to_jsonable_python(value, fallback=_to_list)
+
+
+def _to_list(numbers: npt.NDArray[Any]) -> Any:
+    return numbers.tolist()
 
 
 _TOKEN_BYTES = 4
 _COUNT_BYTES = 8
-_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
+_ROW = np.dtype(
+    [
+        ("problem", "<u8"),
+        ("bytes", "<u8"),
+        ("version", "<i8"),
+    ]
+)
 """What `pack` writes of each trajectory before the texts. Of two trajectories, with
 texts of 8 and 4 bytes, it writes
 
@@ -65,34 +76,45 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     rows = np.empty(len(trajectories), _ROW)
     texts = []
     for number, trajectory in enumerate(trajectories):
-        text = trajectory.tokens
+        problem, text, version = trajectory
         num_bytes = len(text)
-        rows[number] = (trajectory.problem, num_bytes, trajectory.version)
+        rows[number] = (problem, num_bytes, version)
         texts.append(text)
     count = np.uint64(len(rows))
-    header = count.tobytes() + rows.tobytes()
-    return b"".join([header, *texts])
+    parts = [
+        count.tobytes(),
+        rows.tobytes(),
+        *texts,
+    ]
+    return b"".join(parts)
 
 
 def unpack(content: bytes) -> list[Trajectory]:
     """Return what was packed; ValueError: the bytes are no trajectories."""
-    (count,) = np.frombuffer(content, np.uint64, 1).tolist()
-    if count > len(content) // _ROW.itemsize:
+    num_bytes = len(content)
+    row_bytes = _ROW.itemsize
+    first = np.frombuffer(content, np.uint64, 1)
+    count = int(first[0])
+    if count > num_bytes // row_bytes:
         raise ValueError(
-            f"found {len(content)} bytes of trajectories, expected {count} rows of"
-            f" {_ROW.itemsize}"
+            f"found {num_bytes} bytes of trajectories, expected {count} rows of"
+            f" {row_bytes}"
         )
     rows = np.frombuffer(content, _ROW, count, offset=_COUNT_BYTES)
     begin = _COUNT_BYTES + rows.nbytes
     text_bytes = rows["bytes"].tolist()
-    end = begin + sum(text_bytes)
-    if count and end != len(content):
-        raise ValueError(f"found {len(content)} bytes of trajectories, expected {end}")
+    expected_bytes = begin + sum(text_bytes)
+    if count and expected_bytes != num_bytes:
+        raise ValueError(
+            f"found {num_bytes} bytes of trajectories, expected {expected_bytes}"
+        )
     trajectories = []
-    for problem, num_bytes, version in rows.tolist():
-        text = content[begin : begin + num_bytes]
-        trajectories.append(Trajectory(problem, text, version))
-        begin += num_bytes
+    for problem, text_length, version in rows.tolist():
+        end = begin + text_length
+        text = content[begin:end]
+        trajectory = Trajectory(problem, text, version)
+        trajectories.append(trajectory)
+        begin = end
     return trajectories
 
 
@@ -124,7 +146,8 @@ class Refresh:
         `Refresh(**payload)` makes the same message.
         """
         adapter = TypeAdapter(Refresh)
-        return adapter.dump_python(self, exclude_defaults=True)
+        fields: Payload = adapter.dump_python(self, exclude_defaults=True)
+        return fields
 
 
 class Refreshed(TypedDict, total=False):
@@ -138,7 +161,11 @@ class Refreshed(TypedDict, total=False):
     """What went wrong; the rank goes on without drafts."""
 
 
-async def call_workers(engine: Any, command: str, payload: Payload) -> list[list[Any]]:
+async def call_workers(
+    engine: Any,
+    command: str,
+    payload: Payload,
+) -> list[list[Any]]:
     """Run a command in every worker of vLLM's `AsyncLLM`.
 
     Its own `collective_rpc` calls all data-parallel engines too, but returns the
@@ -147,14 +174,22 @@ async def call_workers(engine: Any, command: str, payload: Payload) -> list[list
     Returns:
         The answers of each data-parallel engine's ranks.
     """
+    arguments = (command, payload)
     core: Any = getattr(engine, "engine_core", None)
     engines = getattr(core, "core_engines", ())
     if len(engines) < 2:
-        answers = await engine.collective_rpc("das_rpc", args=(command, payload))
+        answers = await engine.collective_rpc("das_rpc", args=arguments)
         return [answers]
-    arguments = ("collective_rpc", "das_rpc", None, (command, payload), None)
     calls = []
     for one_engine in engines:
-        call = core._call_utility_async(*arguments, engine=one_engine)
+        call = core._call_utility_async(
+            "collective_rpc",
+            "das_rpc",
+            None,
+            arguments,
+            None,
+            engine=one_engine,
+        )
         calls.append(call)
-    return list(await asyncio.gather(*calls))
+    answers_of_engines = await asyncio.gather(*calls)
+    return list(answers_of_engines)

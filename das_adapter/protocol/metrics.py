@@ -161,7 +161,11 @@ class RolloutClock:
         """
 
     def count_response(
-        self, label: Label, begin: float, end: float, tokens: bytes
+        self,
+        label: Label,
+        begin: float,
+        end: float,
+        tokens: bytes,
     ) -> None:
         """Count one response. Of one that is not recorded only the noise counts: seed,
         problem, and where the text begins, in which no two requests of a run may agree.
@@ -171,8 +175,9 @@ class RolloutClock:
             tokens: int32 token ids.
         """
         seed = label.seed or 0
+        start = label.start or 0
         if label.seed is not None:
-            noise = f"{seed}/{label.problem}/{label.start or 0}"
+            noise = f"{seed}/{label.problem}/{start}"
             draw = _hash(noise.encode(), num_bytes=8)
             self._draws.append(draw)
         if not label.record:
@@ -181,19 +186,23 @@ class RolloutClock:
         self._ends.append(end)
         key = seed.to_bytes(8, "little")
         self._hash += _hash(tokens, num_bytes=6, key=key)
-        if label.ahead is not None:
-            written = np.frombuffer(label.ahead, np.int32)
-            text = np.frombuffer(tokens, np.int32)
-            self._count_ahead(written, text)
+        if label.ahead is None:
+            return
+        written = np.frombuffer(label.ahead, np.int32)
+        text = np.frombuffer(tokens, np.int32)
+        self._count_ahead(written, text)
 
     def _count_ahead(self, written: TokenIds, text: TokenIds) -> None:
         """Count what was written ahead of a response, token ids [n], and how much of it
         the response, token ids [m], repeats from the begin on.
         """
-        common = min(len(written), len(text))
+        num_written = len(written)
+        common = min(num_written, len(text))
         differs = written[:common] != text[:common]
-        repeated = int(differs.argmax()) if differs.any() else common
-        self._ahead += (1, len(written), repeated)
+        repeated = common
+        if differs.any():
+            repeated = int(differs.argmax())
+        self._ahead += (1, num_written, repeated)
 
     def read_and_reset(self) -> dict[str, Any]:
         """Return begin, ends, draws, counts of what was written ahead (responses,
@@ -213,9 +222,14 @@ class RolloutClock:
         return report
 
 
-def _hash(content: bytes, num_bytes: int, key: bytes = b"") -> int:
+def _hash(
+    content: bytes,
+    num_bytes: int,
+    key: bytes = b"",
+) -> int:
     """Return a hash of some bytes, of so many bytes itself."""
-    digest = hashlib.blake2b(content, key=key, digest_size=num_bytes).digest()
+    hashed = hashlib.blake2b(content, key=key, digest_size=num_bytes)
+    digest = hashed.digest()
     return int.from_bytes(digest, "little")
 
 
@@ -235,15 +249,18 @@ _OF_ENGINES: dict[str, Combine] = {
 """Figures that engines have already, and what is logged of all."""
 
 
-def figures(parts: Sequence[Report], told: set[str] | None = None) -> Figures:
+def figures(
+    parts: Sequence[Report],
+    told: set[str] | None = None,
+) -> Figures:
     """Compute a training step's figures from the reports of all engines.
 
     Args:
         parts: reports with the keys of `EngineStats` and, where a host counts
             responses, of `RolloutClock.read_and_reset`. `engine` in a report names who
             made it, of several to one step; one without it is an engine's only one.
-        told: kinds of fault that are in the log. The log says why `das/health` is 0,
-            once for each other kind, which is added. None: the log says nothing.
+        told: faults that are in the log, by name. The log says why `das/health` is 0,
+            once for each other fault, which is added. None: the log says nothing.
 
     Returns:
         The figures under the names the trainer logs (docs/metrics.md says what each
@@ -252,13 +269,13 @@ def figures(parts: Sequence[Report], told: set[str] | None = None) -> Figures:
     """
     if not parts:
         return {}
-    found_faults = faults(parts)
+    reasons = faults(parts)
     if told is not None:
-        for kind, reason in found_faults.items():
-            if kind not in told:
+        for fault, reason in reasons.items():
+            if fault not in told:
                 logger.error("das: das/health is 0: %s", reason)
-        told.update(found_faults)
-    metrics = _count_figures(parts, healthy=not found_faults)
+        told.update(reasons)
+    metrics = _count_figures(parts, healthy=not reasons)
     metrics |= _drafting_figures(parts)
     metrics |= _run_ahead_figures(parts)
     metrics |= _engine_figures(parts)
@@ -283,7 +300,8 @@ def _reported(parts: Sequence[Report], name: str) -> list[Any]:
 
 def _ratio(part: float, whole: float) -> float:
     """Return a share or a mean; 0 where nothing was counted."""
-    return part / max(1, whole)
+    whole = max(1, whole)
+    return part / whole
 
 
 def _count_figures(parts: Sequence[Report], healthy: bool) -> Figures:
@@ -323,12 +341,14 @@ def _drafting_figures(parts: Sequence[Report]) -> Figures:
         seconds.extend(seconds_of_engine)
     if seconds:
         milliseconds = np.array(seconds) * 1e3
-        p50, p99 = np.percentile(milliseconds, [50, 99])
-        metrics["das/propose_ms/p50"] = float(p50)
-        metrics["das/propose_ms/p99"] = float(p99)
+        percentiles = np.percentile(milliseconds, [50, 99])
+        p50, p99 = percentiles.tolist()
+        metrics["das/propose_ms/p50"] = p50
+        metrics["das/propose_ms/p99"] = p99
     errors = _reported(parts, "latency_model_error")
     if errors:
-        metrics["das/latency_model_error"] = float(np.mean(errors))
+        mean_error = np.mean(errors)
+        metrics["das/latency_model_error"] = float(mean_error)
     requests = sum(_reported(parts, "history_requests"))
     if requests:
         hits = sum(_reported(parts, "history_hits"))
@@ -359,16 +379,20 @@ def _engine_figures(parts: Sequence[Report]) -> Figures:
     behind: dict[Any, int] = {}
     for number, part in enumerate(parts):
         engine = part.get("engine", number)
-        can_rest |= "reason" in part
+        if "reason" in part:
+            can_rest = True
         if part.get("reason"):
             resting.add(engine)
         if "engines_behind" in part:
-            behind[engine] = part["engines_behind"]  # what the engine said last counts
+            # what the engine said last counts
+            behind[engine] = part["engines_behind"]
     metrics: Figures = {}
     if can_rest:
-        metrics["das/engines_resting"] = float(len(resting))
+        num_resting = len(resting)
+        metrics["das/engines_resting"] = float(num_resting)
     if behind:
-        metrics["das/engines_behind"] = float(sum(behind.values()))
+        num_behind = sum(behind.values())
+        metrics["das/engines_behind"] = float(num_behind)
     return metrics
 
 
@@ -392,8 +416,10 @@ def _rollout_figures(parts: Sequence[Report]) -> Figures:
         ends = np.sort(all_ends)
         end = ends[-1]
         num_before_tail = math.ceil(_TAIL_BEGIN * len(ends))
-        tail_begin = ends[max(0, num_before_tail - 1)]
-        rollout_s = max(0.0, float(end - begin))
+        last_before_tail = max(0, num_before_tail - 1)
+        tail_begin = ends[last_before_tail]
+        rollout_s = float(end - begin)
+        rollout_s = max(0.0, rollout_s)
         tail_s = float(end - tail_begin)
     return {
         "das/rollout_s": rollout_s,
@@ -403,30 +429,31 @@ def _rollout_figures(parts: Sequence[Report]) -> Figures:
 
 
 def faults(parts: Sequence[Report]) -> dict[str, str]:
-    """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    found: dict[str, str] = {}
-    for kind in ("error", "alarm"):
+    """Say why `das/health` is 0, by fault; empty: it is 1."""
+    reasons: dict[str, str] = {}
+    for fault in ("error", "alarm"):
         for part in parts:
-            if part.get(kind):
-                reason = part[kind]
-                found[kind] = str(reason)
-    if "error" in found:
-        error = found["error"]
-        found["error"] = f"a drafter failed: {error}"
-    if "alarm" not in found:
-        num_drafts = sum(_reported(parts, "drafted_forwards"))
-        num_accepted = sum(_reported(parts, "accepted_tokens"))
-        alarm = collapsed(num_drafts, num_accepted)
+            reason = part.get(fault)
+            if reason:
+                reasons[fault] = str(reason)
+    if "error" in reasons:
+        error = reasons["error"]
+        reasons["error"] = f"a drafter failed: {error}"
+    if "alarm" not in reasons:
+        drafts = _reported(parts, "drafted_forwards")
+        accepted = _reported(parts, "accepted_tokens")
+        alarm = collapsed(sum(drafts), sum(accepted))
         if alarm:
-            found["alarm"] = alarm
+            reasons["alarm"] = alarm
     draws: list[int] = []
     for draws_of_replica in _reported(parts, "draws"):
         draws.extend(draws_of_replica)
+    num_draws = len(draws)
     different = set(draws)
-    copies = len(draws) - len(different)
-    if copies:
-        found["draws"] = (
-            f"{copies} of {len(draws)} responses drew the noise of another request, and"
-            " repeat its tokens: two requests had the same seed"
+    num_copies = num_draws - len(different)
+    if num_copies:
+        reasons["draws"] = (
+            f"{num_copies} of {num_draws} responses drew the noise of another request,"
+            " and repeat its tokens: two requests had the same seed"
         )
-    return found
+    return reasons

@@ -17,7 +17,7 @@ from das_adapter.core.tuning import (
     CPP_BEYOND_TOKENS,
     CPP_COUNT_STEPS,
     CPP_DEPTH_TOKENS,
-    CPP_ENOUGH_LIVE_PLACES,
+    CPP_NEEDED_LIVE_PLACES,
     CPP_HALF_LIFE_VISITS,
     CPP_LIVE_FOUND_TOKENS,
     CPP_LIVE_GRAM_TOKENS,
@@ -302,7 +302,7 @@ class ReferenceIndex:
         found = 0
         above = None
         for size in CPP_LIVE_GRAM_TOKENS:
-            if found >= CPP_ENOUGH_LIVE_PLACES:
+            if found >= CPP_NEEDED_LIVE_PLACES:
                 break
             gram = _gram(context, size)
             places = reversed(self._live.get(request.problem, []))

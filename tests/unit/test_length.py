@@ -36,7 +36,7 @@ def of(lengths: dict[int, list[int]], version: int = 0) -> np.ndarray:
 
 
 def trained(lengths: dict[int, list[int]]) -> LengthModel:
-    model = LengthModel(limit=4096)
+    model = LengthModel(longest=4096)
     model.observe(of(lengths))
     model.refit()
     return model
@@ -71,7 +71,7 @@ def test_history_makes_the_class_and_growth_corrects_it() -> None:
 
 
 def test_without_history_everything_is_medium() -> None:
-    model = LengthModel(limit=1000)
+    model = LengthModel(longest=1000)
     cdf = np.stack([model.cdf(1)] * 2)
     assert (
         classes(cdf, model.edges, np.array([0.0, 500.0]), model.bounds).tolist()

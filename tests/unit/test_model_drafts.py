@@ -216,7 +216,7 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_m
         drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
         drafts.set_pass_prior(of_pass)
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
-        policy = DraftPolicy(das, limit=8192, prior=step, drafts=drafts)
+        policy = DraftPolicy(das, longest_response=8192, prior=step, drafts=drafts)
         slots = np.array([policy.begin(i, 0, 8192) for i in range(b)])
         one = np.ones(b, dtype=int)
         plan = decide(
@@ -248,7 +248,7 @@ def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> No
     drafts.set_pass_prior(StepModel(base=0.0075, token=0.0))
     step = StepModel(base=0.01, token=1e-5)
     policy = DraftPolicy(
-        DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts
+        DasConfig(drafter="self"), longest_response=8192, prior=step, drafts=drafts
     )
     slots = np.array([policy.begin(i, 0, 8192) for i in range(batch)])
     ones = np.ones(batch, dtype=int)
@@ -287,7 +287,7 @@ def alone(
 def self_controller(speculate: Any = "auto") -> DraftPolicy:
     return DraftPolicy(
         DasConfig(drafter="self", speculate=speculate),
-        limit=2048,
+        longest_response=2048,
         drafts=ModelDrafts(5),
     )
 
@@ -489,7 +489,7 @@ def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:
 
 def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
     das = DasConfig(budget="uniform", max_draft_tokens=8, speculate="always")
-    policy = DraftPolicy(das, limit=2048, drafts=copy(0.8, 0.1))
+    policy = DraftPolicy(das, longest_response=2048, drafts=copy(0.8, 0.1))
     slots = np.array([policy.begin(i, 0, 500) for i in range(2)])
 
     def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:

@@ -208,7 +208,7 @@ def test_a_model_drafts_equally_many_tokens_of_which_each_request_has_its_own_nu
     policy: Any = engine.planner.engine.policy
     model = np.array([3, 1, 0, 2])
     worth = np.ones(4)
-    policy.choose = lambda *_: StepPlan(0 * model, model, budget=6, worth=worth)
+    policy.choose = lambda *_: StepPlan(0 * model, model, budget=6, weights=worth)
     engine.rollout(40, drafted_s=PLAIN_S)
     chosen = pickle.loads(pickle.dumps(engine.chosen))
     assert (chosen.num_draft_tokens, chosen.num_model_tokens) == (4, 4)

@@ -68,7 +68,7 @@ def second(
 ) -> float:
     """Seconds of the second of two rollouts."""
     drafts = ModelDrafts(5, narrows=False) if with_model else None
-    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
+    policy = DraftPolicy(DasConfig(), longest_response=2048, drafts=drafts)
     for version in (1, 2):
         seconds = rollout(policy, lengths, truth, chance, coverage, version)
         policy.weight_sync(
@@ -103,7 +103,7 @@ def rollouts(
     in which of them it rests (s), and the seconds of each.
     """
     drafts = ModelDrafts(5, narrows=False)
-    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
+    policy = DraftPolicy(DasConfig(), longest_response=2048, drafts=drafts)
     rests = ""
     seconds = list[float]()
     for version in range(count):

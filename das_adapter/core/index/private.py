@@ -25,26 +25,26 @@ def is_private(directory: Path) -> bool:
     link.
     """
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except FileNotFoundError:
         return False
-    is_open_to_others = bool(found.st_mode & 0o077)
-    return _is_own_directory(found) and not is_open_to_others
+    is_open_to_others = bool(status.st_mode & 0o077)
+    return _is_own_directory(status) and not is_open_to_others
 
 
 def check_owner(directory: Path) -> None:
     """Raise IndexFileError if a link, a file or another user's directory is in the
     place of a directory.
     """
-    found = directory.lstat()
-    if not _is_own_directory(found):
+    status = directory.lstat()
+    if not _is_own_directory(status):
         raise IndexFileError(
             f"history directory {str(directory)!r}: found"
-            f" {stat.filemode(found.st_mode)} of user {found.st_uid}, allowed: a"
+            f" {stat.filemode(status.st_mode)} of user {status.st_uid}, allowed: a"
             f" directory of user {os.geteuid()}, and no link"
         )
 
 
-def _is_own_directory(found: os.stat_result) -> bool:
+def _is_own_directory(status: os.stat_result) -> bool:
     """Return whether a path, itself and no link, is a directory of this user."""
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

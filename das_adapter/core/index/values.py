@@ -27,7 +27,7 @@ class Number:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: Any, kind: type) -> int:
+    def __get__(self, owner: Any, owner_type: type) -> int:
         lock = getattr(owner, "_lock", contextlib.nullcontext())
         with lock:
             return int(getattr(owner._core, self._name))

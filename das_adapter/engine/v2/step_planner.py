@@ -459,7 +459,7 @@ class StepPlanner:
             chosen.budget,
             req_ids,
             search.max_tokens,
-            chosen.worth / chosen.worth.max(),
+            chosen.weights / chosen.weights.max(),
         )
 
     def _resting_plan(self, rest: Rest) -> DraftPlan:
