@@ -24,11 +24,7 @@ _MAX_ROWS = 1024
 _CERTAIN = tl.constexpr(0x3F800000)
 """The bits of 1.0 as a float32: no survival is above it."""
 _DROPPED_BITS = tl.constexpr(14)
-"""Lower bits of a survival that do not count: those of its 30 that are left are a
-key.
-"""
-_KEY_BITS = tl.constexpr(16)
-"""Bits of a key."""
+"""Lower bits of a survival that do not count: 16 of its 30 are left, a key."""
 
 
 class Ranking:
@@ -263,8 +259,9 @@ def _least(
     """
     least = 0
     above = 0
-    for bit in range(_KEY_BITS):  # of a key, from the highest on
-        higher = least | (1 << (_KEY_BITS - 1 - bit))
+    for bit in range(16):  # of a key, from the highest on
+        step = 1 << (15 - bit)
+        higher = least | step
         num_reaching = _num_at_least(keys, number, higher, BLOCK)
         reached = num_reaching >= budget
         least = tl.where(reached, higher, least)

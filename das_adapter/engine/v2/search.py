@@ -78,9 +78,9 @@ ENDLESS = tl.constexpr(1 << 30)
 # number 0 has "b c y" with the "y" at place 9: the last token differs, two agree before
 # it, the rank is 2, the key 0x2_000009_0000, behind the first.
 
-OWN_BIT = tl.constexpr(24)
-DIFFERS_BIT = tl.constexpr(25)
-THERE_IS_BIT = tl.constexpr(26)
+_OWN_FLAG = tl.constexpr(1 << 24)
+_DIFFERS_FLAG = tl.constexpr(1 << 25)
+_THERE_IS_FLAG = tl.constexpr(1 << 26)
 
 
 @triton.jit
@@ -129,19 +129,16 @@ def _pack_traits(
     differs,  # int32 [n] or int: 1: the last token differs
 ):
     """Pack what the vote needs to know of places that there are, int32 [n]."""
-    traits = strength
-    traits = traits | (weight << 8)
-    traits = traits | (own << OWN_BIT)
-    traits = traits | (differs << DIFFERS_BIT)
-    there_is = 1 << THERE_IS_BIT
-    return traits | there_is
+    traits = strength | (weight << 8)
+    traits = traits | (own * _OWN_FLAG)
+    traits = traits | (differs * _DIFFERS_FLAG)
+    return traits | _THERE_IS_FLAG
 
 
 @triton.jit
-def _has_bit(traits, number):
-    """Return whether a bit of packed traits is set."""
-    bit = (traits >> number) & 1
-    return bit > 0
+def _has_flag(traits, flag):
+    """Return whether a flag of packed traits is set."""
+    return (traits & flag) > 0
 
 
 @triton.jit
@@ -152,9 +149,9 @@ def unpack_traits(traits):
     strength = traits & 0xFF
     weight = (traits >> 8) & 0xFFFF
     weight = weight.to(tl.int64)
-    own = _has_bit(traits, OWN_BIT)
-    differs = _has_bit(traits, DIFFERS_BIT)
-    there_is = _has_bit(traits, THERE_IS_BIT)
+    own = _has_flag(traits, _OWN_FLAG)
+    differs = _has_flag(traits, _DIFFERS_FLAG)
+    there_is = _has_flag(traits, _THERE_IS_FLAG)
     return strength, weight, own, differs, there_is
 
 
