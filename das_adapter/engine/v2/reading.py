@@ -31,15 +31,19 @@ _MAY_MISS = (
 """Speculators that can do without running in every step."""
 
 
+Attention = dict[str, Any]
+"""Metadata of vLLM's attention by layer."""
+LayerSlots = dict[str, torch.Tensor]
+"""Slots of the KV cache by layer, int64 [tokens]."""
+
+
 class Inputs(NamedTuple):
     """What vLLM's speculators read, the first arguments of `BaseSpeculator.propose`."""
 
     batch: Any
     """`InputBatch`."""
-    attention: dict[str, Any]
-    """Metadata by layer."""
-    slots: dict[str, torch.Tensor]
-    """Slots of the KV cache by layer, int64 [tokens]."""
+    attention: Attention
+    slots: LayerSlots
     hidden: torch.Tensor
     """The policy's hidden states, [tokens, size]."""
     layers: list[torch.Tensor] | None
@@ -133,7 +137,8 @@ class MissedText:
 
         # What the device alone knows where requests have drafts of their own lengths.
         missed_counts = async_tensor_h2d(missed, device)
-        step_ranges = batch.query_start_loc[: requests + 1].long()
+        num_ranges = requests + 1
+        step_ranges = batch.query_start_loc[:num_ranges].long()
         step_begins = step_ranges[:-1]
         counts = step_ranges.diff() + missed_counts
         ends = counts.cumsum(0)
@@ -149,9 +154,11 @@ class MissedText:
         from_step = place - first_of_own_step
         is_missed = from_step < 0
         place_in_step = from_step.clamp(min=0)
-        step_token = step_begins[token_request] + place_in_step
+        step_begin = step_begins[token_request]
+        step_token = step_begin + place_in_step
         first_position = batch.positions[step_begins]
-        positions = first_position[token_request] + from_step
+        first_own_position = first_position[token_request]
+        positions = first_own_position + from_step
         request_slots = batch.idx_mapping.long()
         slots = request_slots[token_request]
         text = self._texts[slots, positions]
@@ -162,7 +169,8 @@ class MissedText:
         num_scheduled = batch.num_scheduled_tokens[:requests]
         scheduled = np.asarray(num_scheduled, dtype=np.int64)
         num_read = scheduled + missed
-        told_ends = told_lengths(batch, missed).cumsum()
+        told = told_lengths(batch, missed)
+        told_ends = told.cumsum()
         told_ranges = np.append(0, told_ends)
         longer = of_unequal_lengths(
             batch,
@@ -177,7 +185,8 @@ class MissedText:
         if not self._reads_hidden:
             return inputs._replace(batch=longer)
         missed_ends = missed_counts.cumsum(0)
-        missed_token = missed_ends[token_request] + from_step
+        missed_end = missed_ends[token_request]
+        missed_token = missed_end + from_step
         kept_token = num_missed + step_token
         hidden = self._hidden_of(
             inputs,
@@ -205,7 +214,8 @@ class MissedText:
         requests = len(batch.req_ids)
         missed = np.zeros(requests, dtype=np.int64)
         for i, req_id in enumerate(batch.req_ids):
-            missed[i] = self._missed.get(req_id, 0)
+            num_missed = self._missed.get(req_id, 0)
+            missed[i] = num_missed
         # it was preempted since, and is read anew
         missed[batch.is_prefilling_np] = 0
         room = self._speculator.max_num_tokens - batch.num_tokens
@@ -225,13 +235,15 @@ class MissedText:
         behind them those of the step.
         """
         parts_of: dict[str, list[torch.Tensor]] = {}
-        for req_id, num_missed in zip(inputs.batch.req_ids, missed, strict=True):
+        req_ids = inputs.batch.req_ids
+        for req_id, num_missed in zip(req_ids, missed, strict=True):
             if num_missed > 0:
                 parts_of[req_id] = []
         for step in kept:
             for i, req_id in enumerate(step.req_ids):
                 if req_id in parts_of:
-                    part = step.hidden[i : i + 1]
+                    end = i + 1
+                    part = step.hidden[i:end]
                     parts_of[req_id].append(part)
         parts = []
         for own_parts in parts_of.values():
@@ -244,9 +256,9 @@ class MissedText:
             return self._speculator.model.combine_hidden_states(read)
         return read
 
-    def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return attention metadata and slot mappings of a longer batch, for the
-        drafter's layers.
+    def _attention(self, batch: Any) -> tuple[Attention, LayerSlots]:
+        """Return attention metadata and slots of a longer batch, for the drafter's
+        layers.
         """
         from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 
@@ -256,13 +268,16 @@ class MissedText:
         ranges = batch.query_start_loc
         buffers = speculator.input_buffers
         bound = batch.seq_lens_cpu_upper_bound
-        read_ranges = buffers.query_start_loc[: requests + 1]
+        num_ranges = requests + 1
+        read_ranges = buffers.query_start_loc[:num_ranges]
         read_ranges.copy_(ranges)
         read_lens = buffers.seq_lens[:requests]
-        read_lens.copy_(batch.seq_lens[:requests])
+        lens = batch.seq_lens[:requests]
+        read_lens.copy_(lens)
         read_positions = buffers.positions[:tokens]
         read_positions.copy_(batch.positions)
-        longest = int(bound[:requests].max())
+        own_bound = bound[:requests]
+        longest = int(own_bound.max())
         longest_drafted = longest + speculator.num_speculative_steps
         speculator.draft_max_seq_len = min(longest_drafted, speculator.max_model_len)
         slots = speculator.block_tables.compute_slot_mappings(
@@ -297,7 +312,8 @@ def told_lengths(batch: Any, missed: np.ndarray) -> np.ndarray:
     """
     requests = batch.num_reqs
     max_drafts = batch.num_draft_tokens_per_req
-    lengths = batch.num_scheduled_tokens[:requests] + missed
+    num_scheduled = batch.num_scheduled_tokens[:requests]
+    lengths = num_scheduled + missed
     if max_drafts is None:
         return lengths
     drafts = np.minimum(max_drafts, batch.num_draft_tokens)
@@ -306,7 +322,8 @@ def told_lengths(batch: Any, missed: np.ndarray) -> np.ndarray:
     num_surplus = drafts.sum() - batch.num_draft_tokens
     shortest_first = lengths.argsort()
     own_drafts = drafts[shortest_first]
-    taken_ends = np.minimum(own_drafts.cumsum(), num_surplus)
+    draft_ends = own_drafts.cumsum()
+    taken_ends = np.minimum(draft_ends, num_surplus)
     taken = np.diff(taken_ends, prepend=0)
     lengths[shortest_first] -= taken
     return lengths
