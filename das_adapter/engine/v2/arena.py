@@ -167,7 +167,10 @@ class Arena:
         self._problems: dict[int, Problem] = {}
         self._of_slot: dict[int, int] = {}
         # begins its thread with the first work
-        self._worker = ThreadPoolExecutor(1, "das-bring")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="das-bring",
+        )
         self._ordered: dict[int, Future[SealedText]] = {}
         """Sealed text on its way, by problem."""
 
@@ -399,17 +402,19 @@ def look_up_sealed(
     lacks_room = False
     if num_tokens == 0:
         every_token, _ = index.flat(problem, _WHOLE)
-        lacks_room = len(every_token) > 0
+        num_wanted = len(every_token)
+        lacks_room = num_wanted > 0
     words = torch.empty(
         num_tokens + num_places,
         dtype=torch.int32,
         pin_memory=pinned,
     )
     token_words = words[:num_tokens]
-    token_words.copy_(torch.from_numpy(tokens))
+    flat_tokens = torch.from_numpy(tokens)
+    token_words.copy_(flat_tokens)
     place_words = words[num_tokens:]
-    flat_places = places.view(np.int32)
-    place_words.copy_(torch.from_numpy(flat_places))
+    flat_places = torch.from_numpy(places.view(np.int32))
+    place_words.copy_(flat_places)
     return SealedText(
         words=words,
         num_tokens=num_tokens,

@@ -88,7 +88,8 @@ class DeviceIndex:
         num_places = int(search.PLACES.value)
         num_candidates = int(search.CANDIDATES.value)
         # of both sources
-        num_kinds = 2 * int(votes.KINDS.value)
+        kinds_of_source = int(votes.KINDS.value)
+        num_kinds = 2 * kinds_of_source
         offer_size = 4 + 2 * steps
         max_programs = max(slots, self._programs)
         num_keys = 2 * max_programs * num_places
@@ -122,8 +123,11 @@ class DeviceIndex:
         """Chance of each draft token, given those before it; 0 beyond the draft."""
         self.real = self._int32(slots)
         """Lengths of the drafts."""
-        distance_bytes = texts.data_ptr() - self.words.data_ptr()
-        self._texts_at = distance_bytes // 4
+        texts_address = texts.data_ptr()
+        words_address = self.words.data_ptr()
+        distance_bytes = texts_address - words_address
+        word_bytes = self.words.element_size()
+        self._texts_at = distance_bytes // word_bytes
         """Offset of vLLM's array of texts from the begin of the arena, tokens."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """Graphs of a step, by the size of the batch."""
@@ -151,8 +155,8 @@ class DeviceIndex:
             )
         size = len(opened_slots)
         slots = self._int64(size)
-        sent = np.array(opened_slots, dtype=np.int64)
-        _copy(sent, slots)
+        sent_slots = np.array(opened_slots, dtype=np.int64)
+        _copy(sent_slots, slots)
         num_offered = self.offers[:, 0]
         num_offered.index_fill_(0, slots, 0)
 
@@ -185,12 +189,14 @@ class DeviceIndex:
             if kept is None:
                 continue
             text_end = begin + kept.room
-            text = self.texts[slot, begin:text_end]
+            request_text = self.texts[slot]
+            text = request_text[begin:text_end]
             size = len(text)
             kept_end = kept.at + size
             copied = self.words[kept.at : kept_end]
             copied.copy_(text)
-            written = total_len[slot] - begin
+            own_len = total_len[slot]
+            written = own_len - begin
             kept_len = self._text_len[kept.text]
             torch.clamp(written, max=size, out=kept_len)
 
@@ -304,7 +310,8 @@ class DeviceIndex:
     def _launch_learning(self, requests: int) -> None:
         rows = 32
         programs = -(-requests // rows)
-        votes.learn[(programs,)](
+        grid = (programs,)
+        votes.learn[grid](
             offers=self.offers,
             **self._texts_of_requests(),
             outcomes=self.outcomes,
@@ -323,7 +330,8 @@ class DeviceIndex:
 
     def _launch_sealed_search(self, requests: int) -> None:
         tables = self._parts
-        search.search_sealed[(requests, 2)](
+        grid = requests, 2
+        search.search_sealed[grid](
             **self._texts_of_requests(),
             sealed_texts=tables["sealed_texts"],
             sealed_places=tables["sealed_places"],
@@ -346,12 +354,14 @@ class DeviceIndex:
             "MEMBERS": tuning.MEMBER_TEXTS,
             "num_warps": 1,
         }
-        search.scan_live[(requests, splits)](
+        grid = requests, splits
+        search.scan_live[grid](
             **live,
             member_count=tables["member_count"],
             BLOCK=self._block,
         )
-        search.merge_live[(requests, 2)](
+        merge_grid = requests, 2
+        search.merge_live[merge_grid](
             **live,
             found=self.found,
             splits=splits,
