@@ -593,9 +593,9 @@ def test_the_draft_tokens_of_the_highest_survival_are_admitted(
 def test_a_kernel_that_admits_other_draft_tokens_than_its_definition_is_found_at_the_start() -> (
     None
 ):
-    def wrong(*tensors: torch.Tensor, **constants: int) -> None:
-        v2_stand_ins.admit(*tensors, **constants)
-        tensors[4][0] += 1
+    def wrong(admitted: torch.Tensor, **named: Any) -> None:
+        v2_stand_ins.admit(admitted=admitted, **named)
+        admitted[0] += 1
 
     for slots, steps in ((1, 1), (5, 3), (256, 16)):
         admitted = Admitted(torch.zeros(slots, steps))

@@ -29,29 +29,35 @@ COMPARED: dict[str, int] = {}
 
 
 class Launch:
-    """Stands in the place of a kernel, `kernel[grid](*args, **constants)`: computes
-    with its tensors and constants.
+    """Stands in the place of a kernel, `kernel[grid](*args, **named)`: computes with
+    its tensors and what is named.
     """
 
     def __init__(self, compute: Callable[..., None], kernel: Any) -> None:
         """
         Args:
             compute: called with the tensors among the arguments, None where one is
-                missing, and the constants.
+                missing, and what is named.
             kernel: is run as well, and the results are compared; None: it is not.
         """
         self._compute = compute
         self._kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def run(*args: Any, **constants: Any) -> None:
+        def run(*args: Any, **named: Any) -> None:
             tensors = [x for x in args if x is None or isinstance(x, Tensor)]
             if self._kernel is None:
-                return self._compute(*tensors, **constants)
+                return self._compute(*tensors, **named)
             copies = [None if x is None else x.clone() for x in tensors]
-            self._kernel[grid](*args, **constants)
-            self._compute(*copies, **constants)
-            return compare(self._compute, copies, tensors)
+            named_tensors = {k: x for k, x in named.items() if isinstance(x, Tensor)}
+            named_copies = {k: x.clone() for k, x in named_tensors.items()}
+            self._kernel[grid](*args, **named)
+            self._compute(*copies, **{**named, **named_copies})
+            return compare(
+                self._compute,
+                [*copies, *named_copies.values()],
+                [*tensors, *named_tensors.values()],
+            )
 
         return run
 
@@ -367,16 +373,17 @@ def flatten(
 def leave_out(
     logits: Tensor,
     slots: Tensor,
-    heat: Tensor,
-    k: Tensor,
-    p: Tensor,
-    least: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
     **_: int,
 ) -> None:
     """`leave_out` of `das_adapter.engine.v2.sampling_limits`."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    heat, k, p, least = (of[slots.clamp(min=0)] for of in (heat, k, p, least))
+    limits = (temperature, top_k, top_p, min_p)
+    heat, k, p, least = (of[slots.clamp(min=0)] for of in limits)
     some = (slots >= 0) & (heat > 0) & ((k < logits.shape[1]) | (p < 1) | (least > 0))
     if some.any():
         rows = logits[some].float() / heat[some, None]

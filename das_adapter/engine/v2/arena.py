@@ -57,13 +57,29 @@ class Tables:
     """Numbers of these texts, `width` entries for each slot."""
 
     def __init__(self, slots: int, texts: int, width: int) -> None:
+        """`slots`: of requests; `texts`: in all; `width`: texts that a request searches
+        at most.
+        """
         self.width = width
-        self._sizes = dict.fromkeys(Tables.__annotations__, slots)
-        self._sizes["text_at"] = texts
-        self._sizes["members"] = slots * width
+        self._sizes = {
+            "begin": slots,
+            "text_at": texts,
+            "sealed_texts": slots,
+            "sealed_places": slots,
+            "sealed_count": slots,
+            "member_count": slots,
+            "members": slots * width,
+        }
         size = sum(self._sizes.values())
         self.all: Ints = np.zeros(size, dtype=np.int64)
-        vars(self).update(self.parts(self.all))
+        parts = self.parts(self.all)
+        self.begin = parts["begin"]
+        self.text_at = parts["text_at"]
+        self.sealed_texts = parts["sealed_texts"]
+        self.sealed_places = parts["sealed_places"]
+        self.sealed_count = parts["sealed_count"]
+        self.member_count = parts["member_count"]
+        self.members = parts["members"]
 
     def parts(self, array: Any) -> dict[str, Any]:
         """Return the parts by name of an array, or a tensor, that is laid out as `all`
@@ -72,8 +88,9 @@ class Tables:
         parts = {}
         begin = 0
         for name, size in self._sizes.items():
-            parts[name] = array[begin : begin + size]
-            begin += size
+            end = begin + size
+            parts[name] = array[begin:end]
+            begin = end
         return parts
 
 
@@ -117,14 +134,23 @@ class Arena:
     """
 
     def __init__(
-        self, words: torch.Tensor, slots: int, closed: int, members: int, beside: bool
+        self,
+        words: torch.Tensor,
+        slots: int,
+        closed: int,
+        members: int,
+        beside: bool,
     ) -> None:
         """Allocate `words`, int32, for the requests in so many slots, and so many texts
         of ended requests. A request searches its own text and the newest ones of its
         problem, `members` in all. `beside`: a thread looks sealed text up, for which no
         step waits; else a step brings all that is missing.
         """
-        self.tables = Tables(slots, slots + closed, members)
+        self.tables = Tables(
+            slots=slots,
+            texts=slots + closed,
+            width=members,
+        )
         self.changed = True
         """Whether the tables must be copied to the device."""
         self.short = 0
@@ -141,28 +167,34 @@ class Arena:
         self._problems: dict[int, Problem] = {}
         self._of_slot: dict[int, int] = {}
         # begins its thread with the first work
-        self._worker = ThreadPoolExecutor(1, "das-bring")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="das-bring",
+        )
         self._ordered: dict[int, Future[SealedText]] = {}
         """Sealed text on its way, by problem."""
 
     @property
     def room(self) -> int:
         """Words that are free."""
-        return len(self.words) - self.used
+        size = len(self.words)
+        return size - self.used
 
     @property
     def lacks(self) -> bool:
         """Whether sealed text is missing or on its way, so that there is something to
         do for `copy_sealed`.
         """
-        return self.unsealed or bool(self._ordered)
+        is_ordered = len(self._ordered) > 0
+        return self.unsealed or is_ordered
 
     def open(self, slot: int, problem: int, at: int, begin: int) -> None:
         """Take a request that begins in one of vLLM's slots, with its key in the
         history, the offset of its response and the tokens before that.
         """
         self.close(slot)
-        known = self._problems.setdefault(problem, Problem())
+        new = Problem()
+        known = self._problems.setdefault(problem, new)
         known.open.append(slot)
         if known.sealed is None:
             self.unsealed = True
@@ -200,16 +232,21 @@ class Arena:
         """Return the problems that are drafted for and whose sealed text nobody has
         looked for, in order.
         """
-        drafted = dict.fromkeys(self._of_slot.values())
-        problems = self._problems
-        return [problem for problem in drafted if problems[problem].sealed is None]
+        in_order = self._of_slot.values()
+        missing = []
+        for problem in dict.fromkeys(in_order):
+            known = self._problems[problem]
+            if known.sealed is None:
+                missing.append(problem)
+        return missing
 
     def forget_missing(self) -> None:
         """Forget that nothing was found of some problems, or is on its way: there may
         be sealed text of them now.
         """
         for known in self._problems.values():
-            if known.sealed is not None and known.sealed.num_tokens == 0:
+            sealed = known.sealed
+            if sealed is not None and sealed.num_tokens == 0:
                 known.sealed = None
         self.unsealed = True
         self._ordered = {}
@@ -223,7 +260,9 @@ class Arena:
         self._texts = self._slots
         self.unsealed = True
         self._ordered = {}
-        for problem, known in list(self._problems.items()):
+        every_problem = list(self._problems)
+        for problem in every_problem:
+            known = self._problems[problem]
             if not known.open:
                 del self._problems[problem]
                 continue
@@ -236,13 +275,20 @@ class Arena:
         num_copied = 0
         while num_copied < MAX_COPIED_WORDS or not self._beside:
             self._order(index)
-            problem = next(iter(self._ordered), None)
-            if problem is None:
+            if not self._ordered:
                 return
-            if self._beside and not self._ordered[problem].done():
+            problem = next(iter(self._ordered))
+            ordered = self._ordered[problem]
+            if self._beside and not ordered.done():
                 return
-            text = self._ordered.pop(problem).result()
-            num_copied += self.put(problem, *text)
+            del self._ordered[problem]
+            text = ordered.result()
+            num_copied += self.put(
+                problem,
+                words=text.words,
+                num_tokens=text.num_tokens,
+                lacks_room=text.lacks_room,
+            )
 
     def put(
         self,
@@ -261,10 +307,15 @@ class Arena:
         self.short += lacks_room
         size = len(words)
         at = self._allocate(size)
-        self.words[at : at + size].copy_(words, non_blocking=True)
+        part = self.words[at : self.used]
+        part.copy_(words, non_blocking=True)
         known = self._problems.get(problem)
         if known is not None:
-            known.sealed = SealedPart(at, num_tokens, size - num_tokens)
+            known.sealed = SealedPart(
+                at=at,
+                num_tokens=num_tokens,
+                num_places=size - num_tokens,
+            )
             self._describe(known)
         return size
 
@@ -276,13 +327,19 @@ class Arena:
         for problem in self.missing():
             if problem not in self._ordered:
                 missing.append(problem)
-        self.unsealed = bool(missing or self._ordered)
-        most = MAX_ORDERED if self._beside else 1
-        num_free = most - len(self._ordered)
-        pinned = self.words.is_cuda
+        num_ordered = len(self._ordered)
+        self.unsealed = bool(missing) or num_ordered > 0
+        max_ordered = 1
+        if self._beside:
+            max_ordered = MAX_ORDERED
+        num_free = max_ordered - num_ordered
         for problem in missing[:num_free]:
             self._ordered[problem] = self._worker.submit(
-                look_up_sealed, index, problem, self.room, pinned
+                look_up_sealed,
+                index=index,
+                problem=problem,
+                room=self.room,
+                pinned=self.words.is_cuda,
             )
 
     def _allocate(self, size: int) -> int:
@@ -293,52 +350,73 @@ class Arena:
 
     def _keep(self, known: Problem, room: int) -> Kept | None:
         """Allocate a text of a request that ended; None: there is no room for it."""
-        if self._texts == len(self.tables.text_at):
+        max_texts = len(self.tables.text_at)
+        if self._texts == max_texts:
             return None
         if room > self.room:
             self.short += 1
             return None
-        kept = Kept(self._texts, self._allocate(room), room)
+        text = self._texts
         self._texts += 1
-        self.tables.text_at[kept.text] = kept.at
-        known.closed.append(kept.text)
-        return kept
+        at = self._allocate(room)
+        self.tables.text_at[text] = at
+        known.closed.append(text)
+        return Kept(text=text, at=at, room=room)
 
     def _describe(self, known: Problem) -> None:
         """Write down in the tables what the requests of a problem search."""
         self.changed = True
         tables = self.tables
         width = tables.width
-        slots = np.array(known.open, dtype=np.int64)
-        newest_first = known.open[::-1] + known.closed[::-1]
+        oldest_first = known.closed + known.open
+        newest_first = oldest_first[::-1]
         texts = newest_first[:width]
+        num_texts = len(texts)
+        slots = np.array(known.open, dtype=np.int64)
         members = tables.members.reshape(-1, width)
-        members[slots, : len(texts)] = texts
-        tables.member_count[slots] = len(texts)
+        members[slots, :num_texts] = texts
+        tables.member_count[slots] = num_texts
         # each request drafts from its own text, also where that is not among the newest
         older = slots[:-width]
         members[older, -1] = older
-        sealed = known.sealed or SealedPart(0, 0, 0)
+        sealed = known.sealed
+        if sealed is None:
+            sealed = SealedPart(at=0, num_tokens=0, num_places=0)
         tables.sealed_texts[slots] = sealed.at
         tables.sealed_places[slots] = sealed.at + sealed.num_tokens
         tables.sealed_count[slots] = sealed.num_places
 
 
 def look_up_sealed(
-    index: SuffixIndex, problem: int, room: int, pinned: bool
+    index: SuffixIndex,
+    problem: int,
+    room: int,
+    pinned: bool,
 ) -> SealedText:
     """Return a problem's sealed text, in at most `room` words. Holds no lock of Python
     while it copies.
     """
     tokens, places = index.flat(problem, room)
-    lacks_room = False
-    if not len(tokens):
-        every_token, _ = index.flat(problem, _WHOLE)
-        lacks_room = len(every_token) > 0
     num_tokens = len(tokens)
-    size = num_tokens + len(places)
-    words = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-    place_words = places.view(np.int32)
-    words[:num_tokens].copy_(torch.from_numpy(tokens))
-    words[num_tokens:].copy_(torch.from_numpy(place_words))
-    return SealedText(words, num_tokens, lacks_room)
+    num_places = len(places)
+    lacks_room = False
+    if num_tokens == 0:
+        every_token, _ = index.flat(problem, _WHOLE)
+        num_wanted = len(every_token)
+        lacks_room = num_wanted > 0
+    words = torch.empty(
+        num_tokens + num_places,
+        dtype=torch.int32,
+        pin_memory=pinned,
+    )
+    token_words = words[:num_tokens]
+    flat_tokens = torch.from_numpy(tokens)
+    token_words.copy_(flat_tokens)
+    place_words = words[num_tokens:]
+    flat_places = torch.from_numpy(places.view(np.int32))
+    place_words.copy_(flat_places)
+    return SealedText(
+        words=words,
+        num_tokens=num_tokens,
+        lacks_room=lacks_room,
+    )

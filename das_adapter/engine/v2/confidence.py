@@ -15,7 +15,12 @@ KINDS = tl.constexpr(confidence.KINDS)
 EVEN = tl.constexpr(confidence.EVEN)
 LEAST = tl.constexpr(1e-9)
 """Odds against a token that count as none, and their inverse as certain."""
+MAX_LOG = tl.constexpr(40.0)
+"""Logarithm of the greatest probability beside that of the drawn token that counts: its
+exponential, and the sum of many, are float32.
+"""
 _BLOCK = 4096
+"""Tokens whose probabilities a program sums."""
 
 
 class DraftConfidence:
@@ -59,32 +64,32 @@ class DraftConfidence:
         """
         rows, vocab = logits.shape
         blocks = triton.cdiv(vocab, _BLOCK)
-        most = self.kinds.shape[1]
+        max_tokens = self.kinds.shape[1]
         parts = logits.new_empty(rows, blocks, dtype=torch.float32)
         slots = slots.contiguous()
         sum_others[(rows, blocks)](
-            parts,
-            logits,
-            logits.stride(0),
-            drawn.contiguous(),
-            slots,
-            temperature,
-            vocab,
+            parts=parts,
+            logits=logits,
+            stride=logits.stride(0),
+            drawn=drawn.contiguous(),
+            slots=slots,
+            temperature=temperature,
+            vocab=vocab,
             BLOCK=_BLOCK,
         )
         rows_each = 1
         if step.dim():
-            rows_each = most
+            rows_each = max_tokens
             step = step.contiguous()
         write_kind[(rows,)](
-            self.kinds,
-            self.chances,
-            parts,
-            slots,
-            step,
-            self._table,
-            blocks,
-            most,
+            kinds=self.kinds,
+            chances=self.chances,
+            parts=parts,
+            slots=slots,
+            steps=step,
+            table=self._table,
+            blocks=blocks,
+            max_tokens=max_tokens,
             EACH=rows_each,
             PADDED=triton.next_power_of_2(blocks),
         )
@@ -110,28 +115,35 @@ def sum_others(
     slot = tl.load(slots + row)
     if slot >= 0:
         heat = tl.load(temperature + slot)
-        heat = tl.where(heat > 0, heat, 1.0)
+        is_drawn = heat > 0
+        heat = tl.where(is_drawn, heat, 1.0)
         token = tl.load(drawn + row)
         logits = logits + row * stride
         own = tl.load(logits + token).to(tl.float32)
         lane = block * BLOCK + tl.arange(0, BLOCK)
-        others = (lane < vocab) & (lane != token)
-        value = tl.load(logits + lane, mask=others, other=-float("inf"))
+        is_token = lane < vocab
+        is_other = lane != token
+        others = is_token & is_other
+        logit_at = logits + lane
+        value = tl.load(logit_at, mask=others, other=-float("inf"))
         value = value.to(tl.float32)
-        beside = tl.exp(tl.minimum((value - own) / heat, 40.0))
-        tl.store(parts + row * blocks + block, tl.sum(beside, axis=0))
+        log_beside = (value - own) / heat
+        log_beside = tl.minimum(log_beside, MAX_LOG)
+        beside = tl.exp(log_beside)
+        part_at = parts + row * blocks + block
+        tl.store(part_at, tl.sum(beside, axis=0))
 
 
 @triton.jit
 def write_kind(
-    kinds,  # uint8 [requests, most]: written
-    chances,  # float32 [requests, most]: written
+    kinds,  # uint8 [requests, max_tokens]: written
+    chances,  # float32 [requests, max_tokens]: written
     parts,  # float32 [rows, blocks]: of `sum_others`
     slots,  # int64 [rows]; -1: of no request
     steps,  # int [1 or rows]: place of the tokens in their drafts
     table,  # float32 [KINDS]: chance of each kind
     blocks,  # int
-    most,  # int: tokens of a draft at most
+    max_tokens,  # int: of a draft
     EACH: tl.constexpr,  # rows of a request; 1: `steps` is one for all
     PADDED: tl.constexpr,  # power of 2, `blocks` at least
 ):
@@ -140,12 +152,19 @@ def write_kind(
     if tl.load(slots + row) >= 0:
         block = tl.arange(0, PADDED)
         own_parts = parts + row * blocks
-        part = tl.load(own_parts + block, mask=block < blocks, other=0.0)
+        is_block = block < blocks
+        part_at = own_parts + block
+        part = tl.load(part_at, mask=is_block, other=0.0)
         against = tl.sum(part, axis=0)
-        log_odds = -tl.log2(tl.maximum(against, LEAST))
+        against = tl.maximum(against, LEAST)
+        log_odds = -tl.log2(against)
         kind = tl.floor(log_odds).to(tl.int32) + EVEN
-        kind = tl.minimum(tl.maximum(kind, 0), KINDS - 1)
-        step = tl.load(steps + row * (EACH > 1))
-        place = row // EACH * most + step
+        kind = tl.maximum(kind, 0)
+        kind = tl.minimum(kind, KINDS - 1)
+        step_at = steps + row * (EACH > 1)
+        step = tl.load(step_at)
+        request = row // EACH
+        place = request * max_tokens + step
+        chance = tl.load(table + kind)
         tl.store(kinds + place, kind.to(tl.uint8))
-        tl.store(chances + place, tl.load(table + kind))
+        tl.store(chances + place, chance)

@@ -15,7 +15,10 @@ from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena
 
-SCAN = {"cuda": (3072, 256), "cpu": (1, 512)}
+SCAN = {
+    "cuda": (3072, 256),
+    "cpu": (1, 512),
+}
 """Programs that scan live text, of all requests together where these are few, and
 tokens that each looks at at once, by kind of device. As many programs of one warp run
 on an H100 at once, beside those of the other kernels.
@@ -23,6 +26,16 @@ on an H100 at once, beside those of the other kernels.
 SPLITS = 128
 """Programs that scan for one request, at most: their places are merged one after the
 other.
+"""
+
+
+Opening = tuple[int, int, int]
+"""A request that begins: its slot, the key of its problem's text, and the tokens before
+the response.
+"""
+Closing = tuple[int, int]
+"""A request that ends: its slot, and the tokens that its response has at most, 0 for a
+text that is not kept.
 """
 
 
@@ -49,56 +62,72 @@ class DeviceIndex:
         self.texts = texts
         self.device = texts.device
         slots, _ = texts.shape
-        closed = min(tuning.CLOSED_TEXTS * slots, tuning.MAX_CLOSED_TEXTS)
+        closed = tuning.CLOSED_TEXTS * slots
+        closed = min(closed, tuning.MAX_CLOSED_TEXTS)
         self._steps = steps
         self._min_chance = min_chance
         self._vocabulary = vocabulary
-        self._programs, self._block = SCAN.get(self.device.type, SCAN["cpu"])
-        self.words = self._zeros(words, torch.int32)
+        kind_of_device = self.device.type
+        scan = SCAN.get(kind_of_device, SCAN["cpu"])
+        self._programs, self._block = scan
+        self.words = self._int32(words)
         self.arena = Arena(
-            self.words,
-            slots,
-            closed,
-            tuning.MEMBER_TEXTS,
-            beside=self.device.type == "cuda",
+            words=self.words,
+            slots=slots,
+            closed=closed,
+            members=tuning.MEMBER_TEXTS,
+            beside=kind_of_device == "cuda",
         )
         tables = self.arena.tables
-        self._tables = self._zeros(len(tables.all), torch.int64)
+        tables_size = len(tables.all)
+        self._tables = self._int64(tables_size)
         """Copy of the arena's tables on the device."""
         self._parts = tables.parts(self._tables)
-        self._text_len = self._zeros(slots + closed, torch.int32)
-        places = int(search.PLACES.value)
-        kinds = int(votes.KINDS.value)
-        programs = max(slots, self._programs)
-        self._seen = self._zeros(2 * places * programs, torch.int64)
-        self.found = self._zeros((slots, 3, 4 * places), torch.int64)
+        num_texts = slots + closed
+        self._text_len = self._int32(num_texts)
+        num_places = int(search.PLACES.value)
+        num_candidates = int(search.CANDIDATES.value)
+        # of both sources
+        kinds_of_source = int(votes.KINDS.value)
+        num_kinds = 2 * kinds_of_source
+        offer_size = 4 + 2 * steps
+        max_programs = max(slots, self._programs)
+        num_keys = 2 * max_programs * num_places
+        self._seen = self._int64(num_keys)
+        self.found = self._int64(slots, 3, num_candidates)
         """The places that vote, of each request; see `search`."""
-        self.offers = self._zeros((slots, 4 + 2 * steps), torch.int32)
+        self.offers = self._int32(slots, offer_size)
         """What was offered to the request of each slot; see `votes.learn`."""
-        self.outcomes = self._zeros((2 * kinds, 2), torch.int32)
+        self.outcomes = self._int32(num_kinds, 2)
         """What became of the last drafts; see `votes.learn`."""
-        self.cells = self._zeros((2 * kinds, 2), torch.int32)
+        self.cells = self._int32(num_kinds, 2)
         """Tokens tried and accepted, by kind; see `votes.estimate`."""
-        self.sources = self._zeros((2, 3), torch.float64)
+        self.sources = self._float64(2, 3)
         """Tokens tried, accepted and expected, by source; see `votes.estimate`."""
-        self.chance = self._zeros(2 * kinds, torch.float64)
+        self.chance = self._float64(num_kinds)
         """Chance of each kind of draft token; see `votes.estimate`."""
         rules = native().drafting_rules()
-        self.start = torch.from_numpy(rules["CHANCES"]).to(self.device)
+        start = torch.from_numpy(rules["CHANCES"])
+        self.start = start.to(self.device)
         """Chance of each kind of draft token before anything is learned, float64
         [kinds].
         """
-        self._fading = torch.from_numpy(rules["FADING"]).to(self.device)
+        fading = torch.from_numpy(rules["FADING"])
+        self._fading = fading.to(self.device)
         """Weight of sealed text by its age in visits, int32 [256]."""
-        self._slots = self._zeros(slots, torch.int64)
-        self._num_sampled = self._zeros(slots, torch.int32)
-        self.drafts = self._zeros((slots, steps), torch.int64)
+        self._slots = self._int64(slots)
+        self._num_sampled = self._int32(slots)
+        self.drafts = self._int64(slots, steps)
         """Draft tokens in batch order; 0 beyond the draft."""
-        self.confidence = self._zeros((slots, steps), torch.float32)
+        self.confidence = torch.zeros_like(self.drafts, dtype=torch.float32)
         """Chance of each draft token, given those before it; 0 beyond the draft."""
-        self.real = self._zeros(slots, torch.int32)
+        self.real = self._int32(slots)
         """Lengths of the drafts."""
-        self._texts_at = (texts.data_ptr() - self.words.data_ptr()) // 4
+        texts_address = texts.data_ptr()
+        words_address = self.words.data_ptr()
+        distance_bytes = texts_address - words_address
+        word_bytes = self.words.element_size()
+        self._texts_at = distance_bytes // word_bytes
         """Offset of vLLM's array of texts from the begin of the arena, tokens."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         """Graphs of a step, by the size of the batch."""
@@ -108,18 +137,26 @@ class DeviceIndex:
 
     # Requests
 
-    def open(self, opened: Sequence[tuple[int, int, int]]) -> None:
-        """Take requests that begin: slot, key of the problem's text, and tokens before
-        the response.
-        """
+    def open(self, opened: Sequence[Opening]) -> None:
+        """Take requests that begin."""
         if not opened:
             return
+        row_size = self.texts.stride(0)
+        opened_slots = []
         for slot, problem, begin in opened:
-            row = self._texts_at + slot * self.texts.stride(0)
-            self.arena.open(slot, problem, row + begin, begin)
-        opened_slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
-        slots = self._zeros(len(opened), torch.int64)
-        _copy(opened_slots, slots)
+            opened_slots.append(slot)
+            row_begin = slot * row_size
+            text_at = self._texts_at + row_begin
+            self.arena.open(
+                slot=slot,
+                problem=problem,
+                at=text_at + begin,
+                begin=begin,
+            )
+        size = len(opened_slots)
+        slots = self._int64(size)
+        sent_slots = np.array(opened_slots, dtype=np.int64)
+        _copy(sent_slots, slots)
         num_offered = self.offers[:, 0]
         num_offered.index_fill_(0, slots, 0)
 
@@ -131,26 +168,37 @@ class DeviceIndex:
         if not size:
             return
         kept = self.arena.add(problem, size)
-        if kept is not None:
-            words = self.words[kept.at : kept.at + size]
-            _copy(text.copy(), words)
-            self._text_len[kept.text].fill_(size)
+        if kept is None:
+            return
+        end = kept.at + size
+        words = self.words[kept.at : end]
+        _copy(text.copy(), words)
+        length = self._text_len[kept.text]
+        length.fill_(size)
 
-    def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
-        """Take requests that end: slot, and tokens that its response has at most, 0 for
-        a text that is not kept; `total_len`: int32 [slots], tokens of each request.
-        """
+    def close(
+        self,
+        closed: Sequence[Closing],
+        total_len: torch.Tensor,
+    ) -> None:
+        """Take requests that end; `total_len`: int32 [slots], tokens of each."""
+        begins = self.arena.tables.begin
         for slot, room in closed:
-            begin = int(self.arena.tables.begin[slot])
+            begin = int(begins[slot])
             kept = self.arena.close(slot, room)
             if kept is None:
                 continue
-            text = self.texts[slot, begin : begin + kept.room]
-            copied = self.words[kept.at : kept.at + len(text)]
+            text_end = begin + kept.room
+            request_text = self.texts[slot]
+            text = request_text[begin:text_end]
+            size = len(text)
+            kept_end = kept.at + size
+            copied = self.words[kept.at : kept_end]
             copied.copy_(text)
-            written = total_len[slot] - begin
+            own_len = total_len[slot]
+            written = own_len - begin
             kept_len = self._text_len[kept.text]
-            torch.clamp(written, max=len(text), out=kept_len)
+            torch.clamp(written, max=size, out=kept_len)
 
     def forget_outcomes(self) -> None:
         """Forget which drafts were accepted."""
@@ -163,7 +211,10 @@ class DeviceIndex:
     # A step
 
     def draft(
-        self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        num_sampled: torch.Tensor,
+        total_len: torch.Tensor,
     ) -> torch.Tensor:
         """Draft for a batch, and learn from what became of its last drafts.
 
@@ -179,20 +230,35 @@ class DeviceIndex:
         requests = len(slots)
         if self.arena.changed:
             self.arena.changed = False
-            _copy(self.arena.tables.all, self._tables)
-        fitting = [size for size in self._graphs if size >= requests]
-        size = min(fitting, default=0)
-        if size > requests:
-            self._slots[:size].fill_(-1)
-        self._slots[:requests].copy_(slots)
-        self._num_sampled[:requests].copy_(num_sampled)
-        own_len = self._text_len[: len(self.texts)]
-        torch.sub(total_len, self._parts["begin"], out=own_len)
-        if size:
-            self._graphs[size].replay()
+            tables = self.arena.tables
+            _copy(tables.all, self._tables)
+        graph_size = self._graph_size(requests)
+        if graph_size > requests:
+            graph_slots = self._slots[:graph_size]
+            graph_slots.fill_(-1)
+        own_slots = self._slots[:requests]
+        own_slots.copy_(slots)
+        own_num_sampled = self._num_sampled[:requests]
+        own_num_sampled.copy_(num_sampled)
+        num_open = len(self.texts)
+        own_len = self._text_len[:num_open]
+        begins = self._parts["begin"]
+        torch.sub(total_len, begins, out=own_len)
+        if graph_size > 0:
+            self._graphs[graph_size].replay()
         else:
             self._launch(requests)
         return self.drafts[:requests]
+
+    def _graph_size(self, requests: int) -> int:
+        """Return the least batch size of a graph in which so many requests find room;
+        0: there is none.
+        """
+        fitting = []
+        for size in self._graphs:
+            if size >= requests:
+                fitting.append(size)
+        return min(fitting, default=0)
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture a step as a CUDA graph, for each of these batch sizes, before any
@@ -212,14 +278,16 @@ class DeviceIndex:
         of its own, beside the scan of that.
         """
         if self._beside is not None:
-            self._beside.wait_stream(torch.cuda.current_stream(self.device))
+            current = torch.cuda.current_stream(self.device)
+            self._beside.wait_stream(current)
         # few programs, which wait for memory: the scan needs the processors
         with torch.cuda.stream(self._beside):
             self._launch_learning(requests)
             self._launch_sealed_search(requests)
         self._launch_live_search(requests)
         if self._beside is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._beside)
         self._launch_vote(requests)
 
     def _texts_of_requests(self) -> dict[str, torch.Tensor]:
@@ -233,11 +301,17 @@ class DeviceIndex:
 
     def _draft_sizes(self) -> dict[str, int]:
         """Return the sizes of a draft for which kernels are compiled."""
-        return {"STEPS": self._steps, "PADDED": 1 << self._steps.bit_length()}
+        num_bits = self._steps.bit_length()
+        return {
+            "STEPS": self._steps,
+            "PADDED": 1 << num_bits,
+        }
 
     def _launch_learning(self, requests: int) -> None:
         rows = 32
-        votes.learn[(-(-requests // rows),)](
+        programs = -(-requests // rows)
+        grid = (programs,)
+        votes.learn[grid](
             offers=self.offers,
             **self._texts_of_requests(),
             outcomes=self.outcomes,
@@ -246,17 +320,18 @@ class DeviceIndex:
             ROWS=rows,
         )
         votes.estimate[(1,)](
-            self.outcomes,
-            self.cells,
-            self.sources,
-            self.start,
-            self.chance,
+            outcomes=self.outcomes,
+            cells=self.cells,
+            sources=self.sources,
+            start=self.start,
+            chance=self.chance,
             LANES=256,
         )
 
     def _launch_sealed_search(self, requests: int) -> None:
         tables = self._parts
-        search.search_sealed[(requests, 2)](
+        grid = requests, 2
+        search.search_sealed[grid](
             **self._texts_of_requests(),
             sealed_texts=tables["sealed_texts"],
             sealed_places=tables["sealed_places"],
@@ -268,7 +343,9 @@ class DeviceIndex:
 
     def _launch_live_search(self, requests: int) -> None:
         tables = self._parts
-        splits = max(1, min(SPLITS, self._programs // requests))
+        splits = self._programs // requests
+        splits = min(splits, SPLITS)
+        splits = max(splits, 1)
         live = {
             **self._texts_of_requests(),
             "begin": tables["begin"],
@@ -277,17 +354,24 @@ class DeviceIndex:
             "MEMBERS": tuning.MEMBER_TEXTS,
             "num_warps": 1,
         }
-        search.scan_live[(requests, splits)](
-            **live, member_count=tables["member_count"], BLOCK=self._block
+        grid = requests, splits
+        search.scan_live[grid](
+            **live,
+            member_count=tables["member_count"],
+            BLOCK=self._block,
         )
-        search.merge_live[(requests, 2)](
-            **live, found=self.found, splits=splits, BLOCK=self._block // 2
+        merge_grid = requests, 2
+        search.merge_live[merge_grid](
+            **live,
+            found=self.found,
+            splits=splits,
+            BLOCK=self._block // 2,
         )
 
     def _launch_vote(self, requests: int) -> None:
         votes.vote[(requests,)](
-            self.words,
-            self._slots,
+            arena=self.words,
+            slots=self._slots,
             text_len=self._text_len,
             num_sampled=self._num_sampled,
             found=self.found,
@@ -302,11 +386,21 @@ class DeviceIndex:
             num_warps=1,
         )
 
-    def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def _int32(self, *shape: int) -> torch.Tensor:
+        """Return zeros of a shape on the device, int32."""
+        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
+
+    def _int64(self, *shape: int) -> torch.Tensor:
+        """Return zeros of a shape on the device, int64."""
+        return torch.zeros(*shape, dtype=torch.int64, device=self.device)
+
+    def _float64(self, *shape: int) -> torch.Tensor:
+        """Return zeros of a shape on the device, float64."""
+        return torch.zeros(*shape, dtype=torch.float64, device=self.device)
 
 
 def _copy(array: np.ndarray, tensor: torch.Tensor) -> None:
+    """Copy an array to a tensor; waits for no device."""
     source = torch.from_numpy(array)
     if tensor.is_cuda:
         source = source.pin_memory()

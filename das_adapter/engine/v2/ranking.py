@@ -19,6 +19,8 @@ import triton.language as tl
 
 _TILE = 4096
 """Draft tokens that are looked at at once, in registers."""
+_MAX_ROWS = 1024
+"""Requests that are looked at at once, at most."""
 _CERTAIN = tl.constexpr(0x3F800000)
 """The bits of 1.0 as a float32: no survival is above it."""
 _DROPPED_BITS = tl.constexpr(14)
@@ -31,8 +33,13 @@ class Ranking:
     def __init__(self, slots: int, steps: int, device: torch.device) -> None:
         """`steps`: most tokens of a draft."""
         padded = triton.next_power_of_2(steps)
-        rows = min(1024, max(1, _TILE // padded))
-        self._keys = torch.empty(slots, padded, dtype=torch.int32, device=device)
+        rows = max(1, _TILE // padded)
+        rows = min(rows, _MAX_ROWS)
+        self._keys = torch.empty(
+            (slots, padded),
+            dtype=torch.int32,
+            device=device,
+        )
         self._constants = {
             "most_requests": slots,
             "STEPS": steps,
@@ -70,22 +77,31 @@ class Ranking:
         shares[1] = num_others
         shares[2] = worth.view(np.int32)
         # products of them are exact
-        chances = rng.choice([0.25, 0.5, 1.0], (slots, steps)).astype(np.float32)
-        budget = int(num_drafted.sum()) // 2
-        self._chances.copy_(torch.from_numpy(chances))
+        exact_chances = [0.25, 0.5, 1.0]
+        chances = rng.choice(exact_chances, (slots, steps))
+        chances = chances.astype(np.float32)
+        all_drafted = int(num_drafted.sum())
+        budget = all_drafted // 2
+        sent = torch.from_numpy(chances)
+        self._chances.copy_(sent)
         every_slot = torch.arange(slots, device=self._chances.device)
         self.admit(shares, every_slot, budget)
 
-        num_admitted = most_likely(keys_of(shares, chances), budget)
+        keys = keys_of(shares, chances)
+        num_admitted = most_likely(keys, budget)
         num_logits = num_admitted + self._constants["bonus"]
         num_tokens = num_admitted + num_others
+        logits_ends = np.cumsum(num_logits)
+        token_ends = np.cumsum(num_tokens)
         expected = (
             num_admitted,
-            np.append(0, np.cumsum(num_logits)),
-            np.append(0, np.cumsum(num_tokens)),
+            np.append(0, logits_ends),
+            np.append(0, token_ends),
         )
         for written, values in zip(self._written, expected, strict=True):
-            if written[: len(values)].tolist() != values.tolist():
+            size = len(values)
+            found = written[:size].tolist()
+            if found != values.tolist():
                 raise RuntimeError(
                     "the kernel that admits draft tokens does not keep to its"
                     " definition"
@@ -114,12 +130,15 @@ class Ranking:
         )
         sent.numpy()[:] = shares
         sent = sent.to(self._keys.device, non_blocking=True)
+        admitted, cu_num_logits, query_start_loc = self._written
         admit[(1,)](
-            sent,
-            slots,
-            self._keys,
-            self._chances,
-            *self._written,
+            shares=sent,
+            slots=slots,
+            keys=self._keys,
+            chances=self._chances,
+            admitted=admitted,
+            cu_num_logits=cu_num_logits,
+            query_start_loc=query_start_loc,
             budget=budget,
             requests=len(slots),
             **self._constants,
@@ -133,13 +152,20 @@ def keys_of(
     """Return the upper bits of the survival of each draft token, int32 [requests,
     steps], for chances float32 [requests, steps]; -1: its request may not have it.
     """
-    most, _, worth = shares
-    offered = np.arange(chances.shape[1]) < most[:, None]
-    reached = np.cumprod(np.where(offered, chances, np.float32(0)), axis=1)
-    survival = reached * worth.view(np.float32)[:, None]
+    most, _, worth_bits = shares
+    _, steps = chances.shape
+    never = np.float32(0)
+    place = np.arange(steps)
+    offered = place < most[:, None]
+    offered_chances = np.where(offered, chances, never)
+    reached = np.cumprod(offered_chances, axis=1)
+    worth = worth_bits.view(np.float32)
+    survival = reached * worth[:, None]
     certain = np.float32(1).view(np.int32)
     bits = np.clip(survival.view(np.int32), 0, certain)
-    return np.where(offered, bits >> _DROPPED_BITS.value, np.int32(-1))
+    upper_bits = bits >> _DROPPED_BITS.value
+    no_key = np.int32(-1)
+    return np.where(offered, upper_bits, no_key)
 
 
 def most_likely(keys: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int64]:
@@ -147,8 +173,10 @@ def most_likely(keys: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int6
     `admit` computes.
     """
     requests, steps = keys.shape
-    best = np.argsort(-keys, axis=None, kind="stable")[:budget]
-    return np.bincount(best // steps, minlength=requests)
+    best_first = np.argsort(-keys, axis=None, kind="stable")
+    admitted = best_first[:budget]
+    request = admitted // steps
+    return np.bincount(request, minlength=requests)
 
 
 @triton.jit
@@ -168,59 +196,111 @@ def _write_keys(
     column = tl.arange(0, PADDED)[None, :]
     worths = shares + 2 * requests
     for first in range(0, requests, ROWS):
+        # [ROWS]: of each request
         request = first + tl.arange(0, ROWS)
         there = request < requests
-        slot = tl.load(slots + request, mask=there, other=0)[:, None]
-        most = tl.load(shares + request, mask=there, other=0)
-        worth = tl.load(worths + request, mask=there, other=0)
+        slot_at = slots + request
+        most_at = shares + request
+        worth_at = worths + request
+        slot = tl.load(slot_at, mask=there, other=0)
+        most = tl.load(most_at, mask=there, other=0)
+        worth = tl.load(worth_at, mask=there, other=0)
         worth = worth.to(tl.float32, bitcast=True)
+
+        # [ROWS, PADDED]: of each draft token
         offered = column < most[:, None]
-        chance = tl.load(chances + slot * STEPS + column, mask=offered, other=0.0)
-        survival = tl.cumprod(chance, axis=1) * worth[:, None]
+        first_chance = slot * STEPS
+        own_chances = chances + first_chance[:, None]
+        chance_at = own_chances + column
+        chance = tl.load(chance_at, mask=offered, other=0.0)
+        reached = tl.cumprod(chance, axis=1)
+        survival = reached * worth[:, None]
         bits = survival.to(tl.int32, bitcast=True)
         # chances that nobody wrote may be anything
-        bits = tl.minimum(tl.maximum(bits, 0), _CERTAIN)
-        key = tl.where(offered, bits >> _DROPPED_BITS, -1)
-        place = request[:, None] * PADDED + column
-        tl.store(keys + place, key, mask=there[:, None])
+        bits = tl.maximum(bits, 0)
+        bits = tl.minimum(bits, _CERTAIN)
+        upper_bits = bits >> _DROPPED_BITS
+        key = tl.where(offered, upper_bits, -1)
+        first_key = request * PADDED
+        key_place = first_key[:, None] + column
+        key_at = keys + key_place
+        tl.store(key_at, key, mask=there[:, None])
     tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
-def _least(keys, number, budget, BLOCK: tl.constexpr):
-    """Return the largest key that `budget` of so many keys reach, and how many are
-    above it.
+def _num_at_least(
+    keys,  # int32 [number]
+    number,  # int
+    least,  # int
+    BLOCK: tl.constexpr,  # keys that are read at once
+):
+    """Count the keys that are no less than one."""
+    reach = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, number, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        is_there = place < number
+        key_at = keys + place
+        key = tl.load(key_at, mask=is_there, other=-1)
+        reaches = key >= least
+        reach += reaches.to(tl.int32)
+    return tl.sum(reach, axis=0)
+
+
+@triton.jit
+def _least(
+    keys,  # int32 [number]
+    number,  # int
+    budget,  # int: 0 to the number of the keys that are not negative
+    BLOCK: tl.constexpr,  # keys that are read at once
+):
+    """Return the largest key that `budget` of the keys reach, and how many are above
+    it.
     """
     least = 0
     above = 0
     for bit in range(16):  # of a key, from the highest on
-        higher = least | (1 << (15 - bit))
-        reach = tl.zeros([BLOCK], tl.int32)
-        for first in range(0, number, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            key = tl.load(keys + place, mask=place < number, other=-1)
-            reach += (key >= higher).to(tl.int32)
-        count = tl.sum(reach, axis=0)
-        least = tl.where(count >= budget, higher, least)
+        step = 1 << (15 - bit)
+        higher = least | step
+        num_reaching = _num_at_least(keys, number, higher, BLOCK)
+        reached = num_reaching >= budget
+        least = tl.where(reached, higher, least)
         # the last one is of the next key
-        above = tl.where(count >= budget, above, count)
+        above = tl.where(reached, above, num_reaching)
     return least, above
 
 
 @triton.jit
-def _num_admitted(keys, least, left, request, there, PADDED: tl.constexpr):
-    """Return how many draft tokens of some requests are admitted: those above the least
-    key, and of those that equal it the first ones, `left` in all; and how many of these
-    are left then, or fewer than none.
+def _num_admitted(
+    keys,  # int32 [most_requests, PADDED]
+    least,  # int: the least key that is admitted
+    left,  # int: tokens of that key that may still be admitted; below 0: none
+    request,  # int32 [ROWS]
+    there,  # bool [ROWS]: whether there is such a request
+    PADDED: tl.constexpr,
+):
+    """Return how many draft tokens of some requests are admitted, int32 [ROWS]: those
+    above the least key, and of those that equal it the first ones; and `left` behind
+    them.
     """
-    place = request[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
-    key = tl.load(keys + place, mask=there[:, None], other=-1)
-    num_equal = tl.sum((key == least).to(tl.int32), axis=1)
-    num_before = tl.cumsum(num_equal, axis=0) - num_equal
-    num_above = tl.sum((key > least).to(tl.int32), axis=1)
+    # [ROWS, PADDED]: of each draft token
+    first_key = request[:, None] * PADDED
+    place = first_key + tl.arange(0, PADDED)[None, :]
+    key_at = keys + place
+    key = tl.load(key_at, mask=there[:, None], other=-1)
+    is_equal = key == least
+    is_above = key > least
+
+    # [ROWS]: of each request
+    num_equal = tl.sum(is_equal.to(tl.int32), axis=1)
+    num_above = tl.sum(is_above.to(tl.int32), axis=1)
+    num_until = tl.cumsum(num_equal, axis=0)
+    num_before = num_until - num_equal
     num_left = tl.maximum(left - num_before, 0)
-    num_admitted = num_above + tl.minimum(num_equal, num_left)
-    return num_admitted, left - tl.sum(num_equal, axis=0)
+    num_equal_admitted = tl.minimum(num_equal, num_left)
+    num_admitted = num_above + num_equal_admitted
+    every_equal = tl.sum(num_equal, axis=0)
+    return num_admitted, left - every_equal
 
 
 @triton.jit(
@@ -255,29 +335,57 @@ def admit(
     least = 0
     above = 0
     if budget >= 0:
-        _write_keys(keys, shares, slots, chances, requests, STEPS, PADDED, ROWS)
-        least, above = _least(keys, requests * PADDED, budget, ROWS * PADDED)
+        _write_keys(
+            keys=keys,
+            shares=shares,
+            slots=slots,
+            chances=chances,
+            requests=requests,
+            STEPS=STEPS,
+            PADDED=PADDED,
+            ROWS=ROWS,
+        )
+        least, above = _least(
+            keys=keys,
+            number=requests * PADDED,
+            budget=budget,
+            BLOCK=ROWS * PADDED,
+        )
     left = budget - above
     logits = 0
     tokens = 0
     tl.store(cu_num_logits, 0)
     tl.store(query_start_loc, 0)
+    all_others = shares + requests
+    logits_ends = cu_num_logits + 1
+    tokens_ends = query_start_loc + 1
     for first in range(0, requests, ROWS):
         request = first + row
         there = request < requests
-        number = tl.load(shares + request, mask=there, other=0)
+        most_at = shares + request
+        number = tl.load(most_at, mask=there, other=0)
         if budget >= 0:
-            number, left = _num_admitted(keys, least, left, request, there, PADDED)
-        num_others = tl.load(shares + requests + request, mask=there, other=0)
-        num_logits = number + tl.where(there, bonus, 0)
+            number, left = _num_admitted(
+                keys=keys,
+                least=least,
+                left=left,
+                request=request,
+                there=there,
+                PADDED=PADDED,
+            )
+        others_at = all_others + request
+        num_others = tl.load(others_at, mask=there, other=0)
+        num_bonus = tl.where(there, bonus, 0)
+        num_logits = number + num_bonus
         num_tokens = number + num_others
         logits_end = logits + tl.cumsum(num_logits, axis=0)
         tokens_end = tokens + tl.cumsum(num_tokens, axis=0)
         tl.store(admitted + request, number, mask=there)
-        tl.store(cu_num_logits + 1 + request, logits_end, mask=there)
-        tl.store(query_start_loc + 1 + request, tokens_end, mask=there)
+        tl.store(logits_ends + request, logits_end, mask=there)
+        tl.store(tokens_ends + request, tokens_end, mask=there)
         logits += tl.sum(num_logits, axis=0)
         tokens += tl.sum(num_tokens, axis=0)
     for first in range(requests, most_requests, ROWS):
         place = first + row
-        tl.store(query_start_loc + 1 + place, tokens, mask=place < most_requests)
+        is_place = place < most_requests
+        tl.store(tokens_ends + place, tokens, mask=is_place)

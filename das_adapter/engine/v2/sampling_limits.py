@@ -20,6 +20,10 @@ exact to the last bit.
 """
 
 
+_BLOCK = 16384
+"""Logits that are read at once."""
+
+
 class SamplingLimits:
     """Min-p, top-k and top-p by slot, where CUDA graphs of a speculator read them."""
 
@@ -29,9 +33,14 @@ class SamplingLimits:
         slots = runner.max_num_reqs
         device = runner.device
         vocab = runner.vocab_size
-        self._top_k = torch.full((slots,), vocab, dtype=torch.int32, device=device)
         self._top_p = torch.ones(slots, device=device)
         self._min_p = torch.zeros(slots, device=device)
+        self._top_k = torch.full(
+            (slots,),
+            vocab,
+            dtype=torch.int32,
+            device=device,
+        )
 
     def copy_from_sampler(self) -> None:
         """Copy the limits of the present step from vLLM's sampler."""
@@ -53,15 +62,15 @@ class SamplingLimits:
         """
         rows, vocab = logits.shape
         leave_out[(rows,)](
-            logits,
-            logits.stride(0),
-            slots.contiguous(),
-            temperature,
-            self._top_k,
-            self._top_p,
-            self._min_p,
-            vocab,
-            BLOCK=16384,
+            logits=logits,
+            stride=logits.stride(0),
+            slots=slots.contiguous(),
+            temperature=temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
+            vocab=vocab,
+            BLOCK=_BLOCK,
             num_warps=16,
         )
 
@@ -84,47 +93,115 @@ def leave_out(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     known = slot >= 0
-    k = tl.load(top_k + slot, mask=known, other=vocab)
-    p = tl.load(top_p + slot, mask=known, other=1.0)
-    least_share = tl.load(min_p + slot, mask=known, other=0.0)
-    heat = tl.load(temperature + slot, mask=known, other=0.0)
-    is_limited = (k < vocab) | (p < 1) | (least_share > 0)
-    if (heat > 0) & is_limited:
+    k_at = top_k + slot
+    p_at = top_p + slot
+    least_share_at = min_p + slot
+    heat_at = temperature + slot
+    k = tl.load(k_at, mask=known, other=vocab)
+    p = tl.load(p_at, mask=known, other=1.0)
+    least_share = tl.load(least_share_at, mask=known, other=0.0)
+    heat = tl.load(heat_at, mask=known, other=0.0)
+    has_top_k = k < vocab
+    has_top_p = p < 1
+    has_min_p = least_share > 0
+    is_limited = has_top_k | has_top_p | has_min_p
+    is_drawn = heat > 0
+    if is_drawn & is_limited:
         logits += row * stride
+        greatest = _greatest_logit(logits, vocab, BLOCK)
+        least_share = tl.maximum(least_share, LEAST)
+        least = greatest + heat * tl.log(least_share)
+        if has_top_k:
+            least = _threshold(
+                logits=logits,
+                vocab=vocab,
+                least=least,
+                greatest=greatest,
+                heat=heat,
+                goal=k.to(tl.float32),
+                MASS=False,
+                BLOCK=BLOCK,
+            )
+        if has_top_p:
+            mass = _above(
+                logits=logits,
+                vocab=vocab,
+                threshold=least,
+                greatest=greatest,
+                heat=heat,
+                MASS=True,
+                BLOCK=BLOCK,
+            )
+            least = _threshold(
+                logits=logits,
+                vocab=vocab,
+                least=least,
+                greatest=greatest,
+                heat=heat,
+                goal=p * mass,
+                MASS=True,
+                BLOCK=BLOCK,
+            )
         lane = tl.arange(0, BLOCK)
         never = -float("inf")
-        best = tl.full([BLOCK], never, tl.float32)
         for begin in range(0, vocab, BLOCK):
             token = begin + lane
-            value = tl.load(logits + token, mask=token < vocab, other=never)
-            best = tl.maximum(best, value.to(tl.float32))
-        most = tl.max(best, axis=0)
-        least = most + heat * tl.log(tl.maximum(least_share, LEAST))
-        if k < vocab:
-            number = k.to(tl.float32)
-            least = _threshold(logits, vocab, least, most, heat, number, False, BLOCK)
-        if p < 1:
-            mass = p * _above(logits, vocab, least, most, heat, True, BLOCK)
-            least = _threshold(logits, vocab, least, most, heat, mass, True, BLOCK)
-        for begin in range(0, vocab, BLOCK):
-            token = begin + lane
-            value = tl.load(logits + token, mask=token < vocab, other=0.0)
-            outside = (token < vocab) & (value.to(tl.float32) < least)
+            is_token = token < vocab
+            logit_at = logits + token
+            value = tl.load(logit_at, mask=is_token, other=0.0)
+            is_below = value.to(tl.float32) < least
+            outside = is_token & is_below
             nothing = tl.full([BLOCK], never, value.dtype)
-            tl.store(logits + token, nothing, mask=outside)
+            tl.store(logit_at, nothing, mask=outside)
+
+
+@triton.jit
+def _greatest_logit(
+    logits,  # float [vocab]
+    vocab,  # int
+    BLOCK: tl.constexpr,  # values that are read at once
+):
+    """Return the largest logit, float32."""
+    lane = tl.arange(0, BLOCK)
+    never = -float("inf")
+    greatest = tl.full([BLOCK], never, tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        token = begin + lane
+        is_token = token < vocab
+        logit_at = logits + token
+        value = tl.load(logit_at, mask=is_token, other=never)
+        value = value.to(tl.float32)
+        greatest = tl.maximum(greatest, value)
+    return tl.max(greatest, axis=0)
 
 
 @triton.jit
 def _threshold(
-    logits, vocab, least, most, heat, goal, MASS: tl.constexpr, BLOCK: tl.constexpr
+    logits,  # float [vocab]
+    vocab,  # int
+    least,  # float32: no threshold is below it
+    greatest,  # float32: the largest logit
+    heat,  # float32: the temperature
+    goal,  # float32: how much is to be above the threshold
+    MASS: tl.constexpr,  # see `_above`
+    BLOCK: tl.constexpr,  # values that are read at once
 ):
     """Return about the largest logit above which there is as much as the `goal`, see
     `_above`.
     """
-    high = most
+    high = greatest
     for _ in range(HALVINGS):
         middle = (least + high) * 0.5
-        reached = _above(logits, vocab, middle, most, heat, MASS, BLOCK) >= goal
+        amount = _above(
+            logits=logits,
+            vocab=vocab,
+            threshold=middle,
+            greatest=greatest,
+            heat=heat,
+            MASS=MASS,
+            BLOCK=BLOCK,
+        )
+        reached = amount >= goal
         least = tl.where(reached, middle, least)
         high = tl.where(reached, high, middle)
     return least
@@ -132,19 +209,30 @@ def _threshold(
 
 @triton.jit
 def _above(
-    logits, vocab, threshold, most, heat, MASS: tl.constexpr, BLOCK: tl.constexpr
+    logits,  # float [vocab]
+    vocab,  # int
+    threshold,  # float32
+    greatest,  # float32: the largest logit
+    heat,  # float32: the temperature
+    MASS: tl.constexpr,
+    BLOCK: tl.constexpr,  # values that are read at once
 ):
     """Return how many logits are above a threshold, or with MASS their probability
     beside that of the largest.
     """
     lane = tl.arange(0, BLOCK)
+    never = -float("inf")
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
         token = begin + lane
-        value = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+        is_token = token < vocab
+        logit_at = logits + token
+        value = tl.load(logit_at, mask=is_token, other=never)
         value = value.to(tl.float32)
         amount = 1.0
         if MASS:
-            amount = tl.exp((value - most) / heat)
-        total += tl.where(value >= threshold, amount, 0.0)
+            scaled = (value - greatest) / heat
+            amount = tl.exp(scaled)
+        is_above = value >= threshold
+        total += tl.where(is_above, amount, 0.0)
     return tl.sum(total, axis=0)

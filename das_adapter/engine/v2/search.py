@@ -78,9 +78,9 @@ ENDLESS = tl.constexpr(1 << 30)
 # number 0 has "b c y" with the "y" at place 9: the last token differs, two agree before
 # it, the rank is 2, the key 0x2_000009_0000, behind the first.
 
-OWN_BIT = tl.constexpr(24)
-DIFFERS_BIT = tl.constexpr(25)
-THERE_IS_BIT = tl.constexpr(26)
+_OWN_FLAG = tl.constexpr(1 << 24)
+_DIFFERS_FLAG = tl.constexpr(1 << 25)
+_THERE_IS_FLAG = tl.constexpr(1 << 26)
 
 
 @triton.jit
@@ -129,19 +129,16 @@ def _pack_traits(
     differs,  # int32 [n] or int: 1: the last token differs
 ):
     """Pack what the vote needs to know of places that there are, int32 [n]."""
-    traits = strength
-    traits = traits | (weight << 8)
-    traits = traits | (own << OWN_BIT)
-    traits = traits | (differs << DIFFERS_BIT)
-    there_is = 1 << THERE_IS_BIT
-    return traits | there_is
+    traits = strength | (weight << 8)
+    traits = traits | (own * _OWN_FLAG)
+    traits = traits | (differs * _DIFFERS_FLAG)
+    return traits | _THERE_IS_FLAG
 
 
 @triton.jit
-def _has_bit(traits, number):
-    """Return whether a bit of packed traits is set."""
-    bit = (traits >> number) & 1
-    return bit > 0
+def _has_flag(traits, flag):
+    """Return whether a flag of packed traits is set."""
+    return (traits & flag) > 0
 
 
 @triton.jit
@@ -152,9 +149,9 @@ def unpack_traits(traits):
     strength = traits & 0xFF
     weight = (traits >> 8) & 0xFFFF
     weight = weight.to(tl.int64)
-    own = _has_bit(traits, OWN_BIT)
-    differs = _has_bit(traits, DIFFERS_BIT)
-    there_is = _has_bit(traits, THERE_IS_BIT)
+    own = _has_flag(traits, _OWN_FLAG)
+    differs = _has_flag(traits, _DIFFERS_FLAG)
+    there_is = _has_flag(traits, _THERE_IS_FLAG)
     return strength, weight, own, differs, there_is
 
 
@@ -222,14 +219,12 @@ def _greatest(keys):
 
 
 @triton.jit
-def _with_key(
+def _replace_least(
     best,  # int64 [PLACES]: keys
     least,  # int64: the least of them
     key,  # int64: a greater one
 ):
-    """Return the best keys with another one instead of the least, and the least of them
-    then.
-    """
+    """Replace the least of the best keys; return these and the least of them then."""
     is_least = best == least
     best = tl.where(is_least, key, best)
     return best, _least(best)
@@ -560,7 +555,7 @@ def _rank(
 
 
 @triton.jit
-def _with_tile(
+def _add_tile(
     best,  # int64 [PLACES]: the best keys so far
     least,  # int64: the least of them
     arena,  # int32 [words]: all texts
@@ -570,7 +565,7 @@ def _with_tile(
     written,  # int32: last token of the request
     at,  # int64: offset of the text
     last,  # int32: last place of the tile
-    m,  # int32: number of the text among the problem's
+    member,  # int32: number of the text among the problem's
     BLOCK: tl.constexpr,  # tokens of a tile
 ):
     """Take the places of a tile into the best keys; return these and the least of them.
@@ -611,9 +606,9 @@ def _with_tile(
             is_exact = top_bound >= EXACT
             rank = _rank(arena, context, at, top_place, is_exact)
             ranked = _pack_ranked(rank, top_place)
-            key = _pack_key(ranked, m)
+            key = _pack_key(ranked, member)
             if key > least:
-                best, least = _with_key(best, least, key)
+                best, least = _replace_least(best, least, key)
             is_top = bound == top
             bound = tl.where(is_top, -1, bound)
             top = tl.max(bound, axis=0)
@@ -694,12 +689,12 @@ def _best_of_tiles(
     while tile < stop:
         is_passed = ends <= tile
         over = is_passed & in_live
-        m = count(over)
+        member = count(over)
         at, size = _text(
             text_at=text_at,
             text_len=text_len,
             members=members,
-            m=m,
+            member=member,
             own=own,
             prompt=prompt,
             is_prompt=is_prompt,
@@ -710,7 +705,7 @@ def _best_of_tiles(
         text_end = first + tl.cdiv(size, BLOCK)
         end = tl.minimum(stop, text_end)
         while tile < end:
-            best, least = _with_tile(
+            best, least = _add_tile(
                 best=best,
                 least=least,
                 arena=arena,
@@ -720,7 +715,7 @@ def _best_of_tiles(
                 written=written,
                 at=at,
                 last=last,
-                m=m,
+                member=member,
                 BLOCK=BLOCK,
             )
             last -= BLOCK
@@ -801,14 +796,14 @@ def _text(
     text_at,  # int64 [texts]: offset of each text in the arena
     text_len,  # int32 [texts]: tokens of each text
     members,  # int64 [MEMBERS]: texts of the request's problem
-    m,  # int32 [k] or int32: number among these
+    member,  # int32 [k] or int32: number among these
     own,  # int64: offset of the request's text
     prompt,  # int32: tokens of the prompt
     is_prompt,  # int32: 1: the text is the prompt
 ):
     """Return where texts of a problem begin, and their tokens; else of the prompt."""
     in_prompt = is_prompt > 0
-    text = tl.load(members + m)
+    text = tl.load(members + member)
     text_begin = tl.load(text_at + text)
     text_size = tl.load(text_len + text)
     at = tl.where(in_prompt, own - prompt, text_begin)
@@ -831,7 +826,7 @@ def _best_keys(
         key = tl.load(keys + lane, mask=is_there, other=-1)
         top = _greatest(key)
         while top > tl.maximum(least, -1):
-            best, least = _with_key(best, least, top)
+            best, least = _replace_least(best, least, top)
             is_top = key == top
             key = tl.where(is_top, -1, key)
             top = _greatest(key)
@@ -873,19 +868,19 @@ def merge_live(
         there = best >= 0
         ranked = _ranked_of(best)
         rank, place = _unpack_ranked(ranked)
-        m = _text_of(best)
-        m = tl.where(there, m, 0)
+        member = _text_of(best)
+        member = tl.where(there, member, 0)
         at, size = _text(
             text_at=text_at,
             text_len=text_len,
             members=own_members,
-            m=m,
+            member=member,
             own=own,
             prompt=prompt,
             is_prompt=is_prompt,
         )
         lowest = tl.where(in_prompt, -prompt, 0)
-        text = tl.load(own_members + m)
+        text = tl.load(own_members + member)
         is_own_text = text == slot
         is_own = in_prompt | is_own_text
         traits = _live_traits(

@@ -396,20 +396,20 @@ def _elected(
     votes = _power(strength) * weight
     votes = tl.where(alive, votes, 0)
     voted = tl.where(alive, token, NO_TOKEN)
-    said = tl.min(voted, axis=0)
-    winner = said
+    candidate = tl.min(voted, axis=0)
+    winner = candidate
     most_votes = tl.full([], 0, tl.int64)
-    while said < NO_TOKEN:
-        is_for_said = token == said
-        votes_for_said = tl.where(is_for_said, votes, 0)
-        total = tl.sum(votes_for_said, axis=0)
+    while candidate < NO_TOKEN:
+        is_for_candidate = token == candidate
+        votes_for_candidate = tl.where(is_for_candidate, votes, 0)
+        total = tl.sum(votes_for_candidate, axis=0)
         is_more = total > most_votes
-        winner = tl.where(is_more, said, winner)
+        winner = tl.where(is_more, candidate, winner)
         most_votes = tl.maximum(most_votes, total)
-        is_above = token > said
+        is_above = token > candidate
         later = alive & is_above
         voted = tl.where(later, token, NO_TOKEN)
-        said = tl.min(voted, axis=0)
+        candidate = tl.min(voted, axis=0)
     is_winner = token == winner
     voters = alive & is_winner
     every_vote = tl.sum(votes, axis=0)
