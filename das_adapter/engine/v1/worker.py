@@ -98,7 +98,7 @@ class HostWorkerState(WorkerState):
             for owner in (runner, runner.cudagraph_dispatcher):
                 if hasattr(owner, "uniform_decode_query_len"):
                     owner.uniform_decode_query_len = 1
-        for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
+        for step_patch in (time_steps, key_rows, count_tokens, emit_drafts_in_time):
             step_patch.apply(self, owner=self.runner)
         # else the drafter takes the place of what would fail
         if not (self.drafter and self.draft_weights):
@@ -397,7 +397,7 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
-def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
+def emit_drafts_in_time(stock: Any, state: HostWorkerState) -> Any:
     """Without it vLLM takes no drafts: they are looked for beside its scheduler's work.
     Remove this patch when vLLM asks a `custom_class` drafter for its drafts after the
     step.
@@ -405,7 +405,7 @@ def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
 
     def take_draft_token_ids() -> Any:
         if state.drafter:
-            state.drafter.settle()
+            state.drafter.emit_drafts()
         return stock()
 
     return take_draft_token_ids

@@ -199,7 +199,7 @@ class HistorySpeculator(BaseSpeculator):
         if self._engine.failed:
             self._drafts[:requests].zero_()
 
-    def take_better(
+    def put_better_drafts(
         self,
         drafts: torch.Tensor,
         tokens: int,
