@@ -169,7 +169,8 @@ class HostWorkerState(WorkerState):
         """Return each request's first row of logits, int64 [batch], where it has so
         many drafted positions and one more.
         """
-        num_rows = np.asarray(drafted, dtype=np.int64) + 1
+        num_drafted = np.asarray(drafted, dtype=np.int64)
+        num_rows = num_drafted + 1
         first_rows = np.cumsum(num_rows) - num_rows
         return beside(first_rows, self.batch().seeds)
 
@@ -333,7 +334,10 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             if state.sampler is not None:
                 state.sampler.keys = None
 
-    def without_drafts(logits: torch.Tensor, drafted: Sequence[int] | None) -> Any:
+    def without_drafts(
+        logits: torch.Tensor,
+        drafted: Sequence[int] | None,
+    ) -> Any:
         """Draw one token of each request, as a step without drafts does; `drafted`:
         draft tokens of each, None: nobody had any.
         """
@@ -403,7 +407,7 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
         drafts = state.drafts
         state.drafts = None
         arrives = getattr(output, "get_output", None)
-        sampled = getattr(output, "sampled_token_ids", None)
+        sampled: Any = getattr(output, "sampled_token_ids", None)
         if not sampled and arrives is None:
             return output
         training = state.batch().training
