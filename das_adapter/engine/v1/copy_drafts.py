@@ -43,19 +43,22 @@ class CopySource(ModelSource):
         batch = self.runner.input_batch
         drafts: Drafts = [[] for _ in rows]
         drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
-        going = np.arange(len(rows))
+        num_rows = len(rows)
+        going = np.arange(num_rows)
         last_tokens = lengths[rows] - 1
         ids = tokens[rows, last_tokens]
         req_ids = [batch.req_ids[row] for row in rows]
         seeds = self._seeds(req_ids)
-        for step in range(counts.max(initial=0)):
+        longest = counts.max(initial=0)
+        for step in range(longest):
             goes_on = counts[going] > step
             going = going[goes_on]
             ids = ids[goes_on]
             begin = time.perf_counter()
             going_rows = rows[going]
             going_lengths = lengths[going_rows].astype(np.int64)
-            positions = going_lengths - 1 + step
+            last_positions = going_lengths - 1
+            positions = last_positions + step
             input_ids = ids.astype(np.int64)
             hidden = self._pass(going_rows, input_ids, positions)
             logits = self.copy.model.compute_logits(hidden)
@@ -67,15 +70,17 @@ class CopySource(ModelSource):
             device_rows = beside(going_rows, logits)
             sampling = of_rows(batch.sampling_metadata, device_rows)
             drawn, probabilities = draw(logits, keys, sampling)
-            ids = drawn.cpu().numpy()
+            host_drawn = drawn.cpu()
+            ids = host_drawn.numpy()
             for n, i in enumerate(going.tolist()):
                 token = int(ids[n])
                 drafts[i].append(token)
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
             pass_s = time.perf_counter() - begin
+            num_drafting = len(going)
             context_tokens = float(positions.sum())
-            self.drafts.record_pass(len(going), pass_s, context_tokens)
+            self.drafts.record_pass(num_drafting, pass_s, context_tokens)
             self.drafts.passes_made += 1
         self.drawn_with = {}
         for req_id, found in zip(req_ids, drawn_with, strict=True):
@@ -107,7 +112,8 @@ class CopySource(ModelSource):
         runner = self.runner
         batch = runner.input_batch
         device = runner.device
-        device_rows = torch.from_numpy(rows).to(device)
+        host_rows = torch.from_numpy(rows)
+        device_rows = host_rows.to(device)
         metadata = {}
         slots = {}
         for gid, groups in enumerate(runner.attn_groups):
@@ -127,8 +133,10 @@ class CopySource(ModelSource):
                 for name in group.layer_names:
                     metadata[name] = built
                     slots[name] = attention.slot_mapping
-        device_ids = torch.from_numpy(ids).to(device)
-        device_positions = torch.from_numpy(positions).to(device)
+        host_ids = torch.from_numpy(ids)
+        host_positions = torch.from_numpy(positions)
+        device_ids = host_ids.to(device)
+        device_positions = host_positions.to(device)
         with set_forward_context(
             metadata,
             runner.vllm_config,
@@ -136,5 +144,6 @@ class CopySource(ModelSource):
             slot_mapping=slots,
             skip_compiled=True,
         ):
-            hidden: torch.Tensor = self.copy.model(device_ids, device_positions)
+            model = self.copy.model
+            hidden: torch.Tensor = model(device_ids, device_positions)
         return hidden

@@ -62,8 +62,9 @@ def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
         )
         return tokens
     if triton is None:
+        device = logits.device.type
         raise UnsupportedHost(
-            f"das.verify.noise='keyed' needs Triton on {logits.device.type}, found none"
+            f"das.verify.noise='keyed' needs Triton on {device}, found none"
         )
     return triton_sample(logits, keys)
 
@@ -77,7 +78,8 @@ if triton is not None:
         word *= 0x1B873593
         h ^= word
         h = (h << 13) | (h >> 19)
-        return h * 5 + 0xE6546B64
+        h *= 5
+        return h + 0xE6546B64
 
     @triton.jit
     def _gumbel(  # type: ignore[no-untyped-def]
@@ -92,7 +94,8 @@ if triton is not None:
         low_seed = seed & 0xFFFFFFFF
         word = low_seed.to(tl.uint32)
         h = _mix(h, word)
-        high_seed = (seed >> 32) & 0xFFFFFFFF
+        high_seed = seed >> 32
+        high_seed &= 0xFFFFFFFF
         word = high_seed.to(tl.uint32)
         h = _mix(h, word)
         low_position = position & 0xFFFFFFFF
@@ -106,10 +109,12 @@ if triton is not None:
         h ^= h >> 13
         h *= 0xC2B2AE35
         h ^= h >> 16
-        high_bits = (h >> 16).to(tl.int32)
-        high = high_bits.to(tl.float32)
-        low_bits = (h & 0xFFFF).to(tl.int32)
-        low = low_bits.to(tl.float32)
+        high_bits = h >> 16
+        high_int = high_bits.to(tl.int32)
+        high = high_int.to(tl.float32)
+        low_bits = h & 0xFFFF
+        low_int = low_bits.to(tl.int32)
+        low = low_int.to(tl.float32)
         high_part = high * 1.52587890625e-05
         low_part = (low + 0.5) * 2.3283064365386963e-10
         u = high_part + low_part
@@ -126,7 +131,8 @@ if triton is not None:
         is_small = u < 0.25
         by_series = -u * series
         log_rest = tl.where(is_small, by_series, direct)
-        return -tl.log(-log_rest)
+        exponential = -log_rest
+        return -tl.log(exponential)
 
     @triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
     def _draw_blocks(  # type: ignore[no-untyped-def]
@@ -148,18 +154,22 @@ if triton is not None:
         valid = token < vocab
         excluded = -float("inf")
         row_logits = logits + row * stride
-        logit = tl.load(row_logits + token, mask=valid, other=excluded)
+        token_logits = row_logits + token
+        logit = tl.load(token_logits, mask=valid, other=excluded)
         seed = tl.load(seeds + row)
         position = tl.load(positions + row)
         noise = _gumbel(seed, position, token)
-        score = tl.where(valid, logit + noise, excluded)
+        noisy = logit + noise
+        score = tl.where(valid, noisy, excluded)
         # NaN would win at a place that is no token's
-        score = tl.where(score == score, score, excluded)
+        is_number = score == score
+        score = tl.where(is_number, score, excluded)
         value, at = tl.max(score, axis=0, return_indices=True)
         row_scores = scores + row * blocks
         tl.store(row_scores + block, value)
         row_tokens = tokens + row * blocks
-        tl.store(row_tokens + block, first_token + at)
+        block_tokens = row_tokens + block
+        tl.store(block_tokens, first_token + at)
 
     def triton_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
         """Draw as `keyed_sample`, with the kernel for a GPU."""
