@@ -209,12 +209,10 @@ class EngineController:
         if self.failed:
             return
         self._stop(repr(error))
-        lasts = (
-            "the engine goes on as stock"
-            if self.rehearsing
-            else "no drafts until the next weight sync"
-        )
-        log_failure(error, self.config.drafter, lasts)
+        consequence = "no drafts until the next weight sync"
+        if self.rehearsing:
+            consequence = "the engine goes on as stock"
+        log_failure(error, self.config.drafter, consequence)
 
     def give_up(self, reason: str) -> None:
         """Draft no more: the drafting path can't run on this vLLM."""

@@ -88,13 +88,16 @@ class DraftPlan:
         """
         if self.req_ids == req_ids:
             return self.limits, self.worth, 0
-        places = dict(zip(self.req_ids, count(), strict=False))
+        numbered = zip(self.req_ids, count(), strict=False)
+        places = dict(numbered)
         # Requests that have joined are read from behind the last place.
         planned_places = map(places.get, req_ids, repeat(-1))
-        rows = np.fromiter(planned_places, np.int64, len(req_ids))
+        num_requests = len(req_ids)
+        rows = np.fromiter(planned_places, np.int64, num_requests)
         limits = np.append(self.limits, self.num_draft_tokens)
         worth = np.append(self.worth, 1.0)
-        joined = int(np.count_nonzero(rows < 0))
+        has_joined = rows < 0
+        joined = int(np.count_nonzero(has_joined))
         return limits[rows], worth[rows], joined
 
 

@@ -69,7 +69,8 @@ class _CpuWeight:
     """
 
     def __init__(self, weight: torch.Tensor, bits: int = 8):
-        if weight.dtype not in (torch.float32, torch.bfloat16):
+        allowed = (torch.float32, torch.bfloat16)
+        if weight.dtype not in allowed:
             raise ConfigError(
                 f"das.drafter: for a policy copy, found a policy in {weight.dtype},"
                 " allowed on a CPU: torch.float32, torch.bfloat16"
@@ -86,7 +87,12 @@ class _CpuWeight:
         zeros = torch.empty(row_shape, dtype=torch.uint8)
         self.kept = [codes, scales, zeros]
         addresses = [tensor.data_ptr() for tensor in self.kept]
-        self._matrix = self.rows, self.inputs, bits, *addresses
+        self._matrix = (
+            self.rows,
+            self.inputs,
+            bits,
+            *addresses,
+        )
         """What the native kernels are told of the matrix."""
 
     def quantise(self, weight: torch.Tensor) -> None:
@@ -101,10 +107,12 @@ class _CpuWeight:
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         *leading, _ = x.shape
+        shape = (*leading, self.rows)
         flat = x.reshape(-1, self.inputs).contiguous()
-        out = torch.empty(*leading, self.rows, dtype=x.dtype)
+        out = torch.empty(shape, dtype=x.dtype)
         is_bfloat16 = x.dtype == torch.bfloat16
-        native().quantised_linear(
+        quantised_linear = native().quantised_linear
+        quantised_linear(
             flat.data_ptr(),
             is_bfloat16,
             len(flat),

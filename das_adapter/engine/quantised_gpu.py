@@ -60,15 +60,18 @@ def rounded(weight: torch.Tensor) -> Rounded:
     """
     rows = len(weight)
     grouped = weight.float().view(rows, -1, GROUP)
-    low = grouped.amin(-1).clamp(max=0)
-    high = grouped.amax(-1).clamp(min=0)
+    least = grouped.amin(-1)
+    greatest = grouped.amax(-1)
+    low = least.clamp(max=0)
+    high = greatest.clamp(min=0)
     exact_steps = (high - low) / 15
     # such as float16 has, too
     steps = exact_steps.clamp(min=1e-6)
     scales = steps.to(weight.dtype)
     divisors = scales.float()
     exact_zeros = -low / divisors
-    zeros = exact_zeros.round().clamp(0, 15)
+    nearest_zeros = exact_zeros.round()
+    zeros = nearest_zeros.clamp(0, 15)
     codes = grouped / divisors[..., None]
     codes.round_()
     codes.add_(zeros[..., None])
@@ -160,14 +163,17 @@ class Int4:
         packed_parts = []
         scale_parts = []
         zero_parts = []
-        for part in torch.split(weight, 64 * blocks_at_once):
+        parts = torch.split(weight, 64 * blocks_at_once)
+        for part in parts:
             codes, part_scales, part_zeros = rounded(part)
             packed_parts.append(pack(codes.t()))
             scale_parts.append(part_scales)
             zero_parts.append(part_zeros)
         packed = torch.cat(packed_parts, 1)
-        scales = torch.cat(scale_parts).t().contiguous()
-        zeros = torch.cat(zero_parts).t()
+        row_scales = torch.cat(scale_parts)
+        row_zeros = torch.cat(zero_parts)
+        scales = row_scales.t().contiguous()
+        zeros = row_zeros.t()
         marlin_codes = ops.awq_marlin_repack(
             packed,
             self.inputs,

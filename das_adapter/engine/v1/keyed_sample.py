@@ -116,7 +116,8 @@ if triton is not None:
         low_int = low_bits.to(tl.int32)
         low = low_int.to(tl.float32)
         high_part = high * 1.52587890625e-05
-        low_part = (low + 0.5) * 2.3283064365386963e-10
+        low_middle = low + 0.5
+        low_part = low_middle * 2.3283064365386963e-10
         u = high_part + low_part
         series = 1.0 / 8.0
         series = 1.0 / 7.0 + u * series
@@ -126,7 +127,8 @@ if triton is not None:
         series = 1.0 / 3.0 + u * series
         series = 1.0 / 2.0 + u * series
         series = 1.0 + u * series
-        rest = tl.maximum(1.0 - u, 5.960464477539063e-08)
+        rest = 1.0 - u
+        rest = tl.maximum(rest, 5.960464477539063e-08)
         direct = tl.log(rest)
         is_small = u < 0.25
         by_series = -u * series
@@ -147,7 +149,8 @@ if triton is not None:
         BLOCK: tl.constexpr,  # tokens of a block
     ):
         """Write down the best score of each block of tokens, and its token."""
-        row = tl.program_id(0).to(tl.int64)
+        row = tl.program_id(0)
+        row = row.to(tl.int64)
         block = tl.program_id(1)
         first_token = block * BLOCK
         token = first_token + tl.arange(0, BLOCK)

@@ -51,10 +51,11 @@ class HostWorkerState(WorkerState):
         """The drafter that the controller asks; None: vLLM's own drafts in every step,
         or nobody does.
         """
-        if config.controlled and config.neural:
-            self.drafter = Proposer(runner.vllm_config)
-        elif config.controlled:
-            self.drafter = getattr(runner, "drafter", None)
+        if config.controlled:
+            if config.neural:
+                self.drafter = Proposer(runner.vllm_config)
+            else:
+                self.drafter = getattr(runner, "drafter", None)
         super().__init__(runner, config, self.drafter)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
@@ -81,7 +82,8 @@ class HostWorkerState(WorkerState):
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
-            self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
+            logprobs_mode = runner.sampler.logprobs_mode
+            self.sampler = KeyedSampler(logprobs_mode)
             runner.sampler = self.sampler
             if hasattr(runner, "rejection_sampler"):
                 runner.rejection_sampler = KeyedRejectionSampler(
@@ -90,9 +92,8 @@ class HostWorkerState(WorkerState):
                     runner.device,
                 )
         elif self.drafter and self.drafter.model_source:
-            runner.rejection_sampler.register_forward_pre_hook(
-                self.drafter.model_source.tell_probabilities
-            )
+            tell_probabilities = self.drafter.model_source.tell_probabilities
+            runner.rejection_sampler.register_forward_pre_hook(tell_probabilities)
         if self.config.controlled:
             # Steps without drafts replay the full CUDA graphs that an engine without
             # speculation captures. vLLM's V1 runner captures decode steps for K + 1
@@ -150,7 +151,8 @@ class HostWorkerState(WorkerState):
         if metadata is None:
             return self.first_keys(None)
         seeds = self.batch().seeds
-        num_rows = np.asarray(metadata.num_draft_tokens) + 1
+        num_drafted = np.asarray(metadata.num_draft_tokens)
+        num_rows = num_drafted + 1
         batch_rows = np.arange(len(seeds))
         requests = np.repeat(batch_rows, num_rows)
         row_seeds = seeds[beside(requests, seeds)]
@@ -205,7 +207,8 @@ class HostWorkerState(WorkerState):
             return
         got = []
         for record, tokens in zip(training, sampled, strict=True):
-            got.append(len(tokens) if record else 0)
+            num_tokens = len(tokens) if record else 0
+            got.append(num_tokens)
         step_s = time.perf_counter() - self.began
         carried = drafts or [0] * len(got)
         counted = partial(
@@ -232,7 +235,8 @@ class HostWorkerState(WorkerState):
         """Whether drafts are looked up on the host, with no model that other ranks run
         a part of.
         """
-        return self.drafter is not None and self.drafter.model_source is None
+        drafter = self.drafter
+        return drafter is not None and drafter.model_source is None
 
     def _draft_no_more(self) -> None:
         self.drafts_no_more = True
@@ -262,11 +266,12 @@ class HostWorkerState(WorkerState):
                 self.runner,
                 seeds=lambda: self.batch().seeds,
             )
-        if self.drafter:
-            source = self.drafter.model_source
+        drafter = self.drafter
+        if drafter:
+            source = drafter.model_source
             assert isinstance(source, NeuralSource)
             source.noise = noise
-            self.drafter.load_model(self.runner.model)
+            drafter.load_model(self.runner.model)
 
     def _draws_tokens(self) -> bool:
         """Return whether a drafter with weights can draw tokens by their positions."""
@@ -315,7 +320,9 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             spec_decode_metadata = None
             drafted = None
         sampling = state.runner.input_batch.sampling_metadata
-        drops = state.sampler is not None and not expands(sampling)
+        drops = False
+        if state.sampler is not None:
+            drops = not expands(sampling)
         state.drafts = None if drops else drafted
         if state.drafter:
             state.drafter.carried = state.drafts

@@ -40,6 +40,10 @@ vLLM's arguments; returns None where all requests of a step have one length.
 """
 
 
+_SMALL_SIZES = (1, 2, 4)
+"""Sizes of vLLM's graphs for steps without drafts that are no multiples of 8."""
+
+
 class BatchBudget(NamedTuple):
     """The draft tokens that a step may verify."""
 
@@ -158,7 +162,8 @@ class Admission(AdaptiveVerificationManager):
             num_verified = min(budget, num_wanted, draft_rows)
         num_others = int(np.add.reduce(other_tokens))
         planned = len(plan.req_ids) + plan.budget
-        if max(num_others, planned) <= self._largest:
+        most_tokens = max(num_others, planned)
+        if most_tokens <= self._largest:
             # The plan was to fit into a graph.
             graph_room = self._largest - num_others
             num_verified = min(num_verified, graph_room)
@@ -236,11 +241,13 @@ def obstacle(
     planned_on_host = get_query_lens_mismatch_unsupported_backend([groups])
     if planned_on_host:
         return f"{planned_on_host} {HOST_PLANS}"
-    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if not graphs.has_full_cudagraphs():
         return None
     # Beside ranks with drafts, one without them replays a graph for drafts:
     # FlashAttention 3 plans for other tiles.
-    if vllm_config.parallel_config.data_parallel_size > 1:
+    data_parallel_size = vllm_config.parallel_config.data_parallel_size
+    if data_parallel_size > 1:
         for group in groups:
             head_size = getattr(group.kv_cache_spec, "head_size", 0)
             if head_size <= 64:
@@ -249,7 +256,8 @@ def obstacle(
     for group in groups:
         builder = group.get_metadata_builder(0)
         support = builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
-        supports.append((group.backend.__name__, support))
+        name = group.backend.__name__
+        supports.append((name, support))
     if additional is not None:
         support, name = additional
         supports.append((name, support))
@@ -269,7 +277,7 @@ def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
     plain_sizes = {most_requests}
     for size in sizes:
         # others are of draft lengths
-        is_plain = size in (1, 2, 4) or size % 8 == 0
+        is_plain = size in _SMALL_SIZES or size % 8 == 0
         if is_plain and size < most_requests:
             plain_sizes.add(size)
     plain = []
@@ -283,7 +291,10 @@ def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
         )
         plain.append(desc)
     kept_sizes = an_eighth_apart(sizes)
-    drafted = [desc for desc in unequal if desc.num_tokens in kept_sizes]
+    drafted = []
+    for desc in unequal:
+        if desc.num_tokens in kept_sizes:
+            drafted.append(desc)
     captured = [*drafted, *plain]
     captured.sort(key=lambda desc: -desc.num_tokens)
     manager._capture_descs[CUDAGraphMode.FULL] = captured
