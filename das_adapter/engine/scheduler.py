@@ -40,7 +40,11 @@ class PlanLookup:
     not: where prompts wait or are read in chunks, half of the room is theirs.
     """
 
-    def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        lengths: Sequence[int],
+    ) -> None:
         """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
         self.chosen = DraftPlan()
         """What a worker has chosen last."""
@@ -64,7 +68,8 @@ class PlanLookup:
         try:
             return self._with_room(requests)
         except Exception as error:
-            return replace(SILENCE, error=f"{error!r}{place(error)}")
+            reason = f"{error!r}{place(error)}"
+            return replace(SILENCE, error=reason)
 
     def _with_room(self, requests: int) -> DraftPlan:
         scheduler = self._scheduler
@@ -76,12 +81,16 @@ class PlanLookup:
         step_tokens = scheduler.max_num_scheduled_tokens
         each_request = step_tokens // max(requests, running)
         room = each_request // 2 - 1
-        if room < wanted and not waiting and not self._reads_in_chunks():
-            room = each_request - 1
+        if room < wanted and not waiting:
+            if not self._reads_in_chunks():
+                room = each_request - 1
         of_one_length = chosen.num_model_tokens or not chosen.budget
         if room < wanted and of_one_length:
-            fitting = [length for length in self._lengths if length <= room]
-            room = max(fitting, default=0)
+            fitting = [0]
+            for length in self._lengths:
+                if length <= room:
+                    fitting.append(length)
+            room = max(fitting)
         return chosen.at_most(max(0, room))
 
     def _reads_in_chunks(self) -> bool:
@@ -126,7 +135,10 @@ def reserve_draft_slots(stock: Any) -> Any:
     return init
 
 
-def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
+def one_by_one(
+    output: Any,
+    requests: Mapping[str, Any],
+) -> list[Any]:
     """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of
     one token, if it has stop strings, or is not among the unfinished `requests` any
     more: the front end ends it with the token that completes one.
@@ -159,7 +171,8 @@ def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
         for name in left_out:
             if hasattr(output, name):
                 part[name] = None
-        parts.append(msgspec.structs.replace(output, **part))
+        replaced = msgspec.structs.replace(output, **part)
+        parts.append(replaced)
     return parts
 
 
@@ -236,8 +249,10 @@ def see_weight_calls(stock: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         answers = stock(self, method, *args, **kwargs)
-        is_named = isinstance(method, str)
-        if is_named and _WEIGHT_CALL.search(method) and alone(self.vllm_config):
+        if not isinstance(method, str):
+            return answers
+        writes_weights = _WEIGHT_CALL.search(method)
+        if writes_weights and alone(self.vllm_config):
             stock(self, "das_rpc", args=("refresh", {}))
         return answers
 

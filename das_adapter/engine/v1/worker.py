@@ -115,7 +115,8 @@ class HostWorkerState(WorkerState):
         request = self.runner.requests.get(req_id)
         if request is None or request.prompt_token_ids is None:
             return None
-        live = LiveRequest.of(req_id, request, self.runner.max_model_len)
+        longest = self.runner.max_model_len
+        live = LiveRequest.of(req_id, request, longest)
         written_ahead = request.prompt_token_ids[live.start :]
         live.text = [*written_ahead, *request.output_token_ids]
         return live
@@ -135,7 +136,8 @@ class HostWorkerState(WorkerState):
             seeds.append(seed)
             training.append(label_of(request).record)
         host_seeds = torch.tensor(seeds, dtype=torch.int64)
-        device_seeds = host_seeds.to(self.runner.device, non_blocking=True)
+        device = self.runner.device
+        device_seeds = host_seeds.to(device, non_blocking=True)
         self._req_ids = list(req_ids)
         self._batch = Batch(device_seeds, training)
         return self._batch
@@ -210,7 +212,8 @@ class HostWorkerState(WorkerState):
             num_tokens = len(tokens) if record else 0
             got.append(num_tokens)
         step_s = time.perf_counter() - self.began
-        carried = drafts or [0] * len(got)
+        nothing = [0] * len(got)
+        carried = drafts or nothing
         counted = partial(
             self.counters.count_step,
             got,

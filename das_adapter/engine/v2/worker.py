@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryRules
 from das_adapter.engine import plan
+from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import PlanInForce, plan_of
 from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.runner import STOCK_NOISE
@@ -49,12 +50,14 @@ class DeviceWorkerState(WorkerState):
         """Makes the plans of the engine; None: another rank does, or nobody drafts."""
         self.in_force = PlanInForce()
         """The plan of the present step."""
+        engine: EngineController | None = None
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             # the policy copy misses nothing
-            always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.planner = StepPlanner(config, runner.vllm_config, always)
+            always = config.neural and not may_miss_steps(runner.speculator)
+            self.planner = StepPlanner(config, runner.vllm_config, int(always))
+            engine = self.planner.engine
         super().__init__(runner, config, self.planner)
-        self.engine = None if self.planner is None else self.planner.engine
+        self.engine = engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
         # Now: what is made while vLLM loads the weights lies in a pool that sleep
@@ -108,7 +111,9 @@ class DeviceWorkerState(WorkerState):
     @property
     def index(self) -> DeviceIndex | None:
         """What drafts from the history on this rank; None: nothing does."""
-        return None if self.source is None else self.source.index
+        if self.source is None:
+            return None
+        return self.source.index
 
     @property
     def plans_travel(self) -> bool:
@@ -282,9 +287,11 @@ class DeviceWorkerState(WorkerState):
         scheduled = self.survival.as_run(scheduled)
         counts = scheduled.num_scheduled_tokens
         drafts = {}
-        for req_id, tokens in (scheduled.scheduled_spec_decode_tokens or {}).items():
+        scheduled_drafts = scheduled.scheduled_spec_decode_tokens or {}
+        for req_id, tokens in scheduled_drafts.items():
             drafts[req_id] = len(tokens)
-        decoded_tokens = len(counts) + sum(drafts.values())
+        num_drafted = sum(drafts.values())
+        decoded_tokens = len(counts) + num_drafted
         has_no_prompt = scheduled.total_num_scheduled_tokens == decoded_tokens
         decodes = has_no_prompt and not self._begun
         if drafts and self.drops_drafts(counts):
