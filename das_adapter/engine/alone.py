@@ -254,13 +254,13 @@ class Standalone:
         return {"engines_behind": int(is_behind)}
 
     def weights_changed(self) -> None:
-        """Take note that the weights are other ones from the next step on. A weight
+        """Note that the weights are other ones from the next step on. A weight
         sync of many calls counts once.
         """
         self._due = True
 
     def begin_step(self, scheduled: Any, updating: bool) -> None:
-        """Take what has finished since the last step, and bring the drafter up to date
+        """Keep what has finished since the last step, and bring the drafter up to date
         if the weights have changed. `scheduled`: vLLM's `SchedulerOutput`; `updating`:
         a weight update is under way, which ends later.
         """

@@ -124,7 +124,7 @@ class EngineController:
         prompt: np.ndarray = _NO_TOKENS,
         text: np.ndarray = _NO_TOKENS,
     ) -> None:
-        """Take a request that joins the batch, and give it a slot; `length`: of its
+        """Open a request that joins the batch, and give it a slot; `length`: of its
         text before the present step, prompt included; `prompt`, `text`: all of it so
         far, int32 token ids, where the host looks up its drafts.
         """
@@ -176,7 +176,7 @@ class EngineController:
     # A decode step
 
     def timed(self, step: TimedStep, ended: float) -> None:
-        """Take a decode step that has `ended`, in seconds since the epoch."""
+        """Record a decode step that has `ended`, in seconds since the epoch."""
         if self.rehearsing:
             return
         predicted = self.policy.timed(step)

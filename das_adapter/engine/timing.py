@@ -88,8 +88,8 @@ class StepTimer:
             )
 
     def record_drafting(self, seconds: float, passes: int) -> bool:
-        """Take the seconds and the forward passes of a model that drafted at the end of
-        the step; return whether the step is timed.
+        """Record the seconds and the forward passes of a model that drafted at the end
+        of the step; return whether the step is timed.
         """
         step = self._step
         if step is None:

@@ -45,7 +45,7 @@ class ModelSource:
         return self._drafter.runner
 
     def load(self, policy: torch.nn.Module) -> None:
-        """Take the policy, once vLLM has loaded it."""
+        """Load the model that drafts, once vLLM has loaded the policy."""
 
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""

@@ -27,7 +27,7 @@ from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
 
-class _Batch(NamedTuple):
+class _DecodingBatch(NamedTuple):
     """The batch of a step, of which every request decodes."""
 
     req_ids: list[str]
@@ -108,11 +108,11 @@ class Proposer:
         """Has the policy choose among the drafts that are still looked for."""
         self._later: list[Callable[[], None]] = []
         """Work of steps that are over, see `catch_up`."""
-        self._batch: _Batch | None = None
+        self._batch: _DecodingBatch | None = None
         """The last batch; None: requests were opened or closed since."""
 
     def load_model(self, policy: Any) -> None:
-        """Take the policy, once vLLM has loaded it."""
+        """Load the model that drafts, once vLLM has loaded the policy."""
         if self.model_source:
             self.model_source.load(policy)
 
@@ -407,7 +407,7 @@ class Proposer:
             room = self._ends[slots] - 1 - now
             self._batch = None
             if len(rows) == len(req_ids):
-                self._batch = _Batch(list(req_ids), everyone, rows, slots)
+                self._batch = _DecodingBatch(list(req_ids), everyone, rows, slots)
         drafts = None
         by_model = None
         if carried is not None:

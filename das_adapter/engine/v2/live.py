@@ -31,7 +31,7 @@ _COLUMNS = {
 
 
 class Sums(NamedTuple):
-    """Of the requests of a step that go on."""
+    """Sums over the requests of a step that go on."""
 
     requests: int
     tokens: int

@@ -52,9 +52,9 @@ class DeviceOffer:
 
     def __init__(self, index: DeviceIndex, requests: int) -> None:
         self.lengths = to_host(index.real[:requests])
-        """Of the drafts, int32 [requests]."""
+        """Tokens of each draft, int32 [requests]."""
         self.chances = to_host(index.confidence[:requests])
-        """Of each token, given those before it, float32 [requests, steps]."""
+        """Chance of each token, given those before it, float32 [requests, steps]."""
         self.by_model = torch.zeros(requests, dtype=torch.int64)
         """Tokens of a model's draft that stands in the place of that from the history;
         0: none does.
@@ -110,8 +110,8 @@ class HistorySpeculator(BaseSpeculator):
             dtype=torch.float32,
             device=device,
         )
-        """Of the drafts, as vLLM calls them: the chance of each token, given those
-        before it; 0 beyond a draft.
+        """Chance of each draft token, given those before it, under vLLM's name; 0
+        beyond a draft.
         """
         self.admits = False
         """Whether each request has its own number of draft tokens, so that all ranks
