@@ -471,7 +471,7 @@ class StepPlanner:
             candidates = self.texts.forecast_drafts(
                 outcome.slots,
                 search.max_tokens,
-                search.floor,
+                search.min_chance,
                 last=not is_optimal,
             )
         chosen = self.engine.policy.choose(search, candidates)
