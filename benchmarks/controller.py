@@ -209,7 +209,7 @@ class Bench:
         drafts = DraftPolicy(das, self.runner.max_model_len)
         if times is not None:
             drafts.latency = copy.deepcopy(times)
-        drafter.settle()
+        drafter.emit_drafts()
         drafter.catch_up()  # what was put off is about the policy before
         drafter.engine.close(list(drafter.engine.live))
         drafter.engine.policy = drafts

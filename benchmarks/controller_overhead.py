@@ -11,8 +11,9 @@ of the 1.5B shape at a context of 2048 tokens.
 
 On V2 the requests are those of `v2_lengths.py`, with texts of one length:
 `process_output` takes what a step brought and plans, `count_last` learns from it while
-the device works. Of both, `core` is what the policy takes, `hear` and `take` what the
-live texts take. All figures are of the quietest of three rounds.
+the device works. Of both, `core` is what the policy takes, `record_offers` and
+`process_tokens` what the live texts take. All figures are of the quietest of three
+rounds.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ CONTEXT = 2048
 VOCABULARY = 151936
 STEPS = 300
 CORE = "next", "choose", "flush", "timed"
+TEXTS = (
+    "record_offers",
+    "process_tokens",
+    "process_single_tokens",
+    "forecast_drafts",
+)
 CHEAP = StepModel(base=0.008, token=8e-6)
 """Seconds of a step on V2, in which most drafts are worth verifying at each of the
 batch sizes.
@@ -158,7 +165,7 @@ def propose(batch: int) -> dict[str, float]:
         _ = drafter.engine.history.index.generation
         search = time.process_time() - begin
         settled = time.thread_time()
-        drafter.settle()
+        drafter.emit_drafts()
         own = clock[1] - clock[0] + clock[3] - clock[2] + time.thread_time() - settled
         rows.append((1e6 * (own + max(0.0, search - hidden)), 1e6 * own, 1e6 * seconds))
     assert not drafter.engine.failed
@@ -200,7 +207,7 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
     rows = list[dict[str, float]]()
     spent = dict[str, float]()
     clocked(planner.engine.policy, CORE, spent)
-    clocked(planner.texts, ("hear", "take", "take_singles", "found"), spent)
+    clocked(planner.texts, TEXTS, spent)
     clocked(planner, ("count_last", "process_output"), spent)
     stock = planner.process_output
 
@@ -252,7 +259,7 @@ def chosen(batch: int) -> dict[str, float]:
             f"{name}mean_us": float(took.mean()),
             f"{name}p50_us": float(np.median(took)),
         }
-    for name in ("process_output", "count_last", "hear", "take", "found"):
+    for name in ("process_output", "count_last", *TEXTS):
         found[f"{name}_p50_us"] = float(np.median(of(drafting, name)))
     rest = of(resting, "process_output", "count_last")
     return found | {

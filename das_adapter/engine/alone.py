@@ -57,6 +57,12 @@ POLL_S = 0.002
 """Time between two looks for the writer's answer."""
 
 
+def is_removed(file: IO[bytes]) -> bool:
+    """Return whether an open file has been removed from its directory."""
+    status = os.fstat(file.fileno())
+    return status.st_nlink == 0
+
+
 class SharedHistory:
     """The history that engines of a node share. What an engine writes goes into the
     spool of the history; a weight sync asks for a generation, and is all that waits. No
@@ -95,11 +101,11 @@ class SharedHistory:
             self._report(error)
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take a finished trajectory."""
+        """Add a finished trajectory to what the next batch brings."""
         self._gathered.add(trajectory)
 
     def sync(self) -> Published | None:
-        """Have everything published that was taken; return what to map, None: what is
+        """Have everything published that was added; return what to map, None: what is
         mapped stays.
         """
         try:
@@ -123,8 +129,9 @@ class SharedHistory:
             make_private(directory)
         # until nobody has removed it
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        while not (self._users and os.fstat(self._users.fileno()).st_nlink):
-            private = os.open(self._directory / USERS, flags, 0o600)
+        while not self._users or is_removed(self._users):
+            path = self._directory / USERS
+            private = os.open(path, flags, 0o600)
             self._users = open(private, "ab")
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
@@ -142,8 +149,9 @@ class SharedHistory:
             str(self._directory),
         ]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
-        entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        path = os.pathsep.join(entry for entry in entries if entry)
+        python_path = os.environ.get("PYTHONPATH", "")
+        entries = filter(None, python_path.split(os.pathsep))
+        path = os.pathsep.join(entries)
         # It outlives this process, and must not keep its output open.
         subprocess.run(
             [*command, *arguments],
@@ -167,7 +175,8 @@ class SharedHistory:
         """
         self._number += 1
         self._leave_ask()
-        path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
+        name = f"{ANSWER}-{self._engine}"
+        path = self._directory / FOLDER / name
         patience_s = PATIENCE_S
         again_s = AGAIN_S
         if self.trouble:
@@ -196,8 +205,9 @@ class SharedHistory:
     def _leave_ask(self) -> None:
         """Put the request for a generation into the spool."""
         self._enter()
+        name = f"{ASK}-{self._engine}"
         number = str(self._number).encode()
-        put_file(self._directory, f"{ASK}-{self._engine}", number)
+        put_file(self._directory, name, number)
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
@@ -240,16 +250,17 @@ class Standalone:
         """Return the figures of an engine that looks after its own history."""
         if self._shared is None:
             return {}
-        return {"engines_behind": int(bool(self._shared.trouble))}
+        is_behind = bool(self._shared.trouble)
+        return {"engines_behind": int(is_behind)}
 
     def weights_changed(self) -> None:
-        """Take note that the weights are other ones from the next step on. A weight
+        """Note that the weights are other ones from the next step on. A weight
         sync of many calls counts once.
         """
         self._due = True
 
     def begin_step(self, scheduled: Any, updating: bool) -> None:
-        """Take what has finished since the last step, and bring the drafter up to date
+        """Keep what has finished since the last step, and bring the drafter up to date
         if the weights have changed. `scheduled`: vLLM's `SchedulerOutput`; `updating`:
         a weight update is under way, which ends later.
         """
@@ -270,12 +281,14 @@ class Standalone:
         self._live_tokens = 0
         lengths = responses(self._finished)
         self._finished = []
-        published = self._shared.sync() if self._shared else None
+        published = None
+        if self._shared:
+            published = self._shared.sync()
         message = Refresh(self._version, published, lengths.tobytes())
         self._state.refresh(message)
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
-        """Take the texts of requests that are over."""
+        """Keep the texts of requests that are over."""
         most_tokens = self._state.config.num_draft_tokens + 1
         for req_id in req_ids:
             response = self._state.response(req_id)
@@ -284,8 +297,12 @@ class Standalone:
             self._live_tokens += len(response.text)
             if not response.record or not self._first:
                 continue
-            tokens = np.array(response.text, np.int32).tobytes()
-            trajectory = Trajectory(response.problem, tokens, self._version)
+            tokens = np.array(response.text, np.int32)
+            trajectory = Trajectory(
+                response.problem,
+                tokens.tobytes(),
+                self._version,
+            )
             # else it says nothing of lengths
             if response.is_whole(most_tokens):
                 self._finished.append(trajectory)

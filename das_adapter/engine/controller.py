@@ -124,7 +124,7 @@ class EngineController:
         prompt: np.ndarray = _NO_TOKENS,
         text: np.ndarray = _NO_TOKENS,
     ) -> None:
-        """Take a request that joins the batch, and give it a slot; `length`: of its
+        """Open a request that joins the batch, and give it a slot; `length`: of its
         text before the present step, prompt included; `prompt`, `text`: all of it so
         far, int32 token ids, where the host looks up its drafts.
         """
@@ -176,7 +176,7 @@ class EngineController:
     # A decode step
 
     def timed(self, step: TimedStep, ended: float) -> None:
-        """Take a decode step that has `ended`, in seconds since the epoch."""
+        """Record a decode step that has `ended`, in seconds since the epoch."""
         if self.rehearsing:
             return
         predicted = self.policy.timed(step)
@@ -209,12 +209,10 @@ class EngineController:
         if self.failed:
             return
         self._stop(repr(error))
-        lasts = (
-            "the engine goes on as stock"
-            if self.rehearsing
-            else "no drafts until the next weight sync"
-        )
-        log_failure(error, self.config.drafter, lasts)
+        consequence = "no drafts until the next weight sync"
+        if self.rehearsing:
+            consequence = "the engine goes on as stock"
+        log_failure(error, self.config.drafter, consequence)
 
     def give_up(self, reason: str) -> None:
         """Draft no more: the drafting path can't run on this vLLM."""

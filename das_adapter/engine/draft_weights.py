@@ -34,7 +34,10 @@ processed: WeakSet[torch.nn.Module] = WeakSet()
 computes with.
 """
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+NamedWeight = tuple[str, torch.Tensor]
+Weights = Iterable[NamedWeight]
+Layers = tuple[torch.nn.Module, torch.nn.Module]
+"""A layer of the drafter beside the policy's."""
 
 
 class DraftWeights:
@@ -51,7 +54,7 @@ class DraftWeights:
         """Fingerprint of the weights of the drafter's checkpoint."""
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
-        self._follows: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        self._follows: list[Layers] = []
         """The drafter's output layer beside the policy's, whose values it has until the
         trainer sends its own.
         """
@@ -65,7 +68,9 @@ class DraftWeights:
     @property
     def drafter(self) -> Any:
         """vLLM's drafter model."""
-        source = getattr(self._runner, "speculator", None) or self._runner.drafter
+        source = getattr(self._runner, "speculator", None)
+        if not source:
+            source = self._runner.drafter
         return source.model
 
     def follow_drafter(self) -> None:
@@ -109,14 +114,15 @@ class DraftWeights:
         """Load the policy's weights from a stream (with `stock`), and the drafter's
         that are among them.
         """
-        kept: list[tuple[str, torch.Tensor]] = []
+        kept: list[NamedWeight] = []
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
             model = self._runner.speculative_config.draft_model_config
             vocab = model.get_vocab_size()
             trimmed = []
             for name, weight in kept:
-                if "embed_tokens" in name or "lm_head" in name:
+                has_vocabulary = "embed_tokens" in name or "lm_head" in name
+                if has_vocabulary:
                     weight = weight[:vocab]  # trainers pad the vocabulary
                 trimmed.append((name, weight))
             self.drafter.load_weights(trimmed)
@@ -152,14 +158,17 @@ class DraftWeights:
         return self._refused
 
     def _split(
-        self, weights: Weights, kept: list[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        self,
+        weights: Weights,
+        kept: list[NamedWeight],
+    ) -> Iterator[NamedWeight]:
         """Yield the policy's weights; copy the drafter's into `kept`, because a stream
         reuses its buffers.
         """
         for name, weight in weights:
             if name.startswith(PREFIX):
-                kept.append((name.removeprefix(PREFIX), weight.clone()))
+                own_name = name.removeprefix(PREFIX)
+                kept.append((own_name, weight.clone()))
             else:
                 yield name, weight
 
@@ -194,7 +203,9 @@ class DraftWeights:
         """
         kept = self._buffers
         self._buffers = {}
-        for name, buffer in self.drafter.named_buffers() if kept else ():
+        if not kept:
+            return
+        for name, buffer in self.drafter.named_buffers():
             buffer.data.copy_(kept[name])
 
     def _load_mtp_layers(
@@ -225,13 +236,15 @@ class DraftWeights:
         finally:
             for parameter, present in shared.items():
                 parameter.data = present
-        own = set(loaded or ())
         named = dict(self.drafter.named_parameters(remove_duplicate=False))
-        for name in list(own):
-            if name not in named or id(named[name]) in policy:
-                own.remove(name)
+        own = set()
+        for name in loaded or ():
+            weight = named.get(name)
+            if weight is not None and id(weight) not in policy:
+                own.add(name)
         self._arrived += len(own)
-        if own and not self._reading and self._config.draft.weights == "checkpoint":
+        is_fixed = self._config.draft.weights == "checkpoint"
+        if own and is_fixed and not self._reading:
             self._refuse(min(own))
         return loaded
 
@@ -244,14 +257,16 @@ class DraftWeights:
             f" drafter's weights too ({name}, ...): set it to 'trainer'"
         )
 
-    def _own(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _own(self, weights: Weights) -> Iterator[NamedWeight]:
         """Count weights of the drafter's own; none of them may be loaded into the
         policy.
         """
         for name, weight in weights:
             self._arrived += 1
             for shared in SHARED:
-                parted = shared in name and self._part_from_policy(shared)
+                if shared not in name:
+                    continue
+                parted = self._part_from_policy(shared)
                 if parted and not self._reading:
                     logger.warning(
                         "das: the trainer sends the drafter's %s, which was the"
@@ -275,9 +290,7 @@ class DraftWeights:
                 for name, _ in module.named_parameters(recurse=False):
                     yield f"{path}.{name}"
 
-    def _part_from_policy(
-        self, name: str
-    ) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    def _part_from_policy(self, name: str) -> list[Layers]:
         """Give the drafter an output layer or embedding of its own, with the same
         values, where it shares the policy's: where its checkpoint has none, or an equal
         one. Return it beside the policy's; empty: it has its own.
@@ -290,11 +303,13 @@ class DraftWeights:
             owner, _, leaf = path.rpartition(".")
             if leaf != name:
                 continue
-            if not any(id(weight) in policy for weight in shared.parameters()):
+            weight_ids = {id(weight) for weight in shared.parameters()}
+            if policy.isdisjoint(weight_ids):
                 continue
             own = copy.deepcopy(shared)
-            weights = zip(own.parameters(), shared.parameters(), strict=True)
-            for new, old in weights:
+            new_weights = own.parameters()
+            old_weights = shared.parameters()
+            for new, old in zip(new_weights, old_weights, strict=True):
                 # how it is loaded: copies lose it
                 new.__dict__.update(old.__dict__)
             setattr(self.drafter.get_submodule(owner), name, own)
@@ -321,7 +336,9 @@ class DraftWeights:
                 loader.load_weights(self.drafter, model)
                 if model.quantization is None:
                     process_weights_after_loading(
-                        self.drafter, model, self._runner.device
+                        self.drafter,
+                        model,
+                        self._runner.device,
                     )
                     processed.add(self.drafter)
         finally:
@@ -334,7 +351,8 @@ class DraftWeights:
         for weight in self.drafter.parameters():
             if weight.numel() and weight.data_ptr() not in shared:
                 values = weight.detach().flatten()[:16]
-                sums.append(values.float().abs().sum().item())
+                magnitudes = values.float().abs()
+                sums.append(magnitudes.sum().item())
         return sums
 
 

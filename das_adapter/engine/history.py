@@ -53,7 +53,7 @@ class HistorySource:
         prompt: np.ndarray,
         text: np.ndarray,
     ) -> None:
-        """Take a request that begins: int32 token ids of its prompt, and of all its
+        """Open a request that begins: int32 token ids of its prompt, and of all its
         text so far.
         """
         key = self._policy.key(live.problem)

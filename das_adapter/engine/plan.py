@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.steps import Floats, Ints
 from das_adapter.errors import DasError
 
 ATTRIBUTE = "das_plan"
@@ -51,11 +52,13 @@ class DraftPlan:
     """
     req_ids: Sequence[str] = ()
     """Requests that the budget is for."""
-    limits: npt.NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    limits: Ints = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64),
     )
     """Most draft tokens of each of these, int64 [requests]."""
-    worth: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    worth: Floats = field(
+        default_factory=lambda: np.zeros(0),
+    )
     """Worth of a token of each of these as a share of the greatest, float64
     [requests].
     """
@@ -76,20 +79,25 @@ class DraftPlan:
         return replace(self, num_draft_tokens=tokens)
 
     def limits_and_worth(
-        self, req_ids: Sequence[str]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
+        self,
+        req_ids: Sequence[str],
+    ) -> tuple[Ints, Floats, int]:
         """Return the `limits` and the `worth` of a step's requests, and the number of
         those that have joined since the plan was made: a token of these is worth as
         much as the most valuable one.
         """
         if self.req_ids == req_ids:
             return self.limits, self.worth, 0
-        places = dict(zip(self.req_ids, count(), strict=False))
+        numbered = zip(self.req_ids, count(), strict=False)
+        places = dict(numbered)
         # Requests that have joined are read from behind the last place.
-        rows = np.fromiter(map(places.get, req_ids, repeat(-1)), np.int64, len(req_ids))
+        planned_places = map(places.get, req_ids, repeat(-1))
+        num_requests = len(req_ids)
+        rows = np.fromiter(planned_places, np.int64, num_requests)
         limits = np.append(self.limits, self.num_draft_tokens)
         worth = np.append(self.worth, 1.0)
-        joined = int(np.count_nonzero(rows < 0))
+        has_joined = rows < 0
+        joined = int(np.count_nonzero(has_joined))
         return limits[rows], worth[rows], joined
 
 
@@ -107,7 +115,9 @@ class PlanInForce:
     @property
     def num_draft_tokens(self) -> int | None:
         """Tokens that are drafted for each request; None: as many as there can be."""
-        return None if self.plan is None else self.plan.num_draft_tokens
+        if self.plan is None:
+            return None
+        return self.plan.num_draft_tokens
 
     @property
     def looks_up(self) -> bool:

@@ -8,6 +8,7 @@ quantised again, so CUDA graphs and sleeping memory pools stay valid.
 from __future__ import annotations
 
 from functools import partial
+from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -41,11 +42,17 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
     formats: dict[str, Any]
     device = weight.device.type
     if device == "cpu":
-        formats = {"int8": _CpuWeight, "int4": partial(_CpuWeight, bits=4)}
+        formats = {
+            "int8": _CpuWeight,
+            "int4": partial(_CpuWeight, bits=4),
+        }
     else:
         from das_adapter.engine import quantised_gpu
 
-        formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
+        formats = {
+            "fp8": quantised_gpu.Fp8,
+            "int4": quantised_gpu.Int4,
+        }
     if weights not in formats:
         allowed = ", ".join(map(repr, formats))
         raise ConfigError(
@@ -62,35 +69,52 @@ class _CpuWeight:
     """
 
     def __init__(self, weight: torch.Tensor, bits: int = 8):
-        if weight.dtype not in (torch.float32, torch.bfloat16):
+        allowed = (torch.float32, torch.bfloat16)
+        if weight.dtype not in allowed:
             raise ConfigError(
                 f"das.drafter: for a policy copy, found a policy in {weight.dtype},"
                 " allowed on a CPU: torch.float32, torch.bfloat16"
             )
         self.rows, self.inputs = weight.shape
-        blocks = -(-self.rows // ROWS)
-        groups = -(-self.inputs // GROUP)
-        block_bytes = ROWS * GROUP * bits // 8
-        codes = torch.empty(blocks, groups, block_bytes, dtype=torch.uint8)
-        scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
-        zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
+        blocks = ceil(self.rows / ROWS)
+        groups = ceil(self.inputs / GROUP)
+        block_weights = ROWS * GROUP
+        block_bytes = block_weights * bits // 8
+        codes_shape = (blocks, groups, block_bytes)
+        row_shape = (blocks, groups, ROWS)
+        codes = torch.empty(codes_shape, dtype=torch.uint8)
+        scales = torch.empty(row_shape, dtype=torch.float32)
+        zeros = torch.empty(row_shape, dtype=torch.uint8)
         self.kept = [codes, scales, zeros]
         addresses = [tensor.data_ptr() for tensor in self.kept]
-        self._matrix = self.rows, self.inputs, bits, *addresses
+        self._matrix = (
+            self.rows,
+            self.inputs,
+            bits,
+            *addresses,
+        )
         """What the native kernels are told of the matrix."""
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
         is_bfloat16 = weight.dtype == torch.bfloat16
-        threads = torch.get_num_threads()
-        native().quantise(weight.data_ptr(), is_bfloat16, *self._matrix, threads)
+        native().quantise(
+            weight.data_ptr(),
+            is_bfloat16,
+            *self._matrix,
+            torch.get_num_threads(),
+        )
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
+        *leading, _ = x.shape
+        shape = (*leading, self.rows)
         flat = x.reshape(-1, self.inputs).contiguous()
-        out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        native().quantised_linear(
+        out = torch.empty(shape, dtype=x.dtype)
+        is_bfloat16 = x.dtype == torch.bfloat16
+        quantised_linear = native().quantised_linear
+        quantised_linear(
             flat.data_ptr(),
-            x.dtype == torch.bfloat16,
+            is_bfloat16,
             len(flat),
             *self._matrix,
             out.data_ptr(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 import torch
 from vllm import _custom_ops as ops
@@ -27,43 +28,64 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     """Pack numbers of 4 bits [inputs, rows] to int32 [inputs, rows / 8], as vLLM's
     `awq_pack` does on the host, which takes seconds for a large matrix.
     """
-    pairs = codes.to(torch.int32).reshape(len(codes), -1, 4, 2)
+    wide_codes = codes.to(torch.int32)
+    inputs = len(codes)
+    pairs = wide_codes.reshape(inputs, -1, 4, 2)
     packed = torch.zeros_like(pairs[..., 0, 0])
     # of eight numbers those at even places first: 0 2 4 6 1 3 5 7
     for place in range(8):
-        numbers = pairs[..., place % 4, place // 4]
+        pair = place % 4
+        is_odd = place // 4
+        numbers = pairs[..., pair, is_odd]
         packed |= numbers << (4 * place)
     return packed
 
 
-def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Rounded(NamedTuple):
+    """A weight [rows, inputs] in 16 values for each row and group of inputs: about
+    `scale * (code - zero)`.
+    """
+
+    codes: torch.Tensor
+    """Numbers of 4 bits, float32 [rows, inputs]."""
+    scales: torch.Tensor
+    """Scales in the weight's dtype, [rows, groups]."""
+    zeros: torch.Tensor
+    """Zero points, float32 [rows, groups]."""
+
+
+def rounded(weight: torch.Tensor) -> Rounded:
     """Round a weight [rows, inputs] to the nearest of 16 values for each row and group
     of inputs.
-
-    Returns codes float32 [rows, inputs], scales [rows, groups] in the weight's dtype
-    and zero points float32 [rows, groups]: a weight is about `scale * (code - zero)`.
     """
-    grouped = weight.float().view(len(weight), -1, GROUP)
-    low = grouped.amin(-1).clamp(max=0)
-    high = grouped.amax(-1).clamp(min=0)
+    rows = len(weight)
+    grouped = weight.float().view(rows, -1, GROUP)
+    least = grouped.amin(-1)
+    greatest = grouped.amax(-1)
+    low = least.clamp(max=0)
+    high = greatest.clamp(min=0)
+    exact_steps = (high - low) / 15
     # such as float16 has, too
-    steps = ((high - low) / 15).clamp(min=1e-6)
+    steps = exact_steps.clamp(min=1e-6)
     scales = steps.to(weight.dtype)
     divisors = scales.float()
-    zeros = (-low / divisors).round().clamp(0, 15)
+    exact_zeros = -low / divisors
+    nearest_zeros = exact_zeros.round()
+    zeros = nearest_zeros.clamp(0, 15)
     codes = grouped / divisors[..., None]
     codes.round_()
     codes.add_(zeros[..., None])
     codes.clamp_(0, 15)
-    return codes.view(weight.shape), scales, zeros
+    return Rounded(codes.view(weight.shape), scales, zeros)
 
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
     """Pack zero points [groups, rows] to int32 [groups, rows / 8], as vLLM's
     `marlin_zero_points`.
     """
-    order = get_scale_perms()[0]
-    ordered = zeros.reshape(-1, len(order))[:, order]
+    order, _ = get_scale_perms()
+    tiles = zeros.reshape(-1, len(order))
+    ordered = tiles[:, order]
     return pack(ordered.reshape(zeros.shape))
 
 
@@ -73,22 +95,36 @@ class Fp8:
     """
 
     def __init__(self, weight: torch.Tensor):
-        scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
-        self.kept = [torch.empty_like(weight, dtype=torch.float8_e4m3fn), scales]
+        codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(
+            len(weight),
+            1,
+            dtype=torch.float32,
+            device=weight.device,
+        )
+        self.kept = [codes, scales]
 
     def quantise(self, weight: torch.Tensor) -> None:
-        fresh = ops.scaled_fp8_quant(weight.contiguous(), use_per_token_if_dynamic=True)
+        fresh = ops.scaled_fp8_quant(
+            weight.contiguous(),
+            use_per_token_if_dynamic=True,
+        )
         for kept, new in zip(self.kept, fresh, strict=True):
             kept.copy_(new)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        *leading, width = x.shape
+        flat = x.reshape(-1, width)
         codes, scales = ops.scaled_fp8_quant(flat, use_per_token_if_dynamic=True)
         own_codes, own_scales = self.kept
         y = ops.cutlass_scaled_mm(
-            codes, own_codes.t(), scales, own_scales.t(), out_dtype=x.dtype
+            codes,
+            own_codes.t(),
+            scales,
+            own_scales.t(),
+            out_dtype=x.dtype,
         )
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*leading, -1)
 
 
 class Int4:
@@ -115,27 +151,43 @@ class Int4:
         known = inspect.signature(ops.marlin_gemm).parameters
         for name in ("g_idx", "perm"):
             if name in known:
-                nothing = torch.empty(0, dtype=torch.int32, device=weight.device)
-                self._unordered[name] = nothing
+                self._unordered[name] = torch.empty(
+                    0,
+                    dtype=torch.int32,
+                    device=weight.device,
+                )
 
     def quantise(self, weight: torch.Tensor) -> None:
-        rows_at_once = max(1, _WEIGHTS_AT_ONCE // self.inputs // 64) * 64
+        rows_at_once = _WEIGHTS_AT_ONCE // self.inputs
+        blocks_at_once = max(1, rows_at_once // 64)
         packed_parts = []
         scale_parts = []
         zero_parts = []
-        for part in torch.split(weight, rows_at_once):
+        parts = torch.split(weight, 64 * blocks_at_once)
+        for part in parts:
             codes, part_scales, part_zeros = rounded(part)
             packed_parts.append(pack(codes.t()))
             scale_parts.append(part_scales)
             zero_parts.append(part_zeros)
         packed = torch.cat(packed_parts, 1)
-        scales = torch.cat(scale_parts).t().contiguous()
-        zeros = torch.cat(zero_parts).t()
-        fresh = [
-            ops.awq_marlin_repack(packed, self.inputs, self.rows, 4),
-            marlin_permute_scales(scales, self.inputs, self.rows, GROUP),
-            pack_zeros(zeros),
-        ]
+        row_scales = torch.cat(scale_parts)
+        row_zeros = torch.cat(zero_parts)
+        scales = row_scales.t().contiguous()
+        zeros = row_zeros.t()
+        marlin_codes = ops.awq_marlin_repack(
+            packed,
+            self.inputs,
+            self.rows,
+            4,  # bits
+        )
+        marlin_scales = marlin_permute_scales(
+            scales,
+            self.inputs,
+            self.rows,
+            GROUP,
+        )
+        marlin_zeros = pack_zeros(zeros)
+        fresh = [marlin_codes, marlin_scales, marlin_zeros]
         if not self.kept:
             self.kept = fresh
         for kept, new in zip(self.kept, fresh, strict=True):
@@ -144,6 +196,7 @@ class Int4:
         self._workspace.zero_()
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
+        *leading, _ = x.shape
         flat = x.reshape(-1, self.inputs)
         codes, scales, zeros = self.kept
         y = ops.marlin_gemm(
@@ -163,4 +216,4 @@ class Int4:
             use_fp32_reduce=True,
             **self._unordered,
         )
-        return y.reshape(*x.shape[:-1], self.rows)
+        return y.reshape(*leading, self.rows)

@@ -80,7 +80,7 @@ def try_drafts_in_process(stock: Any) -> Any:
 
 
 @dataclass
-class Outcome:
+class RehearsalResult:
     """What a rehearsal has shown in the engine's core."""
 
     scheduled: int = 0
@@ -123,9 +123,9 @@ def rehearse(core: Any) -> None:
     began = time.perf_counter()
     try:
         core.collective_rpc("das_rpc", args=("rehearse", {}))
-        outcome = _run(core)
+        result = _run(core)
         answers = core.collective_rpc("das_rpc", args=("rehearsed", {}))
-        reason = _reason(config, outcome, answers)
+        reason = _reason(config, result, answers)
         if reason is None:
             seconds = time.perf_counter() - began
             logging.getLogger("vllm.das_adapter").info(
@@ -154,11 +154,11 @@ def rehearse(core: Any) -> None:
         )
 
 
-def _run(core: Any) -> Outcome:
+def _run(core: Any) -> RehearsalResult:
     """Run one request for some steps, abort it, and remove all that it has left."""
-    outcome = Outcome()
+    result = RehearsalResult()
     runner = 2 if runs_v2(core.vllm_config) else 1
-    with _watched(core.scheduler, outcome):
+    with _watched(core.scheduler, result):
         try:
             core.add_request(_request(core))
             for _ in range(STEPS[runner]):
@@ -166,11 +166,11 @@ def _run(core: Any) -> Outcome:
                 core.post_step(executed)
                 for answer in (outputs or {}).values():
                     for output in answer.outputs:
-                        outcome.tokens.update(output.new_token_ids)
+                        result.tokens.update(output.new_token_ids)
         except Exception as error:
-            outcome.failure = error
-        _clear(core, outcome)
-    return outcome
+            result.failure = error
+        _clear(core, result)
+    return result
 
 
 def _request(core: Any) -> Any:
@@ -193,7 +193,7 @@ def _request(core: Any) -> Any:
     )
 
 
-def _clear(core: Any, outcome: Outcome) -> None:
+def _clear(core: Any, result: RehearsalResult) -> None:
     """Remove the request from scheduler and workers, with what it has left in the KV
     cache.
     """
@@ -204,7 +204,7 @@ def _clear(core: Any, outcome: Outcome) -> None:
         try:
             core.step_fn()
         except Exception as error:  # of a step that was under way
-            outcome.failure = outcome.failure or error
+            result.failure = result.failure or error
     core.scheduler.reset_prefix_cache()
     lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
     if isinstance(lookup, PlanLookup):
@@ -212,13 +212,13 @@ def _clear(core: Any, outcome: Outcome) -> None:
 
 
 @contextlib.contextmanager
-def _watched(scheduler: Any, outcome: Outcome) -> Iterator[None]:
+def _watched(scheduler: Any, result: RehearsalResult) -> Iterator[None]:
     """Note how many draft tokens the request is scheduled with."""
     stock = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
-        outcome.scheduled += len(output.scheduled_spec_decode_tokens.get(REQUEST, ()))
+        result.scheduled += len(output.scheduled_spec_decode_tokens.get(REQUEST, ()))
         return output
 
     scheduler.schedule = schedule
@@ -230,7 +230,7 @@ def _watched(scheduler: Any, outcome: Outcome) -> Iterator[None]:
 
 def _reason(
     config: DasConfig,
-    outcome: Outcome,
+    result: RehearsalResult,
     answers: list[dict[str, Any]],
 ) -> str | None:
     """Say why no draft has arrived; None: drafts have. `answers`: of all ranks, see
@@ -239,11 +239,11 @@ def _reason(
     errors = [answer["error"] for answer in answers if answer.get("error")]
     if errors:
         return str(errors[0])
-    if outcome.failure is not None:
-        return f"{outcome.failure!r}{place(outcome.failure)}"
+    if result.failure is not None:
+        return f"{result.failure!r}{place(result.failure)}"
     first = answers[0]
     if not first["asked"]:
-        if not outcome.scheduled:
+        if not result.scheduled:
             return (
                 "vLLM's scheduler asked for no draft, although the worker had chosen to"
                 " draft"
@@ -251,12 +251,12 @@ def _reason(
         return (
             "the plan for the drafts was lost between vLLM's scheduler and the worker"
         )
-    if not outcome.scheduled:
+    if not result.scheduled:
         return "vLLM's scheduler gave the drafts no place in a step"
     if not first["verified"]:
         return "no draft token was verified"
     looks_up = config.looked_up is not None and config.keyed
-    repeats = looks_up and outcome.tokens == {TOKEN}
+    repeats = looks_up and result.tokens == {TOKEN}
     if repeats and not first["accepted"]:
         return "no draft token was accepted, although the text repeats one token"
     return None

@@ -99,13 +99,19 @@ class RequestLabels:
                 if seed is None:
                     seed = own.seed
                 added = replace(own, seed=None).extra_args()
-                params.extra_args = {**added, **(params.extra_args or {})}
+                given_args = params.extra_args or {}
+                params.extra_args = {**added, **given_args}
         if self._keyed:
-            params.seed = _signed(seed, request.request_id, params.n)
+            params.seed = _signed(
+                seed,
+                request.request_id,
+                params.n,
+            )
 
     def _drop(self, params: Any) -> None:
         """Let requests that begin while this one runs draft from it, and no others."""
-        params.extra_args = {**(params.extra_args or {}), "das_record": 0}
+        given = params.extra_args or {}
+        params.extra_args = {**given, "das_record": 0}
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -130,7 +136,11 @@ class RequestLabels:
         if request.cache_salt and not self._trusts:
             beside.append(f"salt {request.cache_salt}")
         with self._lock:
-            return labeller.label(prompt, validate=not record, media=beside)
+            return labeller.label(
+                prompt,
+                validate=not record,
+                media=beside,
+            )
 
 
 def _refuse(given: Label) -> None:
@@ -155,9 +165,10 @@ def _signed(
     of the samples after it, and none is -1, which vLLM takes for no seed.
     """
     if seed is None:
-        digest = hashlib.blake2b(req_id.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
-    wrapped = (int(seed) + 2**63) % 2**64 - 2**63
+        hashed = hashlib.blake2b(req_id.encode(), digest_size=8)
+        seed = int.from_bytes(hashed.digest(), "little")
+    unsigned = (int(seed) + 2**63) % 2**64
+    wrapped = unsigned - 2**63
     # vLLM counts it on for each sample: not beyond 2**63 - 1, and not past -1
     first = min(wrapped, 2**63 - samples)
     if -samples <= first < 0:
@@ -208,7 +219,9 @@ class LiveRequest:
     """Length at which it stops."""
     record: bool
     """Whether its text may serve as history."""
-    ahead: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    ahead: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int32),
+    )
     """What was written ahead of its response, int32 token ids."""
     stops: frozenset[int] = frozenset()
     """Tokens that end it."""
@@ -251,13 +264,14 @@ class LiveRequest:
                 stop_ids = params.all_stop_token_ids
             stops = frozenset(stop_ids or ())
             ends_outside = bool(params.stop)
+        ahead = label.ahead or b""
         return cls(
             req_id,
             problem=label.problem_of(prompt, media(request)),
             start=label.start_in(len(prompt)),
             end=min(longest, len(prompt) + most_tokens),
             record=label.record,
-            ahead=np.frombuffer(label.ahead or b"", dtype=np.int32),
+            ahead=np.frombuffer(ahead, dtype=np.int32),
             stops=stops,
             ends_outside=ends_outside,
         )
@@ -267,6 +281,8 @@ class LiveRequest:
         one; `last`: the most tokens that a step adds, among which its end may be.
         """
         text = self.text or []
-        is_full = self.start + len(text) >= self.end
-        has_stop = not self.stops.isdisjoint(text[-last:])
+        length = self.start + len(text)
+        is_full = length >= self.end
+        last_tokens = text[-last:]
+        has_stop = not self.stops.isdisjoint(last_tokens)
         return self.ends_outside or is_full or has_stop

@@ -40,7 +40,11 @@ class PlanLookup:
     not: where prompts wait or are read in chunks, half of the room is theirs.
     """
 
-    def __init__(self, scheduler: Any, lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        lengths: Sequence[int],
+    ) -> None:
         """`scheduler`: vLLM's; `lengths`: of which there are CUDA graphs, rising."""
         self.chosen = DraftPlan()
         """What a worker has chosen last."""
@@ -64,7 +68,8 @@ class PlanLookup:
         try:
             return self._with_room(requests)
         except Exception as error:
-            return replace(SILENCE, error=f"{error!r}{place(error)}")
+            reason = f"{error!r}{place(error)}"
+            return replace(SILENCE, error=reason)
 
     def _with_room(self, requests: int) -> DraftPlan:
         scheduler = self._scheduler
@@ -76,12 +81,16 @@ class PlanLookup:
         step_tokens = scheduler.max_num_scheduled_tokens
         each_request = step_tokens // max(requests, running)
         room = each_request // 2 - 1
-        if room < wanted and not waiting and not self._reads_in_chunks():
-            room = each_request - 1
+        if room < wanted and not waiting:
+            if not self._reads_in_chunks():
+                room = each_request - 1
         of_one_length = chosen.num_model_tokens or not chosen.budget
         if room < wanted and of_one_length:
-            fitting = [length for length in self._lengths if length <= room]
-            room = max(fitting, default=0)
+            fitting = [0]
+            for length in self._lengths:
+                if length <= room:
+                    fitting.append(length)
+            room = max(fitting)
         return chosen.at_most(max(0, room))
 
     def _reads_in_chunks(self) -> bool:
@@ -107,46 +116,63 @@ def reserve_draft_slots(stock: Any) -> Any:
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(
-                self.num_lookahead_tokens, config.model_tokens
+                self.num_lookahead_tokens,
+                config.model_tokens,
             )
             # from vLLM 0.33 on; said before these slots were reserved
             if hasattr(self, "can_skip_drafts"):
                 self.can_skip_drafts = runs_v2(self.vllm_config)
         if config is not None and config.drafter != "none":
-            setattr(self, ONE_BY_ONE, bool(compat.missing(compat.ENDS_AT_STOP_STRINGS)))
-            if runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
+            lacks_stops = compat.missing(compat.ENDS_AT_STOP_STRINGS)
+            setattr(self, ONE_BY_ONE, bool(lacks_stops))
+            is_v2 = runs_v2(self.vllm_config)
+            if is_v2 and self.dynamic_sd_lookup:
                 self.dynamic_sd_lookup = PlanLookup(self, draft_lengths(config))
-            elif config.controlled and not runs_v2(self.vllm_config):
-                self.dynamic_sd_lookup = [config.num_draft_tokens] * (
-                    self.max_num_running_reqs + 1
-                )
+            elif config.controlled and not is_v2:
+                batch_sizes = self.max_num_running_reqs + 1
+                self.dynamic_sd_lookup = [config.num_draft_tokens] * batch_sizes
 
     return init
 
 
-def one_by_one(output: Any, requests: Mapping[str, Any]) -> list[Any]:
+def one_by_one(
+    output: Any,
+    requests: Mapping[str, Any],
+) -> list[Any]:
     """Split what a request got in a step (vLLM's `EngineCoreOutput`) into outputs of
     one token, if it has stop strings, or is not among the unfinished `requests` any
     more: the front end ends it with the token that completes one.
     """
     count = len(output.new_token_ids)
-    if count < 2 or (
-        (request := requests.get(output.request_id)) is not None
-        and not request.sampling_params.stop
-    ):
+    if count < 2:
         return [output]
+    request = requests.get(output.request_id)
+    if request is not None and not request.sampling_params.stop:
+        return [output]
+    experts = getattr(output, "routed_experts", None)
+    last = count - 1
     parts = []
-    for i in range(count):
-        part: dict[str, Any] = {"new_token_ids": output.new_token_ids[i : i + 1]}
-        for rows in ("new_logprobs", "new_sampling_mask"):
-            if getattr(output, rows, None) is not None:
-                part[rows] = getattr(output, rows).slice_request(i, 1)
-        if (experts := getattr(output, "routed_experts", None)) is not None:
-            end = len(experts) - count + i + 1
-            part["routed_experts"] = experts[end - 1 if i else 0 : end]
-        others = _WITH_THE_FIRST * (i > 0) + _WITH_THE_LAST * (i < count - 1)
-        part |= {name: None for name in others if hasattr(output, name)}
-        parts.append(msgspec.structs.replace(output, **part))
+    for i, token in enumerate(output.new_token_ids):
+        part: dict[str, Any] = {"new_token_ids": [token]}
+        for name in ("new_logprobs", "new_sampling_mask"):
+            rows = getattr(output, name, None)
+            if rows is not None:
+                part[name] = rows.slice_request(i, 1)
+        if experts is not None:
+            # the first part has the rows of the prompt, too
+            end = len(experts) - last + i
+            begin = end - 1 if i else 0
+            part["routed_experts"] = experts[begin:end]
+        left_out: list[str] = []
+        if i > 0:
+            left_out += _WITH_THE_FIRST
+        if i < last:
+            left_out += _WITH_THE_LAST
+        for name in left_out:
+            if hasattr(output, name):
+                part[name] = None
+        replaced = msgspec.structs.replace(output, **part)
+        parts.append(replaced)
     return parts
 
 
@@ -184,7 +210,9 @@ def follow_steps(stock: Any) -> Any:
     """
 
     def update_from_output(
-        self: Any, scheduler_output: Any, model_runner_output: Any
+        self: Any,
+        scheduler_output: Any,
+        model_runner_output: Any,
     ) -> Any:
         chosen = getattr(model_runner_output, plan.ATTRIBUTE, None)
         lookup = getattr(self, "dynamic_sd_lookup", None)
@@ -193,11 +221,10 @@ def follow_steps(stock: Any) -> Any:
         answers = stock(self, scheduler_output, model_runner_output)
         if getattr(self, ONE_BY_ONE, False):
             for answer in answers.values():
-                answer.outputs = [
-                    part
-                    for output in answer.outputs
-                    for part in one_by_one(output, self.requests)
-                ]
+                parts = []
+                for output in answer.outputs:
+                    parts += one_by_one(output, self.requests)
+                answer.outputs = parts
         return answers
 
     return update_from_output
@@ -222,11 +249,10 @@ def see_weight_calls(stock: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         answers = stock(self, method, *args, **kwargs)
-        if (
-            isinstance(method, str)
-            and _WEIGHT_CALL.search(method)
-            and alone(self.vllm_config)
-        ):
+        if not isinstance(method, str):
+            return answers
+        writes_weights = _WEIGHT_CALL.search(method)
+        if writes_weights and alone(self.vllm_config):
             stock(self, "das_rpc", args=("refresh", {}))
         return answers
 

@@ -69,9 +69,11 @@ def take_block_from_environment(args: Any) -> None:
     """
     additional = args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
-    if SETTINGS_KEY in (additional or {}) or not source or args.runner == "pooling":
+    has_block = SETTINGS_KEY in (additional or {})
+    if has_block or not source or args.runner == "pooling":
         return
-    host = (args.worker_extension_cls or "").partition(".")[0]
+    extension = args.worker_extension_cls or ""
+    host, _, _ = extension.partition(".")
     if host in HOSTS:
         logger.warning(
             "das: %s in the environment has no effect on an engine that %s starts",
@@ -99,7 +101,8 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
             f"das.drafter={config.drafter!r} and speculative_config both choose a"
             " drafter: remove one of them"
         )
-    has_no_python_front_end = getattr(args, "_api_process_rank", 0) == -1
+    api_rank = getattr(args, "_api_process_rank", 0)
+    has_no_python_front_end = api_rank == -1
     rust = int(os.environ.get("VLLM_USE_RUST_FRONTEND") or 0)
     if has_no_python_front_end and rust:
         raise ConfigError(
@@ -115,7 +118,7 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
 
 
 def without_host(config: DasConfig) -> str | None:
-    """Say why an engine without a host refuses a block; None: it takes it."""
+    """Return why an engine without a host refuses a block; None: it does not."""
     history = config.history
     if not config.shares_history:
         return None
@@ -150,7 +153,8 @@ def draft_less(args: Any, config: DasConfig) -> DasConfig:
         )
     logger.warning("das: max_draft_tokens=%d beside LoRA adapters with %s", fit, sizes)
     lowered = config.model_copy(update={"max_draft_tokens": fit})
-    args.additional_config = {**args.additional_config, SETTINGS_KEY: lowered.to_dict()}
+    block = lowered.to_dict()
+    args.additional_config = {**args.additional_config, SETTINGS_KEY: block}
     return lowered
 
 
@@ -160,8 +164,11 @@ def history_name(vllm_config: Any) -> str:
     writer would look for texts under other keys.
     """
     config = settings(vllm_config)
-    kind = "-global" if config is not None and config.history.scope == "global" else ""
-    return f"das-history-{_run(vllm_config)}-{os.geteuid()}{kind}"
+    kind = ""
+    if config is not None and config.history.scope == "global":
+        kind = "-global"
+    run = _run(vllm_config)
+    return f"das-history-{run}-{os.geteuid()}{kind}"
 
 
 def _run(vllm_config: Any) -> str:
@@ -173,4 +180,5 @@ def _run(vllm_config: Any) -> str:
         # Under Ray vLLM puts _dp0, _dp1, ... behind the name that data-parallel
         # siblings have.
         run, _, _ = vllm_config.instance_id.partition("_dp")
-    return hashlib.blake2b(run.encode(), digest_size=6).hexdigest()
+    hashed = hashlib.blake2b(run.encode(), digest_size=6)
+    return hashed.hexdigest()

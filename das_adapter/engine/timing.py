@@ -54,12 +54,18 @@ class StepTimer:
             drafts = scheduled.scheduled_spec_decode_tokens
             num_drafted = sum(map(len, drafts.values()))
             if num_tokens == len(counts) + num_drafted:
-                self._step = TimedStep(EMPTY_INTS, EMPTY_INTS, num_tokens, 0.0)
+                self._step = TimedStep(
+                    slots=EMPTY_INTS,
+                    got=EMPTY_INTS,
+                    tokens=num_tokens,
+                    seconds=0.0,
+                )
         if step is None or not len(step.slots):
             return None  # it was not sampled
-        if has_new and not any(req_id in counts for req_id in req_ids):
+        if has_new and counts.keys().isdisjoint(req_ids):
             return None  # a pause without requests lies between them
-        return step._replace(seconds=step_s - step.drafting_seconds)
+        policy_s = step_s - step.drafting_seconds
+        return step._replace(seconds=policy_s)
 
     def record_sampled(
         self,
@@ -68,7 +74,7 @@ class StepTimer:
         context: int = 0,
         asked: bool = True,
     ) -> None:
-        """Take what the step sampled: slots of its requests and the tokens that each
+        """Record what the step sampled: slots of its requests and the tokens that each
         got, int64 [b], the tokens of context that they have together, and whether a
         drafter is asked; where none is, slots do not matter.
         """
@@ -82,8 +88,8 @@ class StepTimer:
             )
 
     def record_drafting(self, seconds: float, passes: int) -> bool:
-        """Take the seconds and the forward passes of a model that drafted at the end of
-        the step; return whether the step is timed.
+        """Record the seconds and the forward passes of a model that drafted at the end
+        of the step; return whether the step is timed.
         """
         step = self._step
         if step is None:
@@ -101,7 +107,8 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     is_eager = vllm_config.model_config.enforce_eager
     if is_eager or mode is None or mode is CUDAGraphMode.NONE:
         return ()
-    return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
+    sizes = compilation.cudagraph_capture_sizes or ()
+    return tuple(sorted(sizes))
 
 
 def an_eighth_apart(sizes: Iterable[int]) -> list[int]:
@@ -130,10 +137,16 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
     if device is None or sizes.get("model_type") not in FAMILIES:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    roof = Roofline.from_config(sizes, device, ranks, _WEIGHT_BYTES[model.quantization])
+    roof = Roofline.from_config(
+        sizes,
+        device,
+        ranks,
+        _WEIGHT_BYTES[model.quantization],
+    )
     passes = None
     if config.copies_policy:
-        passes = roof.step_model(share=COPY_SHARE[config.self.weights])
+        share = COPY_SHARE[config.self.weights]
+        passes = roof.step_model(share=share)
     return Prior(roof.step_model(), passes)
 
 

@@ -767,7 +767,7 @@ def test_a_models_draft_that_is_better_than_the_historys_brings_its_own_chances(
     source.draft_token_confidence_probs = chances = torch.tensor(
         [[0.75, 0.5, 0.5], [0.25, 0.25, 0.25]]
     )
-    source.take_better(
+    source.put_better_drafts(
         torch.tensor([[7, 8, -1], [7, 8, -1]]),
         2,
         torch.tensor([[0.9, 0.1, 0.9], [0.3, 0.9, 0.9]]),

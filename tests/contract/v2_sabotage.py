@@ -423,7 +423,7 @@ PLACES = {
     "the drafts of all ranks": (HistorySpeculator, "share"),
     "the draft of a model": (Speculation, "propose"),
     "what is learned of a step": (StepPlanner, "process_output"),
-    "the texts of a step": (LiveTexts, "take"),
+    "the texts of a step": (LiveTexts, "process_tokens"),
 }
 """Of the way of a draft, where it may fail in a later step."""
 SABOTAGE = {

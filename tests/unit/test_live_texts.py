@@ -167,7 +167,7 @@ def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(
             for _ in batch
         ]
         given = rng.integers(0, MOST + 1, len(batch)) if number % 3 else None
-        places, decoded, sums = texts.take(batch, sampled, given, model)
+        places, decoded, sums = texts.process_tokens(batch, sampled, given, model)
         rows = []
         trained = []
         for place, (req_id, tokens) in enumerate(zip(batch, sampled, strict=True)):
@@ -229,7 +229,7 @@ def test_the_native_core_follows_texts_and_drafts_as_plain_python_does(
             assert request.request.text in (None, request.text)
         limits = rng.integers(0, MOST + 1, len(rows))
         floor = float(rng.choice([0.0, 0.2, 0.5]))
-        chances, offsets = texts.found(decoded.slots, limits, floor)
+        chances, offsets = texts.forecast_drafts(decoded.slots, limits, floor)
         found = [batch[place] for place in places]
         unknown += sum(
             live[req_id].offer is None for req_id in found if outlook.batches
@@ -262,7 +262,7 @@ def heard(
 ) -> None:
     """Have what is offered to a batch heard."""
     lengths, chances, by_model = offers(rng, len(batch))
-    texts.hear(batch, lengths, chances, by_model)
+    texts.record_offers(batch, lengths, chances, by_model)
     survival = np.cumprod(chances, axis=1)
     there = [row for row, req_id in enumerate(batch) if req_id in live]
     before = [live[batch[row]].offer for row in there]
@@ -291,21 +291,24 @@ def test_a_request_that_was_offered_nothing_may_be_offered_something_again(
         texts.open(request)
     for step in range(400):
         there = pause is not None and step // pause % 2 == 0
-        texts.hear(
+        texts.record_offers(
             [*requests],
             np.array([MOST, MOST * there], np.int32),
             np.full((2, MOST), 0.9, np.float32),
             0 * slots,
         )
     assert not there
-    chances, offsets = texts.found(slots, np.full(2, MOST), 0.0)
+    chances, offsets = texts.forecast_drafts(slots, np.full(2, MOST), 0.0)
     first, second = np.split(chances, offsets[1:-1])
     for _ in range(600):
-        texts.hear(
+        texts.record_offers(
             ["1"], np.zeros(1, np.int32), np.zeros((1, MOST), np.float32), slots[:1]
         )
-    assert texts.found(slots[1:], np.full(1, MOST), 0.005)[1].tolist() == [0, 0]
-    last, _ = texts.found(slots, np.full(2, MOST), 0.0, last=True)
+    assert texts.forecast_drafts(slots[1:], np.full(1, MOST), 0.005)[1].tolist() == [
+        0,
+        0,
+    ]
+    last, _ = texts.forecast_drafts(slots, np.full(2, MOST), 0.0, last=True)
     np.testing.assert_allclose(last, 0.9 ** np.arange(1, MOST + 1), rtol=1e-5)
     assert first[0] == pytest.approx(0.9, abs=0.1 if pause is None else 0.5)
     assert least <= (second[0] if len(second) else 0.0) <= most

@@ -93,7 +93,7 @@ class Engine:
         drafts = self.drafter.propose(
             [[token]] * len(self.lengths), self.lengths, self.tokens
         )
-        self.drafter.settle()
+        self.drafter.emit_drafts()
         return drafts
 
 

@@ -624,20 +624,20 @@ def test_steps_that_are_taken_together_are_taken_as_one_by_one(
     steps: int, record: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = list[int]()
-    stock = LiveTexts.take_singles
+    stock = LiveTexts.process_single_tokens
 
     def counted(self: LiveTexts, req_ids: Any, outputs: Any) -> Any:
         slots = stock(self, req_ids, outputs)
         taken.append(0 if slots is None else len(outputs))
         return slots
 
-    monkeypatch.setattr(LiveTexts, "take_singles", counted)
+    monkeypatch.setattr(LiveTexts, "process_single_tokens", counted)
     roughly = spoken(steps, record)
     monkeypatch.setattr(step_planner, "TIMED_EVERY", 1)
     taken.clear()
     together = spoken(steps, record)
     assert sum(taken) > 0.3 * steps
-    monkeypatch.setattr(LiveTexts, "take_singles", lambda *_: None)
+    monkeypatch.setattr(LiveTexts, "process_single_tokens", lambda *_: None)
     apart = spoken(steps, record)
     ours = together.engine.policy
     theirs = apart.engine.policy

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
+from das_adapter.core.steps import Ints
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import ModelSource, queries
+from das_adapter.engine.v1.model_source import Drafts, ModelSource, queries
 from das_adapter.engine.v1.verification import beside, draw, of_rows
 
 
@@ -25,47 +26,61 @@ class CopySource(ModelSource):
         """Make the copy (inside the memory pool of the weights, so that it sleeps and
         wakes with them).
         """
-        self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
+        config = self._drafter.config
+        self.copy = PolicyCopy(policy, config.self.weights)
 
     @torch.inference_mode()
     def _draft(
         self,
-        rows: np.ndarray,
-        counts: np.ndarray,
+        rows: Ints,
+        counts: Ints,
         lengths: np.ndarray,
         tokens: np.ndarray,
-    ) -> list[list[int]]:
+    ) -> Drafts:
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not
         complete.
         """
         batch = self.runner.input_batch
-        drafts: list[list[int]] = [[] for _ in rows]
+        drafts: Drafts = [[] for _ in rows]
         drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
-        going = np.arange(len(rows))
-        ids = tokens[rows, lengths[rows] - 1]
+        num_rows = len(rows)
+        going = np.arange(num_rows)
+        last_tokens = lengths[rows] - 1
+        ids = tokens[rows, last_tokens]
         req_ids = [batch.req_ids[row] for row in rows]
         seeds = self._seeds(req_ids)
-        for step in range(counts.max(initial=0)):
+        longest = counts.max(initial=0)
+        for step in range(longest):
             goes_on = counts[going] > step
             going = going[goes_on]
             ids = ids[goes_on]
             begin = time.perf_counter()
             going_rows = rows[going]
-            positions = lengths[going_rows].astype(np.int64) - 1 + step
-            hidden = self._pass(going_rows, ids.astype(np.int64), positions)
+            going_lengths = lengths[going_rows].astype(np.int64)
+            last_positions = going_lengths - 1
+            positions = last_positions + step
+            input_ids = ids.astype(np.int64)
+            hidden = self._pass(going_rows, input_ids, positions)
             logits = self.copy.model.compute_logits(hidden)
             keys = None
             if seeds is not None:
-                keys = Keys(beside(seeds[going], logits), beside(positions, logits))
-            sampling = of_rows(batch.sampling_metadata, beside(going_rows, logits))
+                going_seeds = beside(seeds[going], logits)
+                device_positions = beside(positions, logits)
+                keys = Keys(going_seeds, device_positions)
+            device_rows = beside(going_rows, logits)
+            sampling = of_rows(batch.sampling_metadata, device_rows)
             drawn, probabilities = draw(logits, keys, sampling)
-            ids = drawn.cpu().numpy()
+            host_drawn = drawn.cpu()
+            ids = host_drawn.numpy()
             for n, i in enumerate(going.tolist()):
-                drafts[i].append(int(ids[n]))
+                token = int(ids[n])
+                drafts[i].append(token)
                 if probabilities is not None:
                     drawn_with[i].append(probabilities[n])
             pass_s = time.perf_counter() - begin
-            self.drafts.record_pass(len(going), pass_s, float(positions.sum()))
+            num_drafting = len(going)
+            context_tokens = float(positions.sum())
+            self.drafts.record_pass(num_drafting, pass_s, context_tokens)
             self.drafts.passes_made += 1
         self.drawn_with = {}
         for req_id, found in zip(req_ids, drawn_with, strict=True):
@@ -81,14 +96,15 @@ class CopySource(ModelSource):
             return None
         seeds = []
         for req_id in req_ids:
-            seeds.append(self.runner.requests[req_id].sampling_params.seed)
+            request = self.runner.requests[req_id]
+            seeds.append(request.sampling_params.seed)
         return np.array(seeds, dtype=np.int64)
 
     def _pass(
         self,
-        rows: np.ndarray,
+        rows: Ints,
         ids: np.ndarray,
-        positions: np.ndarray,
+        positions: Ints,
     ) -> torch.Tensor:
         """Return hidden states [rows, width] of some rows of the batch after one more
         token of each; `rows`, and the tokens' `ids` and `positions`: int64 [rows].
@@ -96,20 +112,31 @@ class CopySource(ModelSource):
         runner = self.runner
         batch = runner.input_batch
         device = runner.device
-        device_rows = torch.from_numpy(rows).to(device)
+        host_rows = torch.from_numpy(rows)
+        device_rows = host_rows.to(device)
         metadata = {}
         slots = {}
         for gid, groups in enumerate(runner.attn_groups):
             table = batch.block_table[gid]
-            blocks = table.get_device_tensor(batch.num_reqs)[device_rows]
-            attention = queries(blocks, table.block_size, positions, positions + 1)
+            batch_blocks = table.get_device_tensor(batch.num_reqs)
+            blocks = batch_blocks[device_rows]
+            ends = positions + 1
+            attention = queries(
+                blocks,
+                table.block_size,
+                positions,
+                ends,
+            )
             for group in groups:
-                built = group.get_metadata_builder().build(0, attention)
+                builder = group.get_metadata_builder()
+                built = builder.build(0, attention)
                 for name in group.layer_names:
                     metadata[name] = built
                     slots[name] = attention.slot_mapping
-        device_ids = torch.from_numpy(ids).to(device)
-        device_positions = torch.from_numpy(positions).to(device)
+        host_ids = torch.from_numpy(ids)
+        host_positions = torch.from_numpy(positions)
+        device_ids = host_ids.to(device)
+        device_positions = host_positions.to(device)
         with set_forward_context(
             metadata,
             runner.vllm_config,
@@ -117,5 +144,6 @@ class CopySource(ModelSource):
             slot_mapping=slots,
             skip_compiled=True,
         ):
-            hidden: torch.Tensor = self.copy.model(device_ids, device_positions)
+            model = self.copy.model
+            hidden: torch.Tensor = model(device_ids, device_positions)
         return hidden

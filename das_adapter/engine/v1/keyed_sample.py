@@ -35,7 +35,9 @@ class Keys(NamedTuple):
 
     def at(self, rows: torch.Tensor | slice) -> Keys:
         """Return the keys of some rows."""
-        return Keys(self.seeds[rows], self.positions[rows])
+        seeds = self.seeds[rows]
+        positions = self.positions[rows]
+        return Keys(seeds, positions)
 
 
 def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
@@ -47,17 +49,22 @@ def keyed_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
         keys: on the logits' device.
     """
     if logits.device.type == "cpu":
-        tokens = torch.empty(len(logits), dtype=torch.int64)
+        logits = logits.detach().contiguous()
+        seeds = keys.seeds.contiguous()
+        positions = keys.positions.contiguous()
+        rows = len(logits)
+        tokens = torch.empty(rows, dtype=torch.int64)
         native().keyed_sample(
-            logits.detach().contiguous().numpy(),
-            keys.seeds.contiguous().numpy(),
-            keys.positions.contiguous().numpy(),
+            logits.numpy(),
+            seeds.numpy(),
+            positions.numpy(),
             tokens.numpy(),
         )
         return tokens
     if triton is None:
+        device = logits.device.type
         raise UnsupportedHost(
-            f"das.verify.noise='keyed' needs Triton on {logits.device.type}, found none"
+            f"das.verify.noise='keyed' needs Triton on {device}, found none"
         )
     return triton_sample(logits, keys)
 
@@ -71,25 +78,47 @@ if triton is not None:
         word *= 0x1B873593
         h ^= word
         h = (h << 13) | (h >> 19)
-        return h * 5 + 0xE6546B64
+        h *= 5
+        return h + 0xE6546B64
 
     @triton.jit
-    def _gumbel(seed, position, token):  # type: ignore[no-untyped-def]
+    def _gumbel(  # type: ignore[no-untyped-def]
+        seed,  # int64
+        position,  # int64
+        token,  # int [tokens]
+    ):
         # As vLLM's V2 sampler, operation for operation: `murmur3_uniform32` and
         # `_log1p_neg_stable`.
-        h = (seed ^ seed).to(tl.uint32)
-        h = _mix(h, (seed & 0xFFFFFFFF).to(tl.uint32))
-        h = _mix(h, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
-        h = _mix(h, (position & 0xFFFFFFFF).to(tl.uint32))
-        h = _mix(h, token.to(tl.uint32)) ^ 16
+        nothing = seed ^ seed
+        h = nothing.to(tl.uint32)
+        low_seed = seed & 0xFFFFFFFF
+        word = low_seed.to(tl.uint32)
+        h = _mix(h, word)
+        high_seed = seed >> 32
+        high_seed &= 0xFFFFFFFF
+        word = high_seed.to(tl.uint32)
+        h = _mix(h, word)
+        low_position = position & 0xFFFFFFFF
+        word = low_position.to(tl.uint32)
+        h = _mix(h, word)
+        word = token.to(tl.uint32)
+        h = _mix(h, word)
+        h ^= 16
         h ^= h >> 16
         h *= 0x85EBCA6B
         h ^= h >> 13
         h *= 0xC2B2AE35
         h ^= h >> 16
-        high = (h >> 16).to(tl.int32).to(tl.float32)
-        low = (h & 0xFFFF).to(tl.int32).to(tl.float32)
-        u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+        high_bits = h >> 16
+        high_int = high_bits.to(tl.int32)
+        high = high_int.to(tl.float32)
+        low_bits = h & 0xFFFF
+        low_int = low_bits.to(tl.int32)
+        low = low_int.to(tl.float32)
+        high_part = high * 1.52587890625e-05
+        low_middle = low + 0.5
+        low_part = low_middle * 2.3283064365386963e-10
+        u = high_part + low_part
         series = 1.0 / 8.0
         series = 1.0 / 7.0 + u * series
         series = 1.0 / 6.0 + u * series
@@ -98,8 +127,14 @@ if triton is not None:
         series = 1.0 / 3.0 + u * series
         series = 1.0 / 2.0 + u * series
         series = 1.0 + u * series
-        direct = tl.log(tl.maximum(1.0 - u, 5.960464477539063e-08))
-        return -tl.log(-tl.where(u < 0.25, -u * series, direct))
+        rest = 1.0 - u
+        rest = tl.maximum(rest, 5.960464477539063e-08)
+        direct = tl.log(rest)
+        is_small = u < 0.25
+        by_series = -u * series
+        log_rest = tl.where(is_small, by_series, direct)
+        exponential = -log_rest
+        return -tl.log(exponential)
 
     @triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
     def _draw_blocks(  # type: ignore[no-untyped-def]
@@ -114,18 +149,30 @@ if triton is not None:
         BLOCK: tl.constexpr,  # tokens of a block
     ):
         """Write down the best score of each block of tokens, and its token."""
-        row = tl.program_id(0).to(tl.int64)
+        row = tl.program_id(0)
+        row = row.to(tl.int64)
         block = tl.program_id(1)
-        token = block * BLOCK + tl.arange(0, BLOCK)
+        first_token = block * BLOCK
+        token = first_token + tl.arange(0, BLOCK)
         valid = token < vocab
-        logit = tl.load(logits + row * stride + token, mask=valid, other=-float("inf"))
-        noise = _gumbel(tl.load(seeds + row), tl.load(positions + row), token)
-        score = tl.where(valid, logit + noise, -float("inf"))
+        excluded = -float("inf")
+        row_logits = logits + row * stride
+        token_logits = row_logits + token
+        logit = tl.load(token_logits, mask=valid, other=excluded)
+        seed = tl.load(seeds + row)
+        position = tl.load(positions + row)
+        noise = _gumbel(seed, position, token)
+        noisy = logit + noise
+        score = tl.where(valid, noisy, excluded)
         # NaN would win at a place that is no token's
-        score = tl.where(score == score, score, -float("inf"))
+        is_number = score == score
+        score = tl.where(is_number, score, excluded)
         value, at = tl.max(score, axis=0, return_indices=True)
-        tl.store(scores + row * blocks + block, value)
-        tl.store(tokens + row * blocks + block, block * BLOCK + at)
+        row_scores = scores + row * blocks
+        tl.store(row_scores + block, value)
+        row_tokens = tokens + row * blocks
+        block_tokens = row_tokens + block
+        tl.store(block_tokens, first_token + at)
 
     def triton_sample(logits: torch.Tensor, keys: Keys) -> torch.Tensor:
         """Draw as `keyed_sample`, with the kernel for a GPU."""
@@ -133,10 +180,12 @@ if triton is not None:
             logits = logits.contiguous()
         rows, vocab = logits.shape
         blocks = triton.cdiv(vocab, _BLOCK)
-        scores = logits.new_empty(rows, blocks)
-        tokens = logits.new_empty(rows, blocks, dtype=torch.int64)
+        shape = (rows, blocks)
+        scores = logits.new_empty(shape)
+        tokens = logits.new_empty(shape, dtype=torch.int64)
         if rows:
-            _draw_blocks[(rows, blocks)](
+            draw_blocks = _draw_blocks[shape]
+            draw_blocks(
                 logits,
                 logits.stride(0),
                 keys.seeds.contiguous(),
@@ -148,4 +197,5 @@ if triton is not None:
                 BLOCK=_BLOCK,
             )
         best_block = scores.argmax(dim=1, keepdim=True)
-        return tokens.gather(1, best_block).squeeze(1)
+        best_tokens = tokens.gather(1, best_block)
+        return best_tokens.squeeze(1)

@@ -14,8 +14,12 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Ints
 
 logger = logging.getLogger("das_adapter")
+
+Drafts = list[list[int]]
+"""Draft tokens of each request of a batch."""
 
 
 class ModelSource:
@@ -41,13 +45,15 @@ class ModelSource:
         return self._drafter.runner
 
     def load(self, policy: torch.nn.Module) -> None:
-        """Take the policy, once vLLM has loaded it."""
+        """Load the model that drafts, once vLLM has loaded the policy."""
 
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
 
     def tell_probabilities(
-        self, _: Any, given: tuple[Any, ...]
+        self,
+        _: Any,
+        given: tuple[Any, ...],
     ) -> tuple[Any, ...] | None:
         """Tell vLLM's rejection sampler with which probabilities the tokens of a step
         were drawn: a forward pre-hook of it, `given` the arguments. None: all drafts
@@ -64,10 +70,10 @@ class ModelSource:
 
     def draft(
         self,
-        counts: np.ndarray,
+        counts: Ints,
         lengths: np.ndarray,
         tokens: np.ndarray,
-        drafts: list[list[int]],
+        drafts: Drafts,
         able: bool = True,
     ) -> None:
         """Draft `counts` [batch] tokens for each row of the batch, into `drafts`;
@@ -87,8 +93,14 @@ class ModelSource:
         rows = np.flatnonzero(agreed)
         if not len(rows) and not self.follows:
             return
+        row_counts = agreed[rows]
         try:
-            written = self._draft(rows, agreed[rows], lengths, tokens)
+            written = self._draft(
+                rows,
+                row_counts,
+                lengths,
+                tokens,
+            )
         except Exception:
             self.forget()
             if self._drafter.ranks == 1:
@@ -103,11 +115,11 @@ class ModelSource:
 
     def _draft(
         self,
-        rows: np.ndarray,
-        counts: np.ndarray,
+        rows: Ints,
+        counts: Ints,
         lengths: np.ndarray,
         tokens: np.ndarray,
-    ) -> list[list[int]]:
+    ) -> Drafts:
         """Return the drafts of some rows: `counts` [rows] tokens at most."""
         raise NotImplementedError
 
@@ -115,7 +127,8 @@ class ModelSource:
         """Return the first rank's counts, as tensor-parallel ranks run the model
         together; None where it is not able to.
         """
-        message = torch.from_numpy(np.append(counts, int(able)))
+        host_message = np.append(counts, int(able))
+        message = torch.from_numpy(host_message)
         if self._drafter.ranks > 1:
             from vllm.distributed import get_tp_group
 
@@ -139,15 +152,18 @@ def of_draft_tokens(
     drafts; `req_ids`, `metadata`: of the batch, vLLM's SpecDecodeMetadata of its
     step.
     """
-    tokens = metadata.draft_token_ids.long()[:, None]
-    _, vocab = next(iter(drawn_with.values())).shape
+    draft_tokens = metadata.draft_token_ids.long()
+    tokens = draft_tokens[:, None]
+    any_drawn = next(iter(drawn_with.values()))
+    _, vocab = any_drawn.shape
     found = torch.zeros(len(tokens), vocab, device=tokens.device)
     found.scatter_(1, tokens.clamp(min=0), 1.0)
     begin = 0
     for req_id, count in zip(req_ids, metadata.num_draft_tokens, strict=False):
         if count and req_id in drawn_with:
             rows = drawn_with[req_id][:count]
-            found[begin : begin + len(rows)] = rows
+            end = begin + len(rows)
+            found[begin:end] = rows
         begin += count
     found.masked_fill_(tokens < 0, 0.0)
     return found.nan_to_num_()
@@ -156,8 +172,8 @@ def of_draft_tokens(
 def queries(
     blocks: torch.Tensor,
     block_size: int,
-    begins: np.ndarray,
-    ends: np.ndarray,
+    begins: Ints,
+    ends: Ints,
 ) -> CommonAttentionMetadata:
     """Describe a pass that reads positions `begins` to `ends` (exclusive) of some
     requests, int64 [requests] each. `blocks`: of each request's KV cache, int
@@ -168,20 +184,26 @@ def queries(
     counts = ends - begins
     starts = np.concatenate([[0], np.cumsum(counts)])
     host_positions = stretches(begins, counts)
-    host_rows = np.repeat(np.arange(requests), counts)
-    positions = torch.from_numpy(host_positions).to(device, non_blocking=True)
-    rows = torch.from_numpy(host_rows).to(device, non_blocking=True)
-    block = blocks[rows, positions // block_size].long()
-    slots = block * block_size + positions % block_size
+    request_numbers = np.arange(requests)
+    host_rows = np.repeat(request_numbers, counts)
+
+    def on_device(values: torch.Tensor) -> torch.Tensor:
+        return values.to(device, non_blocking=True)
 
     def on_host(values: np.ndarray) -> torch.Tensor:
         # vLLM counts some of them on, each by itself
         return torch.from_numpy(values.astype(np.int32))
 
+    positions = on_device(torch.from_numpy(host_positions))
+    rows = on_device(torch.from_numpy(host_rows))
+    block_numbers = positions // block_size
+    block = blocks[rows, block_numbers].long()
+    offsets = positions % block_size
+    slots = block * block_size + offsets
     described = {
-        "query_start_loc": on_host(starts).to(device, non_blocking=True),
+        "query_start_loc": on_device(on_host(starts)),
         "query_start_loc_cpu": on_host(starts),
-        "seq_lens": on_host(ends).to(device, non_blocking=True),
+        "seq_lens": on_device(on_host(ends)),
         "_seq_lens_cpu": on_host(ends),
         "seq_lens_cpu_upper_bound": on_host(ends),
         "_num_computed_tokens_cpu": on_host(begins),
@@ -207,4 +229,6 @@ def stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     int64: 5, 6, 2, 3, 4 for `begins` 5, 2 and `counts` 2, 3.
     """
     before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(begins - before, counts)
+    places = np.arange(counts.sum())
+    shifts = np.repeat(begins - before, counts)
+    return places + shifts

@@ -20,8 +20,14 @@ import numpy as np
 import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Ints
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import ModelSource, queries, stretches
+from das_adapter.engine.v1.model_source import (
+    Drafts,
+    ModelSource,
+    queries,
+    stretches,
+)
 from das_adapter.engine.v1.verification import draw, of_rows
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
@@ -67,7 +73,7 @@ class NeuralSource(ModelSource):
             ConfigError: it is none that can miss a step.
         """
         runner = self.runner
-        kind = type(self.runner.drafter).__name__
+        kind = type(runner.drafter).__name__
         if kind not in _PROPOSERS:
             raise ConfigError(
                 f"das.drafter={self._drafter.config.drafter!r}: found vLLM's {kind},"
@@ -76,9 +82,8 @@ class NeuralSource(ModelSource):
             )
         self._limit = runner.effective_drafter_max_model_len
         # vLLM would give the whole batch junk drafts when one request comes near it.
-        runner.effective_drafter_max_model_len = (
-            runner.max_model_len + runner.num_spec_tokens + 1
-        )
+        unreached = runner.max_model_len + runner.num_spec_tokens + 1
+        runner.effective_drafter_max_model_len = unreached
         # It asks for drafts when the host knows the step's tokens; some drafters can't
         # be built with this setting.
         runner.speculative_config.disable_padded_drafter_batch = True
@@ -97,94 +102,127 @@ class NeuralSource(ModelSource):
 
     def _draft(
         self,
-        rows: np.ndarray,
-        counts: np.ndarray,
+        rows: Ints,
+        counts: Ints,
         lengths: np.ndarray,
         tokens: np.ndarray,
-    ) -> list[list[int]]:
+    ) -> Drafts:
         self._follow_batch()
         batch = self.runner.input_batch
         requests = len(self._req_ids)
-        query_begins = self.runner.query_start_loc.np[: requests + 1]
+        num_begins = requests + 1
+        query_begins = self.runner.query_start_loc.np[:num_begins]
         scheduled = np.diff(query_begins).astype(np.int64)
-        begins = batch.num_computed_tokens_cpu[:requests].astype(np.int64)
-        last_tokens = lengths[:requests].astype(np.int64) - 1
-        ends = np.minimum(last_tokens, begins + scheduled)
+        num_computed = batch.num_computed_tokens_cpu[:requests]
+        begins = num_computed.astype(np.int64)
+        num_written = lengths[:requests].astype(np.int64)
+        last_tokens = num_written - 1
+        step_ends = begins + scheduled
+        ends = np.minimum(last_tokens, step_ends)
         unknown = self._forget_unknown(begins)
-        fits = ends + self.drafts.max_draft_tokens < self._limit
+        last_ends = ends + self.drafts.max_draft_tokens
+        fits = last_ends < self._limit
         if self._proposer.pass_hidden_states_to_model:
             token_bytes = self._keep(begins, ends, scheduled, fits)
-            in_prompt = begins < batch.num_prompt_tokens[:requests]
+            prompt_ends = batch.num_prompt_tokens[:requests]
+            in_prompt = begins < prompt_ends
             reads = fits & (unknown | in_prompt)
             reads[rows] = False
-            num_unread = (ends - self._read)[fits].sum()
+            unread = ends - self._read
+            num_unread = unread[fits].sum()
             if num_unread * token_bytes > KEPT_BYTES:
                 reads = fits
             if reads.any():
-                self._read_up(np.flatnonzero(reads), ends, 1, tokens)
-        drafts: list[list[int]] = [[] for _ in rows]
+                reading_rows = np.flatnonzero(reads)
+                self._read_up(reading_rows, ends, 1, tokens)
+        drafts: Drafts = [[] for _ in rows]
         able = fits[rows]
         if able.any():
             able_rows = rows[able]
             able_counts = counts[able]
-            found = self._draft_for(able_rows, able_counts, ends, len(rows), tokens)
-            able_places = np.flatnonzero(able).tolist()
-            for i, draft in zip(able_places, found, strict=True):
-                drafts[i] = draft
+            found = self._draft_for(
+                able_rows,
+                able_counts,
+                ends,
+                num_asked=len(rows),
+                tokens=tokens,
+            )
+            able_places = np.flatnonzero(able)
+            for place, draft in zip(able_places.tolist(), found, strict=True):
+                drafts[place] = draft
         return drafts
 
     def _follow_batch(self) -> None:
-        """Bring what is known of requests into the order of the present batch."""
+        """Put what is known of requests into the order of the present batch."""
         req_ids = self.runner.input_batch.req_ids
         if req_ids == self._req_ids:
             return
-        known = dict(zip(self._req_ids, self._read.tolist(), strict=True))
-        read = [known.get(req_id, -1) for req_id in req_ids]
+        num_read = self._read.tolist()
+        known = dict(zip(self._req_ids, num_read, strict=True))
+        read = []
+        kept = {}
+        for req_id in req_ids:
+            read.append(known.get(req_id, -1))
+            kept[req_id] = self._kept.get(req_id, [])
         self._req_ids = list(req_ids)
         self._read = np.array(read, dtype=np.int64)
-        self._kept = {req_id: self._kept.get(req_id, []) for req_id in req_ids}
+        self._kept = kept
 
     def _forget_unknown(self, begins: np.ndarray) -> np.ndarray:
         """Return of which requests it is not known what the drafter has read, bool
         [batch], and let it read them from where the step begins, or from their begin
         where the text alone is read.
         """
-        unknown = (self._read < 0) | (begins < self._read)
+        is_new = self._read < 0
+        has_read_more = begins < self._read
+        unknown = is_new | has_read_more
         if self._proposer.pass_hidden_states_to_model:
             self._read[unknown] = begins[unknown]
         else:  # a prefix that was cached it may not have read
             self._read[unknown] = 0
-        for row in np.flatnonzero(unknown).tolist():
-            self._kept[self._req_ids[row]] = []
+        unknown_rows = np.flatnonzero(unknown)
+        for row in unknown_rows.tolist():
+            req_id = self._req_ids[row]
+            self._kept[req_id] = []
         return unknown
 
     def _draft_for(
         self,
-        rows: np.ndarray,
-        counts: np.ndarray,
-        ends: np.ndarray,
+        rows: Ints,
+        counts: Ints,
+        ends: Ints,
         num_asked: int,
         tokens: np.ndarray,
-    ) -> list[list[int]]:
+    ) -> Drafts:
         """Return the drafts of some rows, `counts` [rows] tokens each; `num_asked`:
         rows for which drafts were asked, those included that are too long.
         """
         longest = int(counts.max())
-        num_read = int((ends - self._read)[rows].sum())
+        unread = ends - self._read
+        num_read = int(unread[rows].sum())
         begin = time.perf_counter()
-        found = self._read_up(rows, ends, longest, tokens).tolist()
+        device_drafts = self._read_up(rows, ends, longest, tokens)
+        longest_drafts = device_drafts.tolist()
         probabilities = self._proposer.take_last_draft_probs()
         if probabilities is not None:
-            self.drawn_with = {
-                self._req_ids[row]: probabilities[i]
-                for i, row in enumerate(rows.tolist())
-            }
+            self.drawn_with = {}
+            for i, row in enumerate(rows.tolist()):
+                req_id = self._req_ids[row]
+                self.drawn_with[req_id] = probabilities[i]
         # else it was behind: that is not what drafts cost
-        if num_read <= num_asked * (self.drafts.max_draft_tokens + 1):
-            pass_s = (time.perf_counter() - begin) / longest
+        tokens_of_step = self.drafts.max_draft_tokens + 1
+        if num_read <= num_asked * tokens_of_step:
+            drafting_s = time.perf_counter() - begin
             context_tokens = float(ends[rows].sum())
-            self.drafts.record_pass(len(rows), pass_s, context_tokens)
-        return [ids[:count] for ids, count in zip(found, counts, strict=True)]
+            self.drafts.record_pass(
+                len(rows),
+                drafting_s / longest,
+                context_tokens,
+            )
+        drafts = []
+        for ids, count in zip(longest_drafts, counts, strict=True):
+            drafts.append(ids[:count])
+        return drafts
 
     @property
     def _proposer(self) -> Any:
@@ -192,9 +230,9 @@ class NeuralSource(ModelSource):
 
     def _keep(
         self,
-        begins: np.ndarray,
-        ends: np.ndarray,
-        scheduled: np.ndarray,
+        begins: Ints,
+        ends: Ints,
+        scheduled: Ints,
         fits: np.ndarray,
     ) -> int:
         """Keep the hidden states of the tokens that the step has added to the text of
@@ -203,14 +241,22 @@ class NeuralSource(ModelSource):
         """
         counts = ends - begins
         first_tokens = np.cumsum(scheduled) - scheduled
-        valid = torch.from_numpy(stretches(first_tokens, counts)).to(self.runner.device)
-        parts = [part[valid] for part in self._policy_hidden_states()]
+        host_valid = torch.from_numpy(stretches(first_tokens, counts))
+        valid = host_valid.to(self.runner.device)
+        parts = []
+        for states in self._policy_hidden_states():
+            parts.append(states[valid])
         hidden = torch.cat(parts, dim=-1)
-        for row, states in enumerate(torch.split(hidden, counts.tolist())):
-            if fits[row]:
-                piece = Piece(int(begins[row]), states)
-                self._kept[self._req_ids[row]].append(piece)
-        return hidden.shape[1] * hidden.element_size()
+        by_request = torch.split(hidden, counts.tolist())
+        for row, own_states in enumerate(by_request):
+            if not fits[row]:
+                continue
+            req_id = self._req_ids[row]
+            begin = int(begins[row])
+            piece = Piece(begin, own_states)
+            self._kept[req_id].append(piece)
+        _, width = hidden.shape
+        return width * hidden.element_size()
 
     def _policy_hidden_states(self) -> list[torch.Tensor]:
         """Return what the drafter reads of the policy beside the step's tokens,
@@ -228,8 +274,8 @@ class NeuralSource(ModelSource):
 
     def _read_up(
         self,
-        rows: np.ndarray,
-        ends: np.ndarray,
+        rows: Ints,
+        ends: Ints,
         passes: int,
         tokens: np.ndarray,
     ) -> torch.Tensor:
@@ -237,25 +283,38 @@ class NeuralSource(ModelSource):
         tokens, [rows, passes].
         """
         own_ends = ends[rows]
-        most = self._proposer.max_num_tokens - len(rows)
+        pass_tokens = self._proposer.max_num_tokens - len(rows)
         while True:
-            begins = np.minimum(self._read[rows], own_ends - 1)
+            last_tokens = own_ends - 1
+            begins = np.minimum(self._read[rows], last_tokens)
             left = own_ends - begins
             before = np.cumsum(left) - left
-            room = most - np.minimum(before, most)
+            room = pass_tokens - np.minimum(before, pass_tokens)
             num_read = np.minimum(left, room)
             if (num_read == left).all():
-                return self._propose(rows, begins, own_ends, passes, tokens)
-            some = num_read > 0
+                return self._propose(
+                    rows,
+                    begins,
+                    own_ends,
+                    passes,
+                    tokens,
+                )
+            reads = num_read > 0
             reached = begins + num_read
-            self._propose(rows[some], begins[some], reached[some], 1, tokens)
+            self._propose(
+                rows[reads],
+                begins[reads],
+                reached[reads],
+                passes=1,
+                tokens=tokens,
+            )
 
     @torch.inference_mode()
     def _propose(
         self,
-        rows: np.ndarray,
-        begins: np.ndarray,
-        ends: np.ndarray,
+        rows: Ints,
+        begins: Ints,
+        ends: Ints,
         passes: int,
         tokens: np.ndarray,
     ) -> torch.Tensor:
@@ -269,15 +328,21 @@ class NeuralSource(ModelSource):
             hidden = self._hidden(rows, begins, ends)
         device = runner.device
         device_rows = torch.from_numpy(rows).to(device)
-        group = max(0, getattr(proposer, "kv_cache_gid", 0))
-        table = runner.input_batch.block_table[group]
-        blocks = table.get_device_tensor(len(self._req_ids))[device_rows]
+        cache_group = max(0, getattr(proposer, "kv_cache_gid", 0))
+        table = runner.input_batch.block_table[cache_group]
+        batch_blocks = table.get_device_tensor(len(self._req_ids))
+        blocks = batch_blocks[device_rows]
         attention = queries(blocks, table.block_size, begins, ends)
         texts = []
-        for row, begin, end in zip(rows, begins, ends, strict=True):
+        for i, row in enumerate(rows):
+            begin = begins[i]
+            end = ends[i]
             texts.append(tokens[row, begin:end])
-        text = torch.from_numpy(np.concatenate(texts)).to(device)
-        next_tokens = torch.from_numpy(tokens[rows, ends]).to(device)
+        host_text = np.concatenate(texts)
+        text = torch.from_numpy(host_text).to(device)
+        host_next_tokens = tokens[rows, ends]
+        next_tokens = torch.from_numpy(host_next_tokens).to(device)
+        sampling = of_rows(self.held["sampling_metadata"], device_rows)
         if self.noise:
             self.noise.rows = device_rows
         found: torch.Tensor = proposer.propose(
@@ -288,7 +353,7 @@ class NeuralSource(ModelSource):
             next_token_ids=next_tokens,
             token_indices_to_sample=None,
             common_attn_metadata=attention,
-            sampling_metadata=of_rows(self.held["sampling_metadata"], device_rows),
+            sampling_metadata=sampling,
         )
         self._read[rows] = ends
         self.drafts.passes_made += passes
@@ -296,23 +361,26 @@ class NeuralSource(ModelSource):
 
     def _hidden(
         self,
-        rows: np.ndarray,
-        begins: np.ndarray,
-        ends: np.ndarray,
+        rows: Ints,
+        begins: Ints,
+        ends: Ints,
     ) -> torch.Tensor:
         """Return the hidden states [tokens, size] of some rows' positions, of which the
         last stay for another pass.
         """
         found = []
-        ranges = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        for row, begin, end in ranges:
+        for i, row in enumerate(rows.tolist()):
             req_id = self._req_ids[row]
+            begin = int(begins[i])
+            end = int(ends[i])
             still_kept = []
             for piece in self._kept[req_id]:
-                skipped = max(0, begin - piece.begin)
+                first = max(0, begin - piece.begin)
                 stop = max(0, end - piece.begin)
-                found.append(piece.states[skipped:stop])
-                if piece.begin + len(piece.states) >= end:
+                states = piece.states[first:stop]
+                found.append(states)
+                piece_end = piece.begin + len(piece.states)
+                if piece_end >= end:
                     still_kept.append(piece)
             self._kept[req_id] = still_kept
         return torch.cat(found)
@@ -323,18 +391,24 @@ class KeyedDrafts:
     noise of the policy's sampler.
     """
 
-    def __init__(self, runner: Any, seeds: Callable[[], torch.Tensor]):
+    def __init__(
+        self,
+        runner: Any,
+        seeds: Callable[[], torch.Tensor],
+    ):
+        """`seeds`: returns the seeds of the batch's requests, int64 [requests]."""
         self._runner = runner
         self._seeds = seeds
         self.rows: torch.Tensor | None = None
         """Rows of the batch that are drafted for, int64; None: all of it."""
         self._positions = torch.zeros(0, dtype=torch.int64)
-        for step_patch in (follow_positions, draw_with_keyed_noise):
-            step_patch.apply(self, owner=runner.drafter)
+        drafter = runner.drafter
+        follow_positions.apply(self, owner=drafter)
+        draw_with_keyed_noise.apply(self, owner=drafter)
 
     def first_pass(self, last_tokens: torch.Tensor) -> None:
-        """Take the rows of the drafter's inputs at which requests end, int64
-        [requests].
+        """Note for which positions the first pass draws; `last_tokens`: the rows of
+        the drafter's inputs at which requests end, int64 [requests].
         """
         drafter = self._runner.drafter
         # EAGLE's inputs are one token ahead of their positions
@@ -364,15 +438,16 @@ class KeyedDrafts:
 def draft_when_it_pays(
     stock: Any,
     source: NeuralSource,
-    propose: Callable[..., list[list[int]]],
+    propose: Callable[..., Drafts],
 ) -> Any:
     """Without it a neural drafter drafts in every step. Remove this patch when vLLM's
     V1 runner lets each step choose whether to draft.
     """
     signature = inspect.signature(stock)
 
-    def propose_draft_token_ids(*args: Any, **kwargs: Any) -> list[list[int]]:
-        source.held = dict(signature.bind(*args, **kwargs).arguments)
+    def propose_draft_token_ids(*args: Any, **kwargs: Any) -> Drafts:
+        bound = signature.bind(*args, **kwargs)
+        source.held = dict(bound.arguments)
         batch = source.runner.input_batch
         drafts = propose(
             source.held["sampled_token_ids"],
@@ -411,4 +486,9 @@ def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
     not the one that is drawn. Remove this patch when vLLM's V1 drafters draw with noise
     keyed by position.
     """
-    return lambda hidden, sampling: (noise.draw(hidden, sampling), None)
+
+    def sample_draft_tokens(hidden: torch.Tensor, sampling: Any) -> Any:
+        tokens = noise.draw(hidden, sampling)
+        return tokens, None
+
+    return sample_draft_tokens

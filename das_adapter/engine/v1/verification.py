@@ -82,9 +82,14 @@ class KeyedSampler(Sampler):
             processed = self.compute_logprobs(logits)
         keys = self.keys
         if keys is None:
-            zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            zeros = torch.zeros(
+                len(logits),
+                dtype=torch.int64,
+                device=logits.device,
+            )
             keys = Keys(zeros, zeros)
-        return keyed_sample(logits, keys), processed
+        tokens = keyed_sample(logits, keys)
+        return tokens, processed
 
 
 class KeyedRejectionSampler(RejectionSampler):
@@ -120,7 +125,8 @@ class KeyedRejectionSampler(RejectionSampler):
         else:
             # a state that only vLLM can advance: sample one position, drop the drafts
             first_rows = beside(starts, logits)
-            output = self._sample(logits[first_rows], sampling_metadata, first_rows)
+            first_logits = logits[first_rows]
+            output = self._sample(first_logits, sampling_metadata, first_rows)
             num_drafted = np.zeros_like(num_drafted)
             starts = np.arange(len(num_drafted))
 
@@ -135,23 +141,34 @@ class KeyedRejectionSampler(RejectionSampler):
         last_row = len(output.sampled_token_ids) - 1
         host_row = np.minimum(first_row + offset, last_row)
         row = beside(host_row, logits)
-        is_drafted = offset[:-1] < num_drafted[:, None]
+        draft_offset = offset[:-1]
+        is_drafted = draft_offset < num_drafted[:, None]
         behind = len(metadata.draft_token_ids)
-        host_place = np.where(is_drafted, first_draft + offset[:-1], behind)
+        draft_place = first_draft + draft_offset
+        host_place = np.where(is_drafted, draft_place, behind)
         place = beside(host_place, logits)
-        draft = torch.nn.functional.pad(
-            metadata.draft_token_ids, (0, 1), value=PLACEHOLDER_TOKEN_ID
+        padded_draft = torch.nn.functional.pad(
+            metadata.draft_token_ids,
+            (0, 1),
+            value=PLACEHOLDER_TOKEN_ID,
         )
-        sampled = output.sampled_token_ids.squeeze(-1)[row]
-        equals = sampled[:, :-1] == draft[place]
+        draft = padded_draft[place]
+        sampled_rows = output.sampled_token_ids.squeeze(-1)
+        sampled = sampled_rows[row]
+        equals = sampled[:, :-1] == draft
         accepted = torch.cumprod(equals.to(torch.int32), dim=1).bool()
         kept = torch.nn.functional.pad(accepted, (1, 0), value=True)
         logprobs = output.logprobs_tensors
         if logprobs is not None:
             flat_row = row.flatten()
-            logprobs = LogprobsTensors(*(part[flat_row] for part in logprobs[:3]))
+            logprobs = LogprobsTensors(
+                logprobs.logprob_token_ids[flat_row],
+                logprobs.logprobs[flat_row],
+                logprobs.selected_token_ranks[flat_row],
+            )
+        tokens = sampled.masked_fill(~kept, PLACEHOLDER_TOKEN_ID)
         return SamplerOutput(
-            sampled_token_ids=sampled.masked_fill(~kept, PLACEHOLDER_TOKEN_ID),
+            sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
         )
 
@@ -167,10 +184,13 @@ class KeyedRejectionSampler(RejectionSampler):
         """
         rows_at_once = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
         parts = []
-        for begin in range(0, len(logits), rows_at_once):
-            rows = slice(begin, min(begin + rows_at_once, len(logits)))
+        num_rows = len(logits)
+        for begin in range(0, num_rows, rows_at_once):
+            end = min(begin + rows_at_once, num_rows)
+            rows = slice(begin, end)
             row_sampling = by_row(sampling, metadata, rows, starts)
-            parts.append(self._sample(logits[rows], row_sampling, rows))
+            part = self._sample(logits[rows], row_sampling, rows)
+            parts.append(part)
         return _joined(parts)
 
     def _sample(
@@ -193,7 +213,8 @@ class KeyedRejectionSampler(RejectionSampler):
 
 def beside(values: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Copy numbers to the device of a tensor, without waiting for it."""
-    return torch.as_tensor(values).to(tensor.device, non_blocking=True)
+    on_host = torch.as_tensor(values)
+    return on_host.to(tensor.device, non_blocking=True)
 
 
 def by_row(
@@ -207,9 +228,15 @@ def by_row(
     [batch].
     """
     row_numbers = np.arange(rows.start, rows.stop)
-    requests = np.searchsorted(starts, row_numbers, side="right") - 1
+    behind_request = np.searchsorted(starts, row_numbers, side="right")
+    requests = behind_request - 1
     at = beside(requests, metadata.draft_token_ids)
-    names = ["temperature", "top_p", "top_k", "allowed_token_ids_mask"]
+    names = [
+        "temperature",
+        "top_p",
+        "top_k",
+        "allowed_token_ids_mask",
+    ]
     if not sampling.no_penalties:
         names += [
             "prompt_token_ids",
@@ -229,11 +256,15 @@ def by_row(
             first_row = int(starts[request])
             row = rows.start + i
             # each request before it has one row more than draft tokens
-            before = drafts[first_row - request : row - request]
-            texts.append(sampling.output_token_ids[request] + before)
+            first_draft = first_row - request
+            next_draft = row - request
+            drafts_before = drafts[first_draft:next_draft]
+            written = sampling.output_token_ids[request]
+            texts.append(written + drafts_before)
             if request in sampling.bad_words_token_ids:
                 words[i] = sampling.bad_words_token_ids[request]
-        spread |= {"output_token_ids": texts, "bad_words_token_ids": words}
+        spread["output_token_ids"] = texts
+        spread["bad_words_token_ids"] = words
     spread["logitsprocs"] = _at_rows(sampling.logitsprocs, rows, starts)
     return replace(
         sampling,
@@ -262,7 +293,10 @@ def _at_rows(
         processor = copy.copy(processor)
         processor.min_toks = held_by_row
         # tensors anew
-        moved = [(row, row, MoveDirectionality.UNIDIRECTIONAL) for row in held_by_row]
+        moved = []
+        for row in held_by_row:
+            move = (row, row, MoveDirectionality.UNIDIRECTIONAL)
+            moved.append(move)
         update = BatchUpdate(
             len(moved),
             removed=[],
@@ -276,15 +310,20 @@ def _at_rows(
 
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
     """Return the output of a step that was sampled in parts."""
-    tokens = torch.cat([part.sampled_token_ids for part in parts])
+    tokens = []
     logprobs = []
     for part in parts:
+        tokens.append(part.sampled_token_ids)
         if part.logprobs_tensors is not None:
             logprobs.append(part.logprobs_tensors[:3])
     joined = None
     if logprobs:
-        joined = LogprobsTensors(*map(torch.cat, zip(*logprobs, strict=True)))
-    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=joined)
+        by_field = zip(*logprobs, strict=True)
+        joined = LogprobsTensors(*map(torch.cat, by_field))
+    return SamplerOutput(
+        sampled_token_ids=torch.cat(tokens),
+        logprobs_tensors=joined,
+    )
 
 
 def expands(sampling: SamplingMetadata) -> bool:
@@ -331,8 +370,11 @@ def draw(
     """
     if sampling.all_greedy:
         return logits.argmax(dim=-1), None
+    scaled = logits.to(torch.float32, copy=True)
     scaled = Sampler.apply_temperature(
-        logits.to(torch.float32, copy=True), sampling.temperature, sampling.all_random
+        scaled,
+        sampling.temperature,
+        sampling.all_random,
     )
     scaled = truncate(scaled, sampling.top_k, sampling.top_p)
     probabilities = None
@@ -343,7 +385,8 @@ def draw(
         drawn = keyed_sample(scaled, keys)
     if not sampling.all_random:
         is_greedy = sampling.temperature < _SAMPLING_EPS
-        drawn = torch.where(is_greedy, logits.argmax(dim=-1), drawn)
+        likeliest = logits.argmax(dim=-1)
+        drawn = torch.where(is_greedy, likeliest, drawn)
     return drawn, probabilities
 
 

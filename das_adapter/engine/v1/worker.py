@@ -15,6 +15,7 @@ import torch
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import LiveRequest, label_of
 from das_adapter.engine.v1.keyed_sample import Keys
+from das_adapter.engine.v1.model_source import Drafts
 from das_adapter.engine.v1.neural_drafts import KeyedDrafts, NeuralSource
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import (
@@ -50,10 +51,11 @@ class HostWorkerState(WorkerState):
         """The drafter that the controller asks; None: vLLM's own drafts in every step,
         or nobody does.
         """
-        if config.controlled and config.neural:
-            self.drafter = Proposer(runner.vllm_config)
-        elif config.controlled:
-            self.drafter = getattr(runner, "drafter", None)
+        if config.controlled:
+            if config.neural:
+                self.drafter = Proposer(runner.vllm_config)
+            else:
+                self.drafter = getattr(runner, "drafter", None)
         super().__init__(runner, config, self.drafter)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
@@ -66,7 +68,8 @@ class HostWorkerState(WorkerState):
         """Whether drafting has failed in a place that the controller does not see."""
         self._req_ids: list[str] = []
         """Requests of the batch for which `_batch` was made."""
-        self._batch = Batch(torch.zeros(0, dtype=torch.int64), [])
+        no_seeds = torch.zeros(0, dtype=torch.int64)
+        self._batch = Batch(no_seeds, [])
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that
@@ -79,16 +82,18 @@ class HostWorkerState(WorkerState):
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
-            self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
+            logprobs_mode = runner.sampler.logprobs_mode
+            self.sampler = KeyedSampler(logprobs_mode)
             runner.sampler = self.sampler
             if hasattr(runner, "rejection_sampler"):
                 runner.rejection_sampler = KeyedRejectionSampler(
-                    self.sampler, runner.speculative_config, runner.device
+                    self.sampler,
+                    runner.speculative_config,
+                    runner.device,
                 )
         elif self.drafter and self.drafter.model_source:
-            runner.rejection_sampler.register_forward_pre_hook(
-                self.drafter.model_source.tell_probabilities
-            )
+            tell_probabilities = self.drafter.model_source.tell_probabilities
+            runner.rejection_sampler.register_forward_pre_hook(tell_probabilities)
         if self.config.controlled:
             # Steps without drafts replay the full CUDA graphs that an engine without
             # speculation captures. vLLM's V1 runner captures decode steps for K + 1
@@ -98,18 +103,22 @@ class HostWorkerState(WorkerState):
             for owner in (runner, runner.cudagraph_dispatcher):
                 if hasattr(owner, "uniform_decode_query_len"):
                     owner.uniform_decode_query_len = 1
-        for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
-            step_patch.apply(self, owner=self.runner)
+        time_steps.apply(self, owner=runner)
+        key_rows.apply(self, owner=runner)
+        count_tokens.apply(self, owner=runner)
+        emit_drafts_in_time.apply(self, owner=runner)
         # else the drafter takes the place of what would fail
         if not (self.drafter and self.draft_weights):
-            survive_drafting.apply(self, owner=self.runner)
+            survive_drafting.apply(self, owner=runner)
 
     def response(self, req_id: str) -> LiveRequest | None:
         request = self.runner.requests.get(req_id)
         if request is None or request.prompt_token_ids is None:
             return None
-        live = LiveRequest.of(req_id, request, self.runner.max_model_len)
-        live.text = [*request.prompt_token_ids[live.start :], *request.output_token_ids]
+        longest = self.runner.max_model_len
+        live = LiveRequest.of(req_id, request, longest)
+        written_ahead = request.prompt_token_ids[live.start :]
+        live.text = [*written_ahead, *request.output_token_ids]
         return live
 
     def batch(self) -> Batch:
@@ -121,10 +130,14 @@ class HostWorkerState(WorkerState):
         training = []
         for req_id in req_ids:
             request = self.runner.requests[req_id]
-            seeds.append(request.sampling_params.seed if self.config.keyed else 0)
+            seed = 0
+            if self.config.keyed:
+                seed = request.sampling_params.seed
+            seeds.append(seed)
             training.append(label_of(request).record)
         host_seeds = torch.tensor(seeds, dtype=torch.int64)
-        device_seeds = host_seeds.to(self.runner.device, non_blocking=True)
+        device = self.runner.device
+        device_seeds = host_seeds.to(device, non_blocking=True)
         self._req_ids = list(req_ids)
         self._batch = Batch(device_seeds, training)
         return self._batch
@@ -140,10 +153,13 @@ class HostWorkerState(WorkerState):
         if metadata is None:
             return self.first_keys(None)
         seeds = self.batch().seeds
-        num_rows = np.asarray(metadata.num_draft_tokens) + 1
-        requests = np.repeat(np.arange(len(seeds)), num_rows)
+        num_drafted = np.asarray(metadata.num_draft_tokens)
+        num_rows = num_drafted + 1
+        batch_rows = np.arange(len(seeds))
+        requests = np.repeat(batch_rows, num_rows)
         row_seeds = seeds[beside(requests, seeds)]
-        return Keys(row_seeds, self._positions[metadata.logits_indices.long()])
+        row_places = metadata.logits_indices.long()
+        return Keys(row_seeds, self._positions[row_places])
 
     @property
     def _positions(self) -> torch.Tensor:
@@ -157,7 +173,8 @@ class HostWorkerState(WorkerState):
         """Return each request's first row of logits, int64 [batch], where it has so
         many drafted positions and one more.
         """
-        num_rows = np.asarray(drafted, dtype=np.int64) + 1
+        num_drafted = np.asarray(drafted, dtype=np.int64)
+        num_rows = num_drafted + 1
         first_rows = np.cumsum(num_rows) - num_rows
         return beside(first_rows, self.batch().seeds)
 
@@ -166,12 +183,13 @@ class HostWorkerState(WorkerState):
         position.
         """
         seeds = self.batch().seeds
-        ends = self.runner.query_start_loc.gpu[1 : len(seeds) + 1]
-        tokens = ends.long() - 1
+        behind = len(seeds) + 1
+        ends = self.runner.query_start_loc.gpu[1:behind]
+        places = ends.long() - 1
         if drafted is not None:
             num_drafted = np.asarray(drafted, dtype=np.int64)
-            tokens = tokens - beside(num_drafted, seeds)
-        return Keys(seeds, self._positions[tokens])
+            places = places - beside(num_drafted, seeds)
+        return Keys(seeds, self._positions[places])
 
     def count(
         self,
@@ -185,15 +203,23 @@ class HostWorkerState(WorkerState):
         if self.rehearsal is not None and drafts is not None:
             self.rehearsal.verified += sum(drafts)
             for tokens in sampled:
-                self.rehearsal.accepted += max(0, len(tokens) - 1)
+                accepted = len(tokens) - 1
+                self.rehearsal.accepted += max(0, accepted)
         if not any(training):
             return
         got = []
         for record, tokens in zip(training, sampled, strict=True):
-            got.append(len(tokens) if record else 0)
+            num_tokens = len(tokens) if record else 0
+            got.append(num_tokens)
         step_s = time.perf_counter() - self.began
-        carried = drafts or [0] * len(got)
-        counted = partial(self.counters.count_step, got, carried, step_s)
+        nothing = [0] * len(got)
+        carried = drafts or nothing
+        counted = partial(
+            self.counters.count_step,
+            got,
+            carried,
+            step_s,
+        )
         if self.drafter:
             self.drafter.later(counted)
         else:
@@ -212,7 +238,8 @@ class HostWorkerState(WorkerState):
         """Whether drafts are looked up on the host, with no model that other ranks run
         a part of.
         """
-        return self.drafter is not None and self.drafter.model_source is None
+        drafter = self.drafter
+        return drafter is not None and drafter.model_source is None
 
     def _draft_no_more(self) -> None:
         self.drafts_no_more = True
@@ -226,9 +253,8 @@ class HostWorkerState(WorkerState):
         whole batch junk drafts. Ours end before it, and the scheduler clips as well.
         """
         if hasattr(self.runner, "effective_drafter_max_model_len"):
-            self.runner.effective_drafter_max_model_len += (
-                self.config.num_draft_tokens + 1
-            )
+            beyond = self.config.num_draft_tokens + 1
+            self.runner.effective_drafter_max_model_len += beyond
 
     def loaded(self) -> None:
         """Take over what vLLM has just loaded, see `WorkerState.loaded`; a drafter with
@@ -239,12 +265,16 @@ class HostWorkerState(WorkerState):
             return
         noise = None
         if self.config.keyed and self._draws_tokens():
-            noise = KeyedDrafts(self.runner, lambda: self.batch().seeds)
-        if self.drafter:
-            source = self.drafter.model_source
+            noise = KeyedDrafts(
+                self.runner,
+                seeds=lambda: self.batch().seeds,
+            )
+        drafter = self.drafter
+        if drafter:
+            source = drafter.model_source
             assert isinstance(source, NeuralSource)
             source.noise = noise
-            self.drafter.load_model(self.runner.model)
+            drafter.load_model(self.runner.model)
 
     def _draws_tokens(self) -> bool:
         """Return whether a drafter with weights can draw tokens by their positions."""
@@ -293,7 +323,9 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             spec_decode_metadata = None
             drafted = None
         sampling = state.runner.input_batch.sampling_metadata
-        drops = state.sampler is not None and not expands(sampling)
+        drops = False
+        if state.sampler is not None:
+            drops = not expands(sampling)
         state.drafts = None if drops else drafted
         if state.drafter:
             state.drafter.carried = state.drafts
@@ -312,7 +344,10 @@ def key_rows(stock: Any, state: HostWorkerState) -> Any:
             if state.sampler is not None:
                 state.sampler.keys = None
 
-    def without_drafts(logits: torch.Tensor, drafted: Sequence[int] | None) -> Any:
+    def without_drafts(
+        logits: torch.Tensor,
+        drafted: Sequence[int] | None,
+    ) -> Any:
         """Draw one token of each request, as a step without drafts does; `drafted`:
         draft tokens of each, None: nobody had any.
         """
@@ -344,14 +379,21 @@ def survive_drafting(stock: Any, state: HostWorkerState) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        nothing: list[list[int]] = [[] for _ in range(len(sampled_token_ids))]
-        ranks = state.runner.parallel_config.tensor_parallel_size
+        num_requests = len(sampled_token_ids)
+        nothing: Drafts = [[] for _ in range(num_requests)]
+        runner = state.runner
+        ranks = runner.parallel_config.tensor_parallel_size
         alone = ranks == 1 or state.looks_up_alone
-        may_fail = alone and not state.runner.use_async_scheduling
+        may_fail = alone and not runner.use_async_scheduling
         if state.drafts_no_more and may_fail:
             return nothing
         try:
-            return stock(scheduler_output, sampled_token_ids, *args, **kwargs)
+            return stock(
+                scheduler_output,
+                sampled_token_ids,
+                *args,
+                **kwargs,
+            )
         except Exception as error:
             # the other ranks, or the step that is scheduled, count on these drafts
             if not may_fail:
@@ -375,19 +417,21 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
         drafts = state.drafts
         state.drafts = None
         arrives = getattr(output, "get_output", None)
-        if not getattr(output, "sampled_token_ids", None) and arrives is None:
+        sampled: Any = getattr(output, "sampled_token_ids", None)
+        if not sampled and arrives is None:
             return output
         training = state.batch().training
         if arrives is None:
             with state.surviving():
-                state.count(output.sampled_token_ids, drafts, training)
+                state.count(sampled, drafts, training)
             return output
 
         def get_output() -> Any:
             arrived = arrives()
-            if arrived.sampled_token_ids:
+            arrived_tokens = arrived.sampled_token_ids
+            if arrived_tokens:
                 with state.surviving():
-                    state.count(arrived.sampled_token_ids, drafts, training)
+                    state.count(arrived_tokens, drafts, training)
             return arrived
 
         output.get_output = get_output
@@ -397,7 +441,7 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
-def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
+def emit_drafts_in_time(stock: Any, state: HostWorkerState) -> Any:
     """Without it vLLM takes no drafts: they are looked for beside its scheduler's work.
     Remove this patch when vLLM asks a `custom_class` drafter for its drafts after the
     step.
@@ -405,7 +449,7 @@ def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
 
     def take_draft_token_ids() -> Any:
         if state.drafter:
-            state.drafter.settle()
+            state.drafter.emit_drafts()
         return stock()
 
     return take_draft_token_ids

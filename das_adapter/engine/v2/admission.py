@@ -14,8 +14,8 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, repeat
-from typing import Any
+from itertools import chain, count, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,22 @@ ADMITS = "_das_admits"
 """Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from
 vLLM's arguments; returns None where all requests of a step have one length.
 """
+
+
+_SMALL_SIZES = (1, 2, 4)
+"""Sizes of vLLM's graphs for steps without drafts that are no multiples of 8."""
+
+
+class BatchBudget(NamedTuple):
+    """The draft tokens that a step may verify."""
+
+    req_ids: list[str]
+    shares: npt.NDArray[np.int32]
+    """The limit, other tokens and worth of each request, see `Ranking.admit`, int32
+    [3, requests].
+    """
+    num_verified: int
+    """Draft tokens of all requests together."""
 
 
 class Admission(AdaptiveVerificationManager):
@@ -70,9 +86,10 @@ class Admission(AdaptiveVerificationManager):
         self.drops = drops
         self._failed = failed
         self._largest = largest
-        made_with = inspect.signature(AdaptiveVerificationManager.__init__).parameters
+        signature = inspect.signature(AdaptiveVerificationManager.__init__)
         # vLLM 0.33 and later
-        self._tells_admitted = "copy_admitted_drafts_to_host" in made_with
+        option = "copy_admitted_drafts_to_host"
+        self._tells_admitted = option in signature.parameters
         self._in_force = in_force
         self._plan = DraftPlan()
         """The plan by which the newest drafts were made, which the next step verifies.
@@ -81,27 +98,37 @@ class Admission(AdaptiveVerificationManager):
         """Draft tokens of each request of the present step in batch order, int32
         [requests], on the host when the step's output is; None: no request has any.
         """
-        self._batch_budget: tuple[list[str], npt.NDArray[np.int32], int] | None = None
-        """Requests of the present step, their shares (see `Ranking.admit`), and the
-        draft tokens that it verifies: vLLM reads these.
+        self._batch_budget: BatchBudget | None = None
+        """What the present step may verify, until its drafts are admitted: vLLM reads
+        it.
         """
-        written = self._batch_draft_capacity, self._cu_num_logits, self.query_start_loc
         self._ranking = ranking
-        ranking.bind(self._confidence_probs, *written, bonus=self.num_bonus_tokens)
+        ranking.bind(
+            self._confidence_probs,
+            self._batch_draft_capacity,
+            self._cu_num_logits,
+            self.query_start_loc,
+            bonus=self.num_bonus_tokens,
+        )
         ranking.check()
 
-    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
-        """Nothing: what steps cost, the controller knows."""
+    def batches_to_profile(
+        self,
+        capture_sizes: list[int],
+    ) -> Iterator[dict[str, int]]:
+        """Name no batches to profile: what steps cost, the controller knows."""
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """Nothing, see `batches_to_profile`."""
+        """Do nothing, see `batches_to_profile`."""
 
     def add_request(self, req_idx: int) -> None:
-        """Nothing: the chances of a request's drafts come with them."""
+        """Do nothing: the chances of a request's drafts come with them."""
 
     def get_num_tokens(
-        self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]
+        self,
+        num_tokens_per_req: dict[str, int],
+        draft_tokens: dict[str, list[int]],
     ) -> int:
         """Return the tokens of a step, whose requests have room for so many draft
         tokens.
@@ -110,48 +137,71 @@ class Admission(AdaptiveVerificationManager):
         req_ids = list(num_tokens_per_req)
         num_requests = len(req_ids)
         num_verified = 0
-        shares = np.zeros((3, num_requests), dtype=np.int32)
+        shape = (3, num_requests)
+        shares = np.zeros(shape, dtype=np.int32)
         limits, other_tokens, worth = shares
-        scheduled = map(len, map(draft_tokens.get, req_ids, repeat(())))
-        room = np.fromiter(scheduled, np.int32, num_requests)
-        tokens = np.fromiter(num_tokens_per_req.values(), np.int32, num_requests)
+        drafts = map(draft_tokens.get, req_ids, repeat(()))
+        num_drafted = map(len, drafts)
+        room = np.fromiter(num_drafted, np.int32, num_requests)
+        scheduled = num_tokens_per_req.values()
+        tokens = np.fromiter(scheduled, np.int32, num_requests)
         np.subtract(tokens, room, out=other_tokens)
         if plan.budget and not self.drops(req_ids):
-            longest, worth.view(np.float32)[:], joined = plan.limits_and_worth(req_ids)
+            longest, plan_worth, joined = plan.limits_and_worth(req_ids)
+            # The kernel reads the row's bits as float32.
+            worth.view(np.float32)[:] = plan_worth
             np.minimum(room, longest, out=limits, casting="unsafe")
             bonus_rows = num_requests * self.num_bonus_tokens
-            rows = max(0, self._max_total_logits - bonus_rows)
+            draft_rows = max(0, self._max_total_logits - bonus_rows)
             budget = plan.budget
             if plan.req_ids:
                 # Requests that have joined get as much as the others have on average.
-                budget += plan.budget * joined // len(plan.req_ids)
-            num_verified = min(budget, int(np.add.reduce(limits)), rows)
+                planned_requests = len(plan.req_ids)
+                budget += plan.budget * joined // planned_requests
+            num_wanted = int(np.add.reduce(limits))
+            num_verified = min(budget, num_wanted, draft_rows)
         num_others = int(np.add.reduce(other_tokens))
         planned = len(plan.req_ids) + plan.budget
-        if max(num_others, planned) <= self._largest:
+        most_tokens = max(num_others, planned)
+        if most_tokens <= self._largest:
             # The plan was to fit into a graph.
-            num_verified = min(num_verified, self._largest - num_others)
-        self._batch_budget = req_ids, shares, num_verified
+            graph_room = self._largest - num_others
+            num_verified = min(num_verified, graph_room)
+        self._batch_budget = BatchBudget(req_ids, shares, num_verified)
         return num_others + num_verified
 
-    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
+    def reallocate_drafts(
+        self,
+        req_ids: list[str],
+        idx_mapping: torch.Tensor,
+    ) -> Any:
         """Admit the drafts; see `AdaptiveVerificationManager`."""
         assert self._batch_budget is not None
         scheduled, shares, budget = self._batch_budget
         self._batch_budget = None
         if scheduled != req_ids:
-            places = dict(zip(scheduled, range(len(scheduled)), strict=True))
-            shares = shares[:, list(map(places.__getitem__, req_ids))]
-        trims = budget < int(np.add.reduce(shares[0]))
-        most = torch.from_numpy(shares[0])
-        self._ranking.admit(shares, idx_mapping.long(), budget if trims else -1)
-        self.admitted = (
-            to_host(self._batch_draft_capacity[: len(req_ids)]) if trims else most
-        )
-        answer = self._cu_num_logits[: len(req_ids) + 1], self.query_start_loc, budget
-        # Who shards a batch's sampling is told what each request has; there all
-        # requests have one length.
-        return (*answer, None) if self._tells_admitted else answer
+            places = dict(zip(scheduled, count(), strict=False))
+            order = list(map(places.__getitem__, req_ids))
+            shares = shares[:, order]
+        num_requests = len(req_ids)
+        limits = shares[0]
+        num_wanted = int(np.add.reduce(limits))
+        trims = budget < num_wanted
+        slots = idx_mapping.long()
+        trimmed_to = budget if trims else -1
+        self._ranking.admit(shares, slots, trimmed_to)
+        if trims:
+            capacity = self._batch_draft_capacity[:num_requests]
+            self.admitted = to_host(capacity)
+        else:
+            self.admitted = torch.from_numpy(limits)
+        num_offsets = num_requests + 1
+        offsets = self._cu_num_logits[:num_offsets]
+        if self._tells_admitted:
+            # Who shards a batch's sampling is told what each request has; there all
+            # requests have one length.
+            return offsets, self.query_start_loc, budget, None
+        return offsets, self.query_start_loc, budget
 
     def record_confidences(self, *given: Any, **named: Any) -> None:
         """Keep the chances of the newest drafts; see `AdaptiveVerificationManager`. The
@@ -171,9 +221,8 @@ class Admission(AdaptiveVerificationManager):
         self._plan = plan
         if plan.budget:
             slots = input_batch.idx_mapping.long()
-            self._confidence_probs.index_copy_(
-                0, slots, confidence_probs[: input_batch.num_reqs]
-            )
+            batch_chances = confidence_probs[: input_batch.num_reqs]
+            self._confidence_probs.index_copy_(0, slots, batch_chances)
 
 
 def obstacle(
@@ -181,38 +230,41 @@ def obstacle(
     attn_groups: Iterable[Iterable[Any]],
     additional: Any = None,
 ) -> str | None:
-    """Say why all requests of a step must have equally many draft tokens; None: they
+    """Return why all requests of a step must have equally many draft tokens; None: they
     need not. `attn_groups`: vLLM's `AttentionGroup`s; `additional`: the CUDA graphs
     that the model's other attention allows, and whose it is.
     """
-    if why := next(
-        (name for name, has in ONE_LENGTH.items() if has(vllm_config)), None
-    ):
-        return why
+    for name, has in ONE_LENGTH.items():
+        if has(vllm_config):
+            return name
     groups = list(chain.from_iterable(attn_groups))
-    if backend := get_query_lens_mismatch_unsupported_backend([groups]):
-        return f"{backend} {HOST_PLANS}"
-    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+    planned_on_host = get_query_lens_mismatch_unsupported_backend([groups])
+    if planned_on_host:
+        return f"{planned_on_host} {HOST_PLANS}"
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    if not graphs.has_full_cudagraphs():
         return None
     # Beside ranks with drafts, one without them replays a graph for drafts:
     # FlashAttention 3 plans for other tiles.
-    if vllm_config.parallel_config.data_parallel_size > 1:
-        small = (g for g in groups if getattr(g.kv_cache_spec, "head_size", 0) <= 64)
-        if group := next(small, None):
-            return f"{group.backend.__name__} {SMALL_HEADS}"
-    builders = (
-        (g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups
-    )
-    supports = [
-        (name, builder.get_cudagraph_support(vllm_config, spec))
-        for name, builder, spec in builders
-    ]
+    data_parallel_size = vllm_config.parallel_config.data_parallel_size
+    if data_parallel_size > 1:
+        for group in groups:
+            head_size = getattr(group.kv_cache_spec, "head_size", 0)
+            if head_size <= 64:
+                return f"{group.backend.__name__} {SMALL_HEADS}"
+    supports = []
+    for group in groups:
+        builder = group.get_metadata_builder(0)
+        support = builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
+        name = group.backend.__name__
+        supports.append((name, support))
     if additional is not None:
-        supports.append((additional[1], additional[0]))
-    uniform = (
-        name for name, support in supports if support != AttentionCGSupport.ALWAYS
-    )
-    return next((f"{name} {NO_GRAPHS}" for name in uniform), None)
+        support, name = additional
+        supports.append((name, support))
+    for name, support in supports:
+        if support != AttentionCGSupport.ALWAYS:
+            return f"{name} {NO_GRAPHS}"
+    return None
 
 
 def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
@@ -221,33 +273,51 @@ def with_plain_graphs(manager: Any, unequal: list[Any]) -> None:
     only those that are an eighth apart.
     """
     sizes = [desc.num_tokens for desc in unequal]
-    most = min(manager.max_num_reqs, sizes[0])
-    kept = set(an_eighth_apart(sizes))
-    # others are of draft lengths
-    usual = {n for n in sizes if n < most and (n % 8 == 0 or n in (1, 2, 4))}
-    plain = [
-        replace(
+    most_requests = min(manager.max_num_reqs, sizes[0])
+    plain_sizes = {most_requests}
+    for size in sizes:
+        # others are of draft lengths
+        is_plain = size in _SMALL_SIZES or size % 8 == 0
+        if is_plain and size < most_requests:
+            plain_sizes.add(size)
+    plain = []
+    for size in sorted(plain_sizes, reverse=True):
+        desc = replace(
             unequal[0],
-            num_tokens=n,
-            num_reqs=n,
+            num_tokens=size,
+            num_reqs=size,
             max_query_len=None,
             uniform_token_count=1,
         )
-        for n in sorted({*usual, most}, reverse=True)
-    ]
-    drafted = [desc for desc in unequal if desc.num_tokens in kept]
-    manager._capture_descs[CUDAGraphMode.FULL] = sorted(
-        [*drafted, *plain], key=lambda d: -d.num_tokens
-    )
-    for (tokens, _), found in manager._candidates.items():
-        fit = (
-            next((d for d in reversed(kind) if d.num_tokens >= tokens), None)
-            for kind in (plain, drafted)
-        )
-        found[:] = [
-            *filter(None, fit),
-            *(d for d in found if d.cg_mode is not CUDAGraphMode.FULL),
-        ]
+        plain.append(desc)
+    kept_sizes = an_eighth_apart(sizes)
+    drafted = []
+    for desc in unequal:
+        if desc.num_tokens in kept_sizes:
+            drafted.append(desc)
+    captured = [*drafted, *plain]
+    captured.sort(key=lambda desc: -desc.num_tokens)
+    manager._capture_descs[CUDAGraphMode.FULL] = captured
+    for (num_tokens, _), candidates in manager._candidates.items():
+        fitting = []
+        for descs in (plain, drafted):
+            smallest = _smallest_for(num_tokens, descs)
+            if smallest is not None:
+                fitting.append(smallest)
+        for desc in candidates:
+            if desc.cg_mode is not CUDAGraphMode.FULL:
+                fitting.append(desc)
+        candidates[:] = fitting
+
+
+def _smallest_for(num_tokens: int, descs: list[Any]) -> Any:
+    """Return the description of the smallest graph that holds so many tokens, of some
+    that are sorted, largest first; None: none does.
+    """
+    for desc in reversed(descs):
+        if desc.num_tokens >= num_tokens:
+            return desc
+    return None
 
 
 @contextlib.contextmanager
@@ -257,10 +327,11 @@ def of_one_length(manager: Any) -> Iterator[None]:
     one.
     """
     config = manager.vllm_config.speculative_config
-    if (
-        config is None
-        or manager.decode_query_len > manager.vllm_config.num_speculative_tokens
-    ):
+    if config is None:
+        yield
+        return
+    longest = manager.vllm_config.num_speculative_tokens
+    if manager.decode_query_len > longest:
         yield
         return
     lengths = config.num_speculative_tokens_per_batch_size
@@ -284,7 +355,12 @@ def admit_by_worth(stock: Any) -> Any:
     (V2 runner). Remove this patch when vLLM lets a speculator of a plug-in choose the
     draft tokens of each request.
     """
-    return lambda **kwargs: getattr(kwargs["req_states"], ADMITS, stock)(**kwargs)
+
+    def make(**kwargs: Any) -> Any:
+        make_ours = getattr(kwargs["req_states"], ADMITS, stock)
+        return make_ours(**kwargs)
+
+    return make
 
 
 @patch(f"{_RUNNER}:resolve_adaptive_cudagraph_mode", since="0.30", needs="mode")
@@ -293,9 +369,13 @@ def allow_no_graphs(stock: Any) -> Any:
     has its own number of draft tokens (V2 runner). Remove this patch when vLLM's
     adaptive verification runs without CUDA graphs.
     """
-    return lambda mode, **kwargs: (
-        stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
-    )
+
+    def resolve(mode: Any, **kwargs: Any) -> Any:
+        if not mode.has_full_cudagraphs():
+            return mode
+        return stock(mode, **kwargs)
+
+    return resolve
 
 
 @patch(
@@ -314,11 +394,9 @@ def capture_plain_steps(stock: Any) -> Any:
     def init(self: Any) -> None:
         with of_one_length(self):
             stock(self)
-        if unequal := [
-            d
-            for d in self._capture_descs.get(CUDAGraphMode.FULL, ())
-            if d.max_query_len
-        ]:
+        full = self._capture_descs.get(CUDAGraphMode.FULL, ())
+        unequal = [desc for desc in full if desc.max_query_len]
+        if unequal:
             with_plain_graphs(self, unequal)
 
     return init

@@ -22,7 +22,7 @@ _COLUMNS = {
     "by_model": "num_model_offered",
     "empty": "batches_unoffered",
     "ended": "ended",
-    "heard": "offer_known",
+    "offer_known": "offer_known",
     "record": "record",
     "promised": "expected_accepted",
     "chances": "survival",
@@ -31,7 +31,7 @@ _COLUMNS = {
 
 
 class Sums(NamedTuple):
-    """Of the requests of a step that go on."""
+    """Sums over the requests of a step that go on."""
 
     requests: int
     tokens: int
@@ -55,34 +55,44 @@ class LiveTexts:
     them last.
     """
 
-    def __init__(self, most: int, requests: Mapping[str, LiveRequest]) -> None:
-        """`most`: tokens of a draft at most; `requests`: those that are live,
-        `EngineController.live`.
+    def __init__(
+        self,
+        max_draft_tokens: int,
+        requests: Mapping[str, LiveRequest],
+    ) -> None:
+        """`max_draft_tokens`: tokens of a draft at most; `requests`: those that are
+        live, `EngineController.live`.
         """
         self._requests = requests
-        self.length, self.end = np.zeros((2, 1), dtype=np.int64)
-        """Tokens of each text; length at which it stops."""
-        self.ended, self.heard, self.record = np.zeros((3, 1), dtype=bool)
-        """Whether it has written its last token, which vLLM says a step later; whether
-        it is known what was offered; whether it is of a training rollout.
-        """
-        self.offered, self.by_model, self.empty = np.zeros((3, 1), dtype=np.int64)
-        """Tokens of the last draft from the history; of the model's in its place, 0 if
-        it is not; batches that were heard of since there was one.
-        """
-        self.chances: Chances = np.zeros((1, most), dtype=np.float32)
-        """Of each of them to be reached and accepted."""
+        self.length = np.zeros(1, dtype=np.int64)
+        """Tokens of each text."""
+        self.end = np.zeros(1, dtype=np.int64)
+        """Length at which each text stops."""
+        self.ended = np.zeros(1, dtype=bool)
+        """Whether a text has its last token, which vLLM says a step later."""
+        self.offer_known = np.zeros(1, dtype=bool)
+        """Whether it is known what was offered to a request."""
+        self.record = np.zeros(1, dtype=bool)
+        """Whether a request is of a training rollout."""
+        self.offered = np.zeros(1, dtype=np.int64)
+        """Tokens of a request's last draft from the history."""
+        self.by_model = np.zeros(1, dtype=np.int64)
+        """Tokens of the model's draft in its place; 0: it is the history's."""
+        self.empty = np.zeros(1, dtype=np.int64)
+        """Batches that were recorded since a request was offered something."""
+        self.chances: Chances = np.zeros((1, max_draft_tokens), dtype=np.float32)
+        """Chance of each token of the last draft to be reached and accepted."""
         self.promised = np.zeros(1, dtype=np.float32)
         """Sum of these chances: tokens that the draft is expected to bring."""
-        self.usual: Floats = np.zeros(most)
+        self.mean_chances: Floats = np.zeros(max_draft_tokens)
         """Chances of the requests' drafts on average, 0 where a draft is shorter."""
-        self.lasting: Floats = np.zeros(3)
-        """Batches that were heard of; and of what a request's draft promises beyond the
-        usual, the mean product with the same of its next draft, and the mean square:
-        how much lasts to the next step.
+        self.persistence: Floats = np.zeros(3)
+        """How much of what a request's draft promises beyond the average is left in
+        its next draft: the number of batches recorded, the mean product of the two
+        drafts' excess tokens, and the mean square of the first one's.
         """
-        self.kinds = np.zeros((1, most), dtype=np.uint8)
-        """Of the tokens that a model drafted last, see `core.confidence`."""
+        self.kinds = np.zeros((1, max_draft_tokens), dtype=np.uint8)
+        """Kinds of the tokens that a model drafted last, see `core.confidence`."""
         self._native: Any = None
         self._make_room(1)
         self._known: tuple[Sequence[str], Ints] | None = None
@@ -97,20 +107,22 @@ class LiveTexts:
         """Tokens that end some request, rising."""
 
     def open(self, request: LiveRequest) -> None:
-        """Take a request that joins the batch, or comes back to it."""
+        """Begin the columns of a request that joins the batch, or comes back to it."""
         slot = request.slot
         if slot >= len(self.length):
             self._make_room(slot + 1)
         self.length[slot] = request.length
         self.end[slot] = request.end
         self.record[slot] = request.record
-        self.offered[slot] = self.by_model[slot] = self.empty[slot] = 0
-        self.ended[slot] = self.heard[slot] = False
+        self.offered[slot] = 0
+        self.by_model[slot] = 0
+        self.empty[slot] = 0
+        self.ended[slot] = False
+        self.offer_known[slot] = False
         if request.stops and self._stops.get(slot) != request.stops:
             self._stops[slot] = request.stops
-            self._all_stops = np.union1d(
-                self._all_stops, np.array(list(request.stops), dtype=np.int64)
-            )
+            own_stops = np.array(list(request.stops), dtype=np.int64)
+            self._all_stops = np.union1d(self._all_stops, own_stops)
         if request.text is not None:
             self._texts[slot] = request.text
         self._known = None
@@ -120,50 +132,59 @@ class LiveTexts:
         if not req_ids:
             return
         for req_id in req_ids:
-            if request := self._requests.get(req_id):
-                self._stops.pop(request.slot, None)
-                self._texts.pop(request.slot, None)
+            request = self._requests.get(req_id)
+            if request is None:
+                continue
+            self._stops.pop(request.slot, None)
+            self._texts.pop(request.slot, None)
         if not self._stops:
             self._all_stops = EMPTY_INTS
         self._known = None
 
     def _make_room(self, slots: int) -> None:
         self.kinds = with_slots(self.kinds, slots)
-        columns = {name: with_slots(getattr(self, name), slots) for name in _COLUMNS}
-        vars(self).update(columns)
+        columns = {}
+        for name, native_name in _COLUMNS.items():
+            column = with_slots(getattr(self, name), slots)
+            setattr(self, name, column)
+            columns[native_name] = column
         self._native = native().LiveColumns(
-            **{_COLUMNS[name]: column for name, column in columns.items()},
-            mean_survival=self.usual,
-            persistence=self.lasting,
+            **columns,
+            mean_survival=self.mean_chances,
+            persistence=self.persistence,
         )
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not
         live.
         """
-        if self._known is None or self._known[0] != req_ids:
-            found = [
-                self._requests[req_id].slot if req_id in self._requests else -1
-                for req_id in req_ids
-            ]
-            self._known = list(req_ids), np.array(found, dtype=np.int64)
-        return self._known[1]
+        if self._known is not None:
+            known_ids, slots = self._known
+            if known_ids == req_ids:
+                return slots
+        found = []
+        for req_id in req_ids:
+            request = self._requests.get(req_id)
+            found.append(-1 if request is None else request.slot)
+        slots = np.array(found, dtype=np.int64)
+        self._known = list(req_ids), slots
+        return slots
 
-    def take(
+    def process_tokens(
         self,
         req_ids: Sequence[str],
         sampled: Sequence[list[int]],
         given: Ints | None = None,
         model: int = -1,
     ) -> tuple[Ints, Outcome, Sums]:
-        """Take the tokens that each request of a batch got in a step; tokens behind a
-        text's end are not its own.
+        """Process the tokens that each request of a batch got in a step; tokens behind
+        a text's end are not its own.
 
         Args:
             given: draft tokens that were verified, fillers included, int64 [requests];
                 None: nobody had any.
             model: tokens of each draft where a model makes all; 0: it makes some, as
-                `hear` was told; -1: none does.
+                `record_offers` was told; -1: none does.
 
         Returns:
             The places in the batch of the requests that go on, what the step brought to
@@ -171,83 +192,110 @@ class LiveTexts:
         """
         slots = self.slots(req_ids)
         rows = np.empty((7, len(req_ids)), dtype=np.int64)
-        told = (
+        if given is None:
+            given = EMPTY_INTS
+        native_sums = self._native.process_output(
             slots,
             sampled,
-            EMPTY_INTS if given is None else given,
+            given,
             model,
             self._all_stops,
             self._stops,
             self._texts,
+            rows,
         )
-        sums = Sums(*self._native.process_output(*told, rows))
-        rows = rows if sums.requests == len(req_ids) else rows[:, : sums.requests]
-        places, slots, got, carried, by_model, room, context = rows
-        of_model = None if model < 0 else by_model
+        sums = Sums(*native_sums)
+        if sums.requests < len(req_ids):
+            rows = rows[:, : sums.requests]
+        (
+            places,
+            going_slots,
+            got,
+            carried,
+            by_model,
+            room,
+            context,
+        ) = rows
         outcome = Outcome(
-            slots,
+            going_slots,
             got,
             carried if sums.carried else None,
-            of_model,
+            by_model if model >= 0 else None,
             room,
             context=context,
         )
         return places, outcome, sums
 
-    def take_singles(
-        self, req_ids: Sequence[str], outputs: Sequence[Sequence[list[int]]]
+    def process_single_tokens(
+        self,
+        req_ids: Sequence[str],
+        outputs: Sequence[Sequence[list[int]]],
     ) -> Ints | None:
-        """Take some steps of a batch, in each of which every request got one token, its
-        end not among them; return the requests' slots, int64 [requests]. None: they
-        were no such steps, and are still to be taken.
+        """Process some steps of a batch, in each of which every request got one token,
+        its end not among them; return the requests' slots, int64 [requests]. None: they
+        were no such steps, and are still to be processed.
         """
         slots = self.slots(req_ids)
         were_single = self._native.process_single_tokens(
-            slots, outputs, self._all_stops, self._texts
+            slots,
+            outputs,
+            self._all_stops,
+            self._texts,
         )
         return slots if were_single else None
 
-    def hear(
+    def record_offers(
         self,
         req_ids: Sequence[str],
         lengths: np.ndarray,
         chances: Chances,
         by_model: np.ndarray,
     ) -> None:
-        """Take what was offered to the requests of a batch: tokens, int32 [batch], the
-        chance of each, given those before it, float32 [batch, n], and tokens of the
+        """Record what was offered to the requests of a batch: tokens, int32 [batch],
+        the chance of each, given those before it, float32 [batch, n], and tokens of the
         model's drafts in their place, int64 [batch].
         """
-        self._native.record_offers(self.slots(req_ids), lengths, chances, by_model)
+        slots = self.slots(req_ids)
+        self._native.record_offers(slots, lengths, chances, by_model)
 
-    def hear_kinds(self, req_ids: Sequence[str], kinds: npt.NDArray[np.uint8]) -> None:
-        """Take the kinds of the tokens that a model drafted for the requests of a
+    def record_kinds(
+        self,
+        req_ids: Sequence[str],
+        kinds: npt.NDArray[np.uint8],
+    ) -> None:
+        """Record the kinds of the tokens that a model drafted for the requests of a
         batch, uint8 [batch, n].
         """
         slots = self.slots(req_ids)
         live = slots >= 0
-        self.kinds[slots[live], : kinds.shape[1]] = kinds[live]
+        live_slots = slots[live]
+        _, num_drafted = kinds.shape
+        self.kinds[live_slots, :num_drafted] = kinds[live]
 
-    def found(
+    def forecast_drafts(
         self,
         slots: Ints,
         limits: Ints,
         floor: float,
         last: bool = False,
     ) -> tuple[Chances, Ints]:
-        """Return what is going to be offered, see `core.steps.Candidates`: drafts
-        that are chosen now are made two steps after those that were heard of last. What
-        a draft promises beyond the usual lasts in part; of a request of which nothing
-        is known yet, the usual is expected, and less the longer it was offered nothing.
-        `last`: take what was heard of last for it.
+        """Return what is going to be offered, see `core.steps.Candidates`.
+
+        Drafts that are chosen now are made two steps after those that were recorded
+        last. What a draft promises beyond the average persists in part. Of a request of
+        which nothing is known yet, the average is expected, and less the longer it was
+        offered nothing. `last`: expect what was recorded last instead.
         """
-        chances = np.empty(len(slots) * self.chances.shape[1], np.float32)
-        offsets = np.empty(len(slots) + 1, np.int64)
-        return (
-            chances[
-                : self._native.forecast_drafts(
-                    slots, limits, floor, last, chances, offsets
-                )
-            ],
+        num_requests = len(slots)
+        _, max_draft_tokens = self.chances.shape
+        chances = np.empty(num_requests * max_draft_tokens, np.float32)
+        offsets = np.empty(num_requests + 1, np.int64)
+        num_chances = self._native.forecast_drafts(
+            slots,
+            limits,
+            floor,
+            last,
+            chances,
             offsets,
         )
+        return chances[:num_chances], offsets

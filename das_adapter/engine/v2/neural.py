@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     requests: int
     passes: int
-    usual: bool
+    is_typical: bool
     """Whether it read no prompt and had missed nothing."""
     begin: Any
     """Seconds, or an event of the device's stream; so is `end`."""
@@ -174,7 +174,7 @@ class Speculation:
         if source is None:
             return drafts
         if confidence is not None:
-            source.take_better(drafts, own, confidence.chances[: len(drafts)])
+            source.put_better_drafts(drafts, own, confidence.chances[: len(drafts)])
         return source.share(len(drafts))
 
     def without_drafts(self, batch: Any, error: Exception) -> torch.Tensor:
@@ -222,8 +222,8 @@ class Speculation:
             self._limits.copy_from_sampler()
             run(read, num_speculative_tokens=wanted, **more)
             if engine is not None and not warm_up(batch.req_ids):
-                usual = not is_behind and not batch.has_prefill
-                call = Call(batch.num_reqs, passes, usual, begin, self._now())
+                is_typical = not is_behind and not batch.has_prefill
+                call = Call(batch.num_reqs, passes, is_typical, begin, self._now())
                 self._calls.append(call)
         except Exception as error:
             if engine is None or not alone:  # the other ranks wait for this one

@@ -27,8 +27,11 @@ def keep_texts_on_device(states: Any) -> None:
     """
     texts = states.all_token_ids
     if hasattr(texts, "_uva_buf"):
-        states.all_token_ids = type(texts)(
-            tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device
+        kind = type(texts)
+        states.all_token_ids = kind(
+            tuple(texts.gpu.shape),
+            dtype=texts.dtype,
+            device=texts.device,
         )
 
 
@@ -36,9 +39,10 @@ def looked_up_sizes(vllm_config: Any) -> list[int]:
     """Return the numbers of requests for which looking up drafts is captured as a CUDA
     graph.
     """
-    most = vllm_config.scheduler_config.max_num_seqs
-    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    return an_eighth_apart(size for size in sizes if size <= most)
+    most_requests = vllm_config.scheduler_config.max_num_seqs
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    sizes = [size for size in captured if size <= most_requests]
+    return an_eighth_apart(sizes)
 
 
 class DeviceOffer:
@@ -48,9 +52,9 @@ class DeviceOffer:
 
     def __init__(self, index: DeviceIndex, requests: int) -> None:
         self.lengths = to_host(index.real[:requests])
-        """Of the drafts, int32 [requests]."""
+        """Tokens of each draft, int32 [requests]."""
         self.chances = to_host(index.confidence[:requests])
-        """Of each token, given those before it, float32 [requests, steps]."""
+        """Chance of each token, given those before it, float32 [requests, steps]."""
         self.by_model = torch.zeros(requests, dtype=torch.int64)
         """Tokens of a model's draft that stands in the place of that from the history;
         0: none does.
@@ -94,12 +98,20 @@ class HistorySpeculator(BaseSpeculator):
         self._in_force = PlanInForce()
         self.offer: DeviceOffer | None = None
         """What was drafted in the present step; None: nothing was looked for."""
-        self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
-        self.draft_token_confidence_probs = torch.zeros(
-            slots, steps, dtype=torch.float32, device=device
+        self._drafts = torch.zeros(
+            slots,
+            steps,
+            dtype=torch.int64,
+            device=device,
         )
-        """Of the drafts, as vLLM calls them: the chance of each token, given those
-        before it; 0 beyond a draft.
+        self.draft_token_confidence_probs = torch.zeros(
+            slots,
+            steps,
+            dtype=torch.float32,
+            device=device,
+        )
+        """Chance of each draft token, given those before it, under vLLM's name; 0
+        beyond a draft.
         """
         self.admits = False
         """Whether each request has its own number of draft tokens, so that all ranks
@@ -130,32 +142,31 @@ class HistorySpeculator(BaseSpeculator):
             # the first one allocates buffers, which count as memory
             self._group.broadcast(self._drafts[:1], src=0)
         if engine is not None and engine.history is not None:
-            self.index = DeviceIndex(
+            _, steps = self._drafts.shape
+            index = DeviceIndex(
                 states.all_token_ids.gpu,
-                self._drafts.shape[1],
+                steps,
                 self._config.history.device_bytes // 4,
                 fixed_min_chance(self._config.budget),
                 self._vocabulary,
             )
-            self._drafts, self.draft_token_confidence_probs = (
-                self.index.drafts,
-                self.index.confidence,
-            )
+            self.index = index
+            self._drafts = index.drafts
+            self.draft_token_confidence_probs = index.confidence
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing to prepare: a step is captured in `capture`."""
+        """Do nothing: a step is captured in `capture`."""
 
     def capture(self, *_: Any) -> None:
         """Capture a step for the batch sizes that vLLM has graphs of."""
-        if (
-            self._engine is not None
-            and self.index is not None
-            and self.index.device.type == "cuda"
-        ):
-            try:
-                self.index.capture(self._capture_sizes)
-            except Exception as error:
-                self._engine.fail(error)
+        if self._engine is None or self.index is None:
+            return
+        if self.index.device.type != "cuda":
+            return
+        try:
+            self.index.capture(self._capture_sizes)
+        except Exception as error:
+            self._engine.fail(error)
 
     @torch.inference_mode()
     def propose(
@@ -191,7 +202,9 @@ class HistorySpeculator(BaseSpeculator):
         if not self._engine.failed:
             try:
                 self.index.draft(
-                    input_batch.idx_mapping, num_sampled, self._states.total_len.gpu
+                    input_batch.idx_mapping,
+                    num_sampled,
+                    self._states.total_len.gpu,
                 )
                 self.offer = DeviceOffer(self.index, requests)
             except Exception as error:
@@ -199,11 +212,11 @@ class HistorySpeculator(BaseSpeculator):
         if self._engine.failed:
             self._drafts[:requests].zero_()
 
-    def take_better(
+    def put_better_drafts(
         self,
         drafts: torch.Tensor,
         tokens: int,
-        theirs: torch.Tensor,
+        model_chances: torch.Tensor,
     ) -> None:
         """Put a model's drafts, int64 [requests, steps], of which `tokens` count, and
         the chances of these, float32 [requests, steps], where those from the history
@@ -211,16 +224,32 @@ class HistorySpeculator(BaseSpeculator):
         """
         if self.offer is None:
             return
-        mine = self._drafts[: len(drafts), :tokens]
-        chances = self.draft_token_confidence_probs[: len(drafts)]
-        theirs = torch.nn.functional.pad(
-            theirs[:, :tokens], (0, chances.shape[1] - tokens)
+        requests = len(drafts)
+        model_drafts = drafts[:, :tokens]
+        history_drafts = self._drafts[:requests, :tokens]
+        chances = self.draft_token_confidence_probs[:requests]
+        _, steps = chances.shape
+        model_chances = torch.nn.functional.pad(
+            model_chances[:, :tokens],
+            (0, steps - tokens),
         )
-        by_model = chances[:, : self._in_force.num_draft_tokens].cumprod(1).sum(
-            1
-        ) < theirs.cumprod(1).sum(1)
-        torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
-        torch.where(by_model[:, None], theirs, chances, out=chances)
+        planned_chances = chances[:, : self._in_force.num_draft_tokens]
+        expected_of_history = planned_chances.cumprod(1).sum(1)
+        expected_of_model = model_chances.cumprod(1).sum(1)
+        by_model = expected_of_history < expected_of_model
+        takes_model = by_model[:, None]
+        torch.where(
+            takes_model,
+            model_drafts,
+            history_drafts,
+            out=history_drafts,
+        )
+        torch.where(
+            takes_model,
+            model_chances,
+            chances,
+            out=chances,
+        )
         self.offer.by_model = to_host(by_model * tokens)
 
     def share(self, requests: int) -> torch.Tensor:
@@ -231,7 +260,6 @@ class HistorySpeculator(BaseSpeculator):
         if self._in_force.num_draft_tokens != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
             if self.admits:
-                self._group.broadcast(
-                    self.draft_token_confidence_probs[:requests], src=0
-                )
+                chances = self.draft_token_confidence_probs[:requests]
+                self._group.broadcast(chances, src=0)
         return drafts

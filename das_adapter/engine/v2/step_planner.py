@@ -94,7 +94,9 @@ class Step:
         """Whether nobody joins or leaves, and nothing is drafted, verified or looked
         for.
         """
-        if not self.decodes or self.begun or self.ended or self.offer or self.calls:
+        joins_or_leaves = self.begun or self.ended
+        drafts = self.offer or self.calls
+        if not self.decodes or joins_or_leaves or drafts:
             return False
         verified = self.verified
         return verified is None or not verified.any()
@@ -106,8 +108,9 @@ class Step:
         """
         if self.admitted is not None or not self.drafts:
             return self.admitted
-        scheduled = map(self.drafts.get, self.req_ids, repeat(0))
-        return np.fromiter(scheduled, np.int64, len(self.req_ids))
+        req_ids = self.req_ids
+        scheduled = map(self.drafts.get, req_ids, repeat(0))
+        return np.fromiter(scheduled, np.int64, len(req_ids))
 
 
 class Output(NamedTuple):
@@ -170,9 +173,10 @@ class StepPlanner:
         self._own_lengths = False
         """Whether each request of a step has its own number of draft tokens."""
         self._model_tokens = -1
-        """Tokens of the model's drafts, see `LiveTexts.take`."""
+        """Tokens of the model's drafts, see `LiveTexts.process_tokens`."""
         if drafts is not None:
-            self._model_tokens = 0 if self.engine.history else config.model_tokens
+            has_history = self.engine.history is not None
+            self._model_tokens = 0 if has_history else config.model_tokens
         self._lock = threading.Lock()
         self._put_off: list[Output] = []
         """Outputs that are still to be processed."""
@@ -208,9 +212,11 @@ class StepPlanner:
         takes, with which the account compares.
         """
         with self._lock:
-            output.step.unburdened = bool(self._put_off)
+            step = output.step
+            step.unburdened = bool(self._put_off)
             self._put_off.append(output)
-            if len(self._put_off) <= self._may_put_off and output.step.quiet:
+            num_waiting = len(self._put_off)
+            if num_waiting <= self._may_put_off and step.quiet:
                 return SILENCE
             return self._catch_up()
 
@@ -235,12 +241,15 @@ class StepPlanner:
         newest = outputs[-1].arrived
         # In the first step the host has worked for das-adapter; the last one's output
         # may bring something else than a token for each request.
-        first, between, last = outputs[:1], outputs[1:-1], outputs[1:][-1:]
+        first = outputs[:1]
+        between = outputs[1:-1]
+        last = outputs[1:][-1:]
         for part in (first, between, last):
             if len(part) > 1 and self._process_together(part, newest):
                 continue
             for output in part:
-                plan = self._process(output, newest - output.arrived)
+                age_s = newest - output.arrived
+                plan = self._process(output, age_s)
         return plan
 
     def _process_together(self, outputs: Sequence[Output], newest: float) -> bool:
@@ -251,22 +260,35 @@ class StepPlanner:
         self._count_last()
         req_ids = outputs[0].step.req_ids
         steps = len(outputs)
-        if any(output.step.req_ids != req_ids for output in outputs):
-            return False
-        slots = self.texts.take_singles(req_ids, [o.sampled for o in outputs])
+        sampled = []
+        for output in outputs:
+            if output.step.req_ids != req_ids:
+                return False
+            sampled.append(output.sampled)
+        slots = self.texts.process_single_tokens(req_ids, sampled)
         if slots is None:
             return False
         self._before = outputs[-1].step
-        self._look_under_way = max(0, self._look_under_way - steps)
+        outputs_to_look = self._look_under_way - steps
+        self._look_under_way = max(0, outputs_to_look)
         with self.engine.surviving():
             policy = self.engine.policy
-            got = np.full_like(slots, steps)
-            outcome = Outcome(slots, got, None, None, room=EMPTY_INTS, steps=steps)
-            self._note_rest(policy.next(outcome))
+            outcome = Outcome(
+                slots,
+                got=np.full_like(slots, steps),
+                carried=None,
+                by_model=None,
+                room=EMPTY_INTS,
+                steps=steps,
+            )
+            decision = policy.next(outcome)
+            self._note_rest(decision)
             busy_s = self._time_together(outputs, slots, newest)
-            if training := int(np.count_nonzero(self.texts.record[slots])):
+            is_training = self.texts.record[slots]
+            num_training = int(np.count_nonzero(is_training))
+            if num_training:
                 self.engine.counters.add(
-                    requests=training,
+                    requests=num_training,
                     steps=steps,
                     seconds=busy_s,
                 )
@@ -284,13 +306,20 @@ class StepPlanner:
         """
         requests = len(slots)
         since_epoch = time.time() - newest
-        context = int(np.add.reduce(self.texts.length[slots]))
+        lengths = self.texts.length[slots]
+        context = int(np.add.reduce(lengths))
         context -= len(outputs) * requests
         every = 1
         if self.engine.policy.baseline_known and self.engine.log is None:
             every = TIMED_EVERY
         one = np.ones_like(slots)
-        step = TimedStep(slots, one, requests, 0.0, asked=False)
+        step = TimedStep(
+            slots,
+            one,
+            requests,
+            seconds=0.0,
+            asked=False,
+        )
         busy_s = 0.0
         num_others = 0
         others_s = 0.0
@@ -298,7 +327,8 @@ class StepPlanner:
         for number, output in enumerate(outputs):
             context += requests
             arrived = output.arrived
-            busy_s += arrived - max(output.step.began, self._last_arrival or 0.0)
+            begin = max(output.step.began, self._last_arrival or 0.0)
+            busy_s += arrived - begin
             if self._last_arrival is not None and arrived > self._last_arrival:
                 seconds = arrived - self._last_arrival
                 if number % every:
@@ -329,12 +359,17 @@ class StepPlanner:
             self._begin_and_end(step)
             if before is not None:
                 self._record_drafts(before)
-            places, outcome, sums = self.texts.take(
-                step.req_ids, output.sampled, step.verified, self._model_tokens
+            places, outcome, sums = self.texts.process_tokens(
+                step.req_ids,
+                output.sampled,
+                step.verified,
+                self._model_tokens,
             )
             if before is not None and before.kinds is not None:
-                outcome = outcome._replace(token_kinds=self.texts.kinds[outcome.slots])
-            self._uncounted = _Counted(output, outcome, sums, time.time() - age_s)
+                kinds = self.texts.kinds[outcome.slots]
+                outcome = outcome._replace(token_kinds=kinds)
+            ended = time.time() - age_s
+            self._uncounted = _Counted(output, outcome, sums, ended)
             search = self.engine.policy.next(outcome)
             if isinstance(search, Rest):
                 return self._resting_plan(search)
@@ -350,7 +385,8 @@ class StepPlanner:
         sums = counted.sums
         with self.engine.surviving():
             if sums.forwards:
-                busy_s = arrived - max(step.began, self._last_arrival or 0.0)
+                begin = max(step.began, self._last_arrival or 0.0)
+                busy_s = arrived - begin
                 self.engine.counters.add(
                     requests=sums.forwards,
                     steps=1,
@@ -366,7 +402,9 @@ class StepPlanner:
             self.engine.policy.flush()
 
     def _time(self, counted: _Counted) -> None:
-        """Take how long a step took, and the calls of a model that drafts beside it."""
+        """Record how long a step took, and the calls of a model that drafts beside
+        it.
+        """
         step, _, arrived = counted.output
         outcome = counted.outcome
         sums = counted.sums
@@ -376,31 +414,34 @@ class StepPlanner:
         if drafts is not None:
             drafts.passes_made += passes
             for call in step.calls:
-                if call.usual:
-                    drafts.record_pass(call.requests, call.seconds / call.passes)
+                if call.is_typical:
+                    pass_s = call.seconds / call.passes
+                    drafts.record_pass(call.requests, pass_s)
         if self._last_arrival is None:
             return
         seconds = arrived - self._last_arrival - drafting_s
         if not step.decodes or seconds <= 0 or not sums.requests:
             return
-        drafted = passes > 0 or sums.tokens > sums.requests
+        verifies = sums.tokens > sums.requests
+        drafted = passes > 0 or verifies
         asked = step.offer is not None or drafted or not step.unburdened
         timed = TimedStep(
             outcome.slots,
             outcome.got,
-            sums.tokens,
-            seconds,
-            drafting_s,
-            passes,
-            sums.context,
-            asked,
+            tokens=sums.tokens,
+            seconds=seconds,
+            drafting_seconds=drafting_s,
+            passes=passes,
+            context=sums.context,
+            asked=asked,
         )
         self.engine.timed(timed, counted.ended)
 
     def _record_drafts(self, step: Step) -> None:
         """Record what was drafted at the end of a step."""
-        if (offer := step.offer) is not None:
-            self.texts.hear(
+        offer = step.offer
+        if offer is not None:
+            self.texts.record_offers(
                 step.req_ids,
                 offer.lengths.numpy(),
                 offer.chances.numpy(),
@@ -408,7 +449,7 @@ class StepPlanner:
             )
         if step.kinds is not None and self.engine.drafts is not None:
             kinds = step.kinds.numpy()
-            self.texts.hear_kinds(step.req_ids, kinds)
+            self.texts.record_kinds(step.req_ids, kinds)
             if not self.engine.rehearsing:
                 self.engine.drafts.record_token_kinds(kinds)
 
@@ -426,8 +467,12 @@ class StepPlanner:
         """
         candidates = None
         if self.engine.history is not None:
-            candidates = self.texts.found(
-                outcome.slots, *search, last=self.engine.config.budget != "optimal"
+            is_optimal = self.engine.config.budget == "optimal"
+            candidates = self.texts.forecast_drafts(
+                outcome.slots,
+                search.max_tokens,
+                search.min_chance,
+                last=not is_optimal,
             )
         chosen = self.engine.policy.choose(search, candidates)
         if isinstance(chosen, Rest):
@@ -437,11 +482,13 @@ class StepPlanner:
         num_model_tokens = 0
         chances = None
         if drafts is not None:
-            wanted = max(chosen.longest, _largest(chosen.model))
+            most_by_model = _largest(chosen.model)
+            wanted = max(chosen.longest, most_by_model)
             num_model_tokens = drafts.draft_length(wanted)
             chances = drafts.confidence.chances
         if not self._own_lengths:
-            wanted = max(wanted, _largest(chosen.history))
+            most_by_history = _largest(chosen.history)
+            wanted = max(wanted, most_by_history)
             return DraftPlan(wanted, num_model_tokens, chances=chances)
         # The device gives tokens to the requests to which its newest drafts promise
         # most.
@@ -451,15 +498,17 @@ class StepPlanner:
         req_ids = step.req_ids
         if len(places) < len(req_ids):
             req_ids = [req_ids[place] for place in places.tolist()]
+        drafted = max(chosen.budget, num_model_tokens)
+        greatest_weight = chosen.weights.max()
         return DraftPlan(
-            min(longest, max(chosen.budget, num_model_tokens)),
-            num_model_tokens,
-            True,
-            chances,
-            chosen.budget,
-            req_ids,
-            search.max_tokens,
-            chosen.weights / chosen.weights.max(),
+            num_draft_tokens=min(longest, drafted),
+            num_model_tokens=num_model_tokens,
+            looks_up=True,
+            chances=chances,
+            budget=chosen.budget,
+            req_ids=req_ids,
+            limits=search.max_tokens,
+            worth=chosen.weights / greatest_weight,
         )
 
     def _resting_plan(self, rest: Rest) -> DraftPlan:
@@ -468,7 +517,8 @@ class StepPlanner:
         """
         self._note_rest(rest)
         self._look_under_way = max(0, self._look_under_way - 1)
-        looks_up = not self._look_under_way and rest.steps < LATE_STEPS
+        rests_briefly = rest.steps < LATE_STEPS
+        looks_up = rests_briefly and not self._look_under_way
         if looks_up:
             self._look_under_way = LATE_STEPS
         return DraftPlan(looks_up=looks_up)
@@ -479,7 +529,8 @@ class StepPlanner:
         before = self._before
         offer_is_to_come = before is None or before.offer is not None
         if isinstance(decision, Rest) and not offer_is_to_come:
-            self._may_put_off = min(MOST_PUT_OFF, decision.steps - LATE_STEPS)
+            undrafted_steps = decision.steps - LATE_STEPS
+            self._may_put_off = min(MOST_PUT_OFF, undrafted_steps)
 
     # Requests
 
@@ -493,7 +544,7 @@ class StepPlanner:
                 known.text = request.text
                 self.texts.open(known)
                 continue
-            # The others' tokens are taken all the same.
+            # The others' tokens are processed all the same.
             with self.engine.surviving():
                 self.engine.open(request, request.length)
                 self.texts.open(request)
@@ -526,8 +577,12 @@ class StepPlanner:
             self._catch_up()
             self._count_last()
             live = self.engine.live
-            ended = [r for r in live if self.texts.ended[live[r].slot]]
-            self._close(sorted(ended))
+            ended = []
+            for req_id, request in live.items():
+                if self.texts.ended[request.slot]:
+                    ended.append(req_id)
+            ended.sort()
+            self._close(ended)
             self._last_arrival = None
             self._may_put_off = 0
             return self.engine.refresh(message)

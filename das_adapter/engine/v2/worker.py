@@ -14,6 +14,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryRules
 from das_adapter.engine import plan
+from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import PlanInForce, plan_of
 from das_adapter.engine.requests import LiveRequest, warm_up
 from das_adapter.engine.runner import STOCK_NOISE
@@ -49,18 +50,20 @@ class DeviceWorkerState(WorkerState):
         """Makes the plans of the engine; None: another rank does, or nobody drafts."""
         self.in_force = PlanInForce()
         """The plan of the present step."""
+        engine: EngineController | None = None
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             # the policy copy misses nothing
-            always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.planner = StepPlanner(config, runner.vllm_config, always)
+            always = config.neural and not may_miss_steps(runner.speculator)
+            self.planner = StepPlanner(config, runner.vllm_config, int(always))
+            engine = self.planner.engine
         super().__init__(runner, config, self.planner)
-        self.engine = None if self.planner is None else self.planner.engine
+        self.engine = engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
         # Now: what is made while vLLM loads the weights lies in a pool that sleep
         # discards.
-        self._limits = None
-        self._confidence = None
+        self._limits: SamplingLimits | None = None
+        self._confidence: DraftConfidence | None = None
         if config.by_model:
             self._limits = SamplingLimits(runner)
             drafter = runner.speculator
@@ -69,26 +72,32 @@ class DeviceWorkerState(WorkerState):
                 drafter.draft_token_confidence_probs = torch.zeros_like(
                     drafter.draft_tokens, dtype=torch.float32
                 )
-            told = drafter.draft_token_confidence_probs
-            self._confidence = (
-                DraftConfidence(told) if config.keyed and config.controlled else None
-            )
+            if config.keyed and config.controlled:
+                chances = drafter.draft_token_confidence_probs
+                self._confidence = DraftConfidence(chances)
         if config.uses_history:
             if self.planner is not None:
                 keep_texts_on_device(runner.req_states)
-            beside = (
-                HistorySpeculator(runner.vllm_config, runner.device, config)
-                if config.by_model
-                else None
-            )
-            self.source = beside or runner.speculator
-            self.source.bind(
-                runner.req_states, self.engine, self.in_force, self.fail_in_step
+            source: HistorySpeculator = runner.speculator
+            if config.by_model:
+                source = HistorySpeculator(
+                    runner.vllm_config,
+                    runner.device,
+                    config,
+                )
+            self.source = source
+            source.bind(
+                runner.req_states,
+                self.engine,
+                self.in_force,
+                self.fail_in_step,
             )
         if config.controlled:
             states = runner.req_states
             self._ranking = Ranking(
-                states.max_num_reqs, states.num_speculative_steps, states.device
+                states.max_num_reqs,
+                states.num_speculative_steps,
+                states.device,
             )
             setattr(states, ADMITS, self.admission)
         self._policy = HistoryRules(config.history)
@@ -102,7 +111,9 @@ class DeviceWorkerState(WorkerState):
     @property
     def index(self) -> DeviceIndex | None:
         """What drafts from the history on this rank; None: nothing does."""
-        return None if self.source is None else self.source.index
+        if self.source is None:
+            return None
+        return self.source.index
 
     @property
     def plans_travel(self) -> bool:
@@ -123,31 +134,33 @@ class DeviceWorkerState(WorkerState):
         which it is; the arguments are those of vLLM's
         `maybe_create_adaptive_verification_manager`.
         """
-        stock_noise = None if self.config.keyed else STOCK_NOISE
         sizes = self._drafted_sizes()
-        names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
-        ours = (
-            self.drops_drafts,
-            self.in_force,
-            self._ranking,
-            self.fail_in_step,
-            max(sizes, default=0),
-        )
-        why = stock_noise or obstacle(
-            self.runner.vllm_config, attn_groups, additional_attn_cg_support
-        )
-        try:
-            made = (
-                None
-                if why
-                else Admission(*ours, **{name: stock[name] for name in names})
+        why: str | None = STOCK_NOISE
+        if self.config.keyed:
+            why = obstacle(
+                self.runner.vllm_config,
+                attn_groups,
+                additional_attn_cg_support,
             )
+        made = None
+        try:
+            if not why:
+                made = Admission(
+                    self.drops_drafts,
+                    self.in_force,
+                    self._ranking,
+                    self.fail_in_step,
+                    largest=max(sizes, default=0),
+                    req_states=stock["req_states"],
+                    query_start_loc=stock["query_start_loc"],
+                    num_bonus_tokens=stock["num_bonus_tokens"],
+                    max_total_logits=stock["max_total_logits"],
+                )
         except Exception as error:
             # the kernel does not compile, or computes something else: on all ranks
             logger.exception(
                 "das: the draft tokens of a step can't be shared out by worth"
             )
-            made = None
             why = repr(error)
         if made is None:
             logger.info(
@@ -167,14 +180,16 @@ class DeviceWorkerState(WorkerState):
         rising.
         """
         vllm_config = self.runner.vllm_config
-        longest = self.runner.max_num_reqs * (1 + self.config.num_draft_tokens)
-        if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        graphs = vllm_config.compilation_config.cudagraph_mode
+        if not graphs.has_full_cudagraphs():
             return ()
-        return tuple(
-            an_eighth_apart(n for n in captured_tokens(vllm_config) if n <= longest)[
-                ::-1
-            ]
-        )
+        request_tokens = 1 + self.config.num_draft_tokens
+        most_tokens = self.runner.max_num_reqs * request_tokens
+        sizes = []
+        for num_tokens in captured_tokens(vllm_config):
+            if num_tokens <= most_tokens:
+                sizes.append(num_tokens)
+        return tuple(sorted(an_eighth_apart(sizes)))
 
     def drops_drafts(self, req_ids: Iterable[str]) -> bool:
         """Return whether a step of these requests verifies no drafts, see
@@ -184,8 +199,10 @@ class DeviceWorkerState(WorkerState):
         # of any slot, also of one that is free now
         if not asked.num_token_ids.np.any():
             return False
-        slots = list(map(self.runner.req_states.req_id_to_index.__getitem__, req_ids))
-        return int(asked.max_num_token_ids(slots)) > 0
+        slot_of = self.runner.req_states.req_id_to_index
+        slots = [slot_of[req_id] for req_id in req_ids]
+        most_asked = int(asked.max_num_token_ids(slots))
+        return most_asked > 0
 
     def bind(self) -> None:
         """Bind it to the model runner."""
@@ -194,18 +211,19 @@ class DeviceWorkerState(WorkerState):
             plan_steps.apply(self, owner=self.runner)
             note_steps.apply(self, owner=self.runner)
             survive_verification.apply(
-                self.runner, self.fail_in_step, owner=self.runner
+                self.runner,
+                self.fail_in_step,
+                owner=self.runner,
             )
 
     def begin(self, scheduled: Any) -> None:
-        """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and
-        bring the sealed text that is drafted from to the device.
+        """Note the requests that have joined the batch (vLLM's `SchedulerOutput`), and
+        copy the sealed text that is drafted from to the device.
         """
         index = self.index
         engine = self.engine
-        if not scheduled.scheduled_new_reqs and (
-            index is None or not index.arena.lacks
-        ):
+        lacks_text = index is not None and index.arena.lacks
+        if not scheduled.scheduled_new_reqs and not lacks_text:
             return
         slots = self.runner.req_states.req_id_to_index
         opened = []
@@ -221,7 +239,8 @@ class DeviceWorkerState(WorkerState):
             if self._requests.setdefault(new.req_id, begun) is begun:
                 ahead.append((key, begun.ahead))
             self._begun.append(begun)
-            opened.append((slots[new.req_id], key, begun.start))
+            slot = slots[new.req_id]
+            opened.append((slot, key, begun.start))
         if index is None or engine is None or engine.history is None:
             return
         with engine.surviving():
@@ -232,31 +251,33 @@ class DeviceWorkerState(WorkerState):
                 index.arena.copy_sealed(engine.history.index)
 
     def end(self, scheduled: Any) -> None:
-        """Take the requests that have ended or were preempted, which the runner still
+        """Close the requests that have ended or were preempted, which the runner still
         has.
         """
-        self._ended |= scheduled.finished_req_ids
+        finished = scheduled.finished_req_ids
+        preempted = scheduled.preempted_req_ids or set()
+        self._ended |= finished
         states = self.runner.req_states
         index = self.index
+        # what the last step may have added
+        step_tokens = self.config.num_draft_tokens + 2
         closed = []
-        for req_id in sorted(
-            scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
-        ):
-            request = (
-                self._requests.pop(req_id, None)
-                if req_id in scheduled.finished_req_ids
-                else None
-            )
+        for req_id in sorted(finished | preempted):
+            request = None
+            if req_id in finished:
+                request = self._requests.pop(req_id, None)
             slot = states.req_id_to_index.get(req_id)
             if slot is None or index is None:
                 continue
-            step = self.config.num_draft_tokens + 2  # what the last step may have added
-            before = max(
-                states.num_computed_tokens_np[slot], states.prefill_len.np[slot]
-            )
-            most = int(before) + step - int(index.arena.tables.begin[slot])
-            kept = request is not None and request.record and self._policy.kept
-            closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
+            kept_tokens = 0
+            if request is not None and request.record and self._policy.kept:
+                num_computed = states.num_computed_tokens_np[slot]
+                before = int(max(num_computed, states.prefill_len.np[slot]))
+                begin = int(index.arena.tables.begin[slot])
+                most_tokens = before + step_tokens - begin
+                most_tokens = min(most_tokens, self._max_model_len)
+                kept_tokens = max(0, most_tokens)
+            closed.append((slot, kept_tokens))
         if closed and index is not None and self.engine is not None:
             with self.engine.surviving():
                 index.close(closed, states.total_len.gpu)
@@ -265,13 +286,14 @@ class DeviceWorkerState(WorkerState):
         """Note the step that the runner has begun."""
         scheduled = self.survival.as_run(scheduled)
         counts = scheduled.num_scheduled_tokens
-        drafts = scheduled.scheduled_spec_decode_tokens
-        drafts = (
-            {req_id: len(tokens) for req_id, tokens in drafts.items()} if drafts else {}
-        )
-        decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(
-            counts
-        ) + sum(drafts.values())
+        drafts = {}
+        scheduled_drafts = scheduled.scheduled_spec_decode_tokens or {}
+        for req_id, tokens in scheduled_drafts.items():
+            drafts[req_id] = len(tokens)
+        num_drafted = sum(drafts.values())
+        decoded_tokens = len(counts) + num_drafted
+        has_no_prompt = scheduled.total_num_scheduled_tokens == decoded_tokens
+        decodes = has_no_prompt and not self._begun
         if drafts and self.drops_drafts(counts):
             # it is not timed: they may have been read
             drafts = {}
@@ -280,10 +302,16 @@ class DeviceWorkerState(WorkerState):
         ended = self._ended
         self._begun = []
         self._ended = set()
-        self._step = Step(begun, ended, drafts, decodes, time.perf_counter())
+        self._step = Step(
+            begun,
+            ended,
+            drafts,
+            decodes,
+            began=time.perf_counter(),
+        )
 
     def read_plan(self, scheduled: Any) -> None:
-        """Take the plan of a step that begins (vLLM's `SchedulerOutput`)."""
+        """Put the plan of a step that begins (vLLM's `SchedulerOutput`) in force."""
         if not self.plans_travel or not scheduled.total_num_scheduled_tokens:
             return
         self.in_force.plan = plan.SILENCE
@@ -308,12 +336,9 @@ class DeviceWorkerState(WorkerState):
         source = self.source
         if self.survival.drafts_no_more:
             return runner.execute_model_state is not None
-        if (
-            source is None
-            or source is not runner.speculator
-            or not self._silent
-            or runner.pp_handler is not None
-        ):
+        if source is None or source is not runner.speculator:
+            return False
+        if runner.pp_handler is not None or not self._silent:
             return False
         if runner.execute_model_state is None:
             return False
@@ -323,7 +348,8 @@ class DeviceWorkerState(WorkerState):
     @property
     def _silent(self) -> bool:
         """Whether nothing is drafted or looked for at the end of the present step."""
-        return self.in_force.plan is not None and self.in_force.plan.silent
+        found = self.in_force.plan
+        return found is not None and found.silent
 
     def watch(self, output: Any) -> Any:
         """Have the plan of the next unscheduled step made when a step's output is on
@@ -359,12 +385,13 @@ class DeviceWorkerState(WorkerState):
                     step.calls = self.speculation.take_ended_calls()
                 if self.rehearsal is not None and step.verified is not None:
                     self.rehearsal.verified += int(step.verified.sum())
-                    self.rehearsal.accepted += sum(
-                        max(0, len(got) - 1) for got in result.sampled_token_ids
-                    )
+                    for got in result.sampled_token_ids:
+                        num_accepted = len(got) - 1
+                        self.rehearsal.accepted += max(0, num_accepted)
                 arrived = time.perf_counter()
                 output = Output(step, result.sampled_token_ids, arrived)
-                setattr(result, plan.ATTRIBUTE, planner.process_output(output))
+                next_plan = planner.process_output(output)
+                setattr(result, plan.ATTRIBUTE, next_plan)
             return result
 
         output.get_output = get_output
@@ -383,51 +410,58 @@ class DeviceWorkerState(WorkerState):
         return super().rehearsed()
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """As `WorkerState.refresh`, with what is on the device."""
+        """Bring what is on the device up to date too, see `WorkerState.refresh`."""
         answer = super().refresh(message)
         if self.index is not None:
             self.index.arena.forget()
         return answer
 
     def map_guest_history(self, files: list[str]) -> None:
-        """As `WorkerState.map_guest_history`; what arrived is brought to the device
-        before the next steps.
+        """Map files with the history of problems that are at home on other nodes, see
+        `WorkerState.map_guest_history`; what arrived is copied to the device before the
+        next steps.
         """
         super().map_guest_history(files)
         if self.index is not None:
             self.index.arena.forget_missing()
 
     def own_stats(self) -> EngineStats:
-        """As `WorkerState.own_stats`, with the arena."""
+        """Return the figures of this worker with the arena's, see
+        `WorkerState.own_stats`.
+        """
         stats = super().own_stats()
         if self.index is not None:
-            stats["live_bytes"] = nbytes = self.index.words.nbytes
-            if short := self.index.arena.short:
+            live_bytes = self.index.words.nbytes
+            num_short = self.index.arena.short
+            stats["live_bytes"] = live_bytes
+            if num_short:
                 logger.warning(
                     "das: das.history.device_bytes=%d is full: %d texts found no room"
                     " on the device and are not drafted from: raise it",
-                    *(nbytes, short),
+                    live_bytes,
+                    num_short,
                 )
         return stats
 
     def loaded(self) -> None:
-        """As `WorkerState.loaded`; a model drafts as the controller says."""
+        """Take over what vLLM has just loaded, see `WorkerState.loaded`; a model drafts
+        as the controller says.
+        """
         super().loaded()
         if self.draft_weights is not None:
             # where veRL looks for a drafter that it sends weights to
             self.runner.drafter = self.runner.speculator
         if self._limits is not None:  # a model drafts
-            texts = self.runner.req_states.all_token_ids.gpu
-            ours = (
+            self.speculation = Speculation(
+                self.runner.speculator,
+                self.config,
+                self.runner.req_states.all_token_ids.gpu,
                 self.engine,
                 self.source,
                 self._limits,
                 self._confidence,
                 self.in_force,
                 self.fail_in_step,
-            )
-            self.speculation = Speculation(
-                self.runner.speculator, self.config, texts, *ours
             )
 
 
@@ -493,7 +527,8 @@ def plan_steps(stock: Any, state: DeviceWorkerState) -> Any:
         if state.source is not None:
             state.source.offer = None
         batch = runner.execute_model_state.input_batch
-        runner.draft_tokens_handler.set_draft_tokens(batch, nothing[: batch.num_reqs])
+        no_drafts = nothing[: batch.num_reqs]
+        runner.draft_tokens_handler.set_draft_tokens(batch, no_drafts)
         runner.speculator = None
         runner.num_speculative_steps = 0
         try:
