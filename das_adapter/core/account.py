@@ -292,7 +292,9 @@ class Account:
         )
         if self.model_rest.judge_rollout(words, saved - took if took else None):
             self._news = f"das: the model that drafts rests for a while: {words}"
-        if self._rest.judge_rollout(
-            reason or None, None if reason is None else self.time.saved_s()
-        ):
+        saved_s = self.time.saved_s() if self.time.known else None
+        if reason is None and saved_s is not None and saved_s <= 0.0:
+            # of so few steps only what they saved counts
+            saved_s = None
+        if self._rest.judge_rollout(reason or None, saved_s):
             self._news = f"das: drafting rests for a while: {reason}"
