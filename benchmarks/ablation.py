@@ -40,6 +40,7 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,7 @@ from das_adapter.sim.rollouts import RecordedResponse, read
 from das_adapter.sim.simulate import Simulation
 from das_adapter.sim.sources import Indexed
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch, read at its first import
 _SIMULATE: Any = sys.modules[Simulation.__module__]
 ROLLOUTS = 4
 SEEDS = 3

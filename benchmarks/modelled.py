@@ -12,9 +12,10 @@ in its real order of calls:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,20 +90,63 @@ class Text:
         return self.chance[self.at : self.at + self._num_found()]
 
     def _num_found(self) -> int:
-        before = self.right[max(0, self.at - self.blind) : self.at]
-        found = self.known and bool(before.all())
+        blind_to = max(0, self.at - self.blind)
+        found = self.known and self._next_mistake[blind_to] >= self.at
         return MOST if found else 0
+
+    @functools.cached_property
+    def _next_mistake(self) -> list[int]:
+        return next_mistakes(self.right)
+
+    @functools.cached_property
+    def _next_model_mistake(self) -> list[int]:
+        return next_mistakes(self.model_right)
 
     def write(self, drafted: int, by_model: bool = False) -> int:
         """Verify so many tokens of the draft here, the model's or the history's; return
         how many tokens are written.
         """
-        of_source = self.model_right if by_model else self.right
-        right = of_source[self.at : self.at + drafted]
-        accepted = int(np.append(right, False).argmin())
+        accepted = 0
+        if drafted:
+            mistakes = self._next_model_mistake if by_model else self._next_mistake
+            accepted = min(drafted, mistakes[self.at] - self.at)
         got = min(accepted + 1, self.length - self.at)
         self.at += got
         return got
+
+
+def next_mistakes(right: np.ndarray) -> list[int]:
+    """Return the place of the first wrong token at or behind each place, [n + 1]."""
+    wrong = np.append(np.flatnonzero(~right), len(right))
+    places = np.searchsorted(wrong, np.arange(len(right) + 1))
+    found: list[int] = wrong[np.minimum(places, len(wrong) - 1)].tolist()
+    return found
+
+
+class Offers(NamedTuple):
+    """The drafts of a batch, as the device has them."""
+
+    chances: np.ndarray
+    """Chance of each token, given those before it, float [b, MOST], 0 behind a draft's
+    end.
+    """
+    lengths: list[int]
+    """Tokens of each draft."""
+    rows: dict[str, int]
+    """Place of each request."""
+
+
+NO_OFFERS = Offers(np.zeros((1, MOST), dtype=np.float32), [0], {})
+
+
+def offers_of(live: Iterable[str], drafts: Sequence[np.ndarray]) -> Offers:
+    """Return the drafts of requests."""
+    chances = np.zeros((len(drafts), MOST), dtype=drafts[0].dtype)
+    lengths = [len(draft) for draft in drafts]
+    for row, draft in enumerate(drafts):
+        chances[row, : lengths[row]] = draft
+    rows = {req_id: row for row, req_id in enumerate(live)}
+    return Offers(chances, lengths, rows)
 
 
 class Engine:
@@ -392,7 +436,7 @@ class EngineV2(Engine):
             self.planner.give_own_lengths(truth.drafted_sizes or ())
         self._scheduled = DraftPlan()
         self._chosen = [DraftPlan()] * 2
-        self._offers: dict[str, np.ndarray] = {}
+        self._offers = NO_OFFERS
         self._begun: list[Any] = []
         self._ended: set[str] = set()
 
@@ -409,20 +453,25 @@ class EngineV2(Engine):
         if not self._own:
             return dict.fromkeys(req_ids, chosen.num_draft_tokens)
         longest, request_worth, _ = chosen.limits_and_worth(req_ids)
-        limits = np.minimum(longest, chosen.num_draft_tokens).tolist()
-        worth = np.zeros((len(req_ids), MOST))
-        for row, (req_id, limit) in enumerate(zip(req_ids, limits, strict=True)):
-            chances = self._offers.get(req_id, np.zeros(0))[:limit]
-            worth[row, : len(chances)] = np.cumprod(chances) * float(request_worth[row])
-            worth[row, limit:] = -1.0
-        total = min(chosen.budget, sum(limits))
+        limits = np.minimum(longest, chosen.num_draft_tokens)
+        total = min(chosen.budget, int(limits.sum()))
+        if not total:
+            return dict.fromkeys(req_ids, 0)
+        offers = self._offers
+        rows = np.array([offers.rows.get(req_id, -1) for req_id in req_ids])
+        survival = offers.chances.cumprod(axis=1)[rows]
+        survival[rows < 0] = 0.0
+        worth = survival * request_worth.astype(survival.dtype)[:, None]
+        worth[np.arange(MOST) >= limits[:, None]] = -1.0
         rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST
         counts = np.bincount(rows, minlength=len(req_ids))
         return dict(zip(req_ids, counts.tolist(), strict=True))
 
     def _write(self, req_id: str, text: Text, carried: int) -> int:
+        row = self._offers.rows.get(req_id)
+        there = 0 if row is None else self._offers.lengths[row]
         # the others are fillers
-        return text.write(min(carried, len(self._offers.get(req_id, ()))))
+        return text.write(min(carried, there))
 
     def _after(
         self,
@@ -458,17 +507,15 @@ class EngineV2(Engine):
         self._begun = []
         self._ended = ended
 
-    def _draft(
-        self, live: dict[str, Text], chosen: Any, step: Any
-    ) -> dict[str, np.ndarray]:
-        """Return the chances of each request's draft at the end of a step, as
-        `Text.draft`, and tell the host.
+    def _draft(self, live: dict[str, Text], chosen: Any, step: Any) -> Offers:
+        """Return the drafts of the requests at the end of a step, and tell the
+        host.
         """
         if not chosen.looks_up:
-            return {req_id: np.zeros(0, np.float32) for req_id in live}
+            return NO_OFFERS
         self._pass_time(self._look(len(live)), exactly=True)
-        offers = {req_id: text.draft() for req_id, text in live.items()}
-        step.offer = _device_offer(list(offers.values()))
+        offers = offers_of(live, [text.draft() for text in live.values()])
+        step.offer = _device_offer(offers)
         return offers
 
     def _sync(self, number: int, texts: Sequence[Text], live: dict[str, Text]) -> None:
@@ -480,7 +527,7 @@ class EngineV2(Engine):
         self.planner.refresh(Refresh(version=number + 1, lengths=lengths))
         self._scheduled = DraftPlan()
         self._chosen = [DraftPlan()] * 2
-        self._offers = {}
+        self._offers = NO_OFFERS
 
 
 Record = tuple[np.ndarray, np.ndarray]
@@ -535,9 +582,7 @@ class EngineWithModel(EngineV2):
         self._sure = sure
         self._one_pass = one_pass
 
-    def _draft(
-        self, live: dict[str, Any], chosen: Any, step: Any
-    ) -> dict[str, np.ndarray]:
+    def _draft(self, live: dict[str, Any], chosen: Any, step: Any) -> Offers:
         import torch
 
         from das_adapter.engine.v2.neural import Call
@@ -555,7 +600,7 @@ class EngineWithModel(EngineV2):
         else:
             rate = self.planner.engine.drafts.acceptance.rate
             chances = np.full(kinds.shape, rate)
-        return dict(zip(live, chances, strict=True))
+        return offers_of(live, list(chances))
 
 
 def _live_request(req_id: str, problem: int, longest: int) -> Any:
@@ -572,12 +617,10 @@ def _live_request(req_id: str, problem: int, longest: int) -> Any:
     )
 
 
-def _device_offer(drafts: list[np.ndarray]) -> Any:
+def _device_offer(offers: Offers) -> Any:
     import torch
 
-    chances = torch.zeros(len(drafts), MOST)
-    for row, draft in enumerate(drafts):
-        chances[row, : len(draft)] = torch.from_numpy(draft)
-    lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int32)
-    by_model = torch.zeros(len(drafts), dtype=torch.int64)
+    lengths = torch.tensor(offers.lengths, dtype=torch.int32)
+    by_model = torch.zeros(len(lengths), dtype=torch.int64)
+    chances = torch.from_numpy(offers.chances)
     return SimpleNamespace(lengths=lengths, chances=chances, by_model=by_model)
