@@ -46,7 +46,7 @@ ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 USUAL = {"VLLM_BATCH_INVARIANT": "0"}
-USUAL_ARM = ", usual kernels"
+DEFAULT_KERNELS_ARM = ", usual kernels"
 """End of the names of arms with vLLM's usual kernels."""
 OTHER_BYTES = 4 << 30
 """Bytes that an engine takes beside its weights and its KV cache."""
@@ -107,7 +107,7 @@ def _submit(
         off = pool.submit(_arm, plan, folder, USUAL)
         block = blocks["history"]
         figures = pool.submit(_arm, plan, folder, USUAL, block, off)
-        arms[f"history{USUAL_ARM}"] = figures
+        arms[f"history{DEFAULT_KERNELS_ARM}"] = figures
     return arms
 
 
@@ -120,7 +120,7 @@ def _invariant_arms(found: Found) -> list[Found]:
     """
     arms = []
     for name, arm in found["drafters"].items():
-        if USUAL_ARM in name:
+        if DEFAULT_KERNELS_ARM in name:
             continue
         of_model = arm["of_the_model"]
         of_history = arm["accepted_tokens"] - of_model
