@@ -45,7 +45,7 @@ MISTAKES = 0.1
 ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-USUAL = {"VLLM_BATCH_INVARIANT": "0"}
+DEFAULT_KERNELS = {"VLLM_BATCH_INVARIANT": "0"}
 DEFAULT_KERNELS_ARM = ", usual kernels"
 """End of the names of arms with vLLM's usual kernels."""
 OTHER_BYTES = 4 << 30
@@ -96,7 +96,7 @@ def _submit(
 ) -> dict[str, Future[Found]]:
     """Let threads measure the arms; return their figures to come, by name."""
     if plan.tiny:
-        kernels = USUAL
+        kernels = DEFAULT_KERNELS
     else:
         kernels = INVARIANT
     off = pool.submit(_arm, plan, folder, kernels)
@@ -104,9 +104,9 @@ def _submit(
     for name, block in blocks.items():
         arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
     if not plan.tiny:
-        off = pool.submit(_arm, plan, folder, USUAL)
+        off = pool.submit(_arm, plan, folder, DEFAULT_KERNELS)
         block = blocks["history"]
-        figures = pool.submit(_arm, plan, folder, USUAL, block, off)
+        figures = pool.submit(_arm, plan, folder, DEFAULT_KERNELS, block, off)
         arms[f"history{DEFAULT_KERNELS_ARM}"] = figures
     return arms
 
