@@ -88,8 +88,7 @@ class Requests:
             dtype: type = np.int64
             if annotation == "Floats":
                 dtype = np.float64
-            column = np.zeros(0, dtype)
-            setattr(self, name, column)
+            setattr(self, name, np.zeros(0, dtype))
 
     def add(self, **columns: Ints) -> Ints:
         """Add requests; return their rows.
