@@ -28,10 +28,16 @@ _QWEN2: dict[str, Any] = {
     "bos_token_id": 0,
 }
 _TIED = {"tie_word_embeddings": True}
+_FLOAT32 = {"torch_dtype": "float32"}
 
 
 def _sizes(
-    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
 ) -> dict[str, int]:
     """Return the sizes of a model under the names of a Hugging Face config."""
     return {
@@ -45,14 +51,9 @@ def _sizes(
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "7b": {**_QWEN2, **_sizes(28, 3584, 18944, 28, 4, 152064)},
-    "1.5b": {**_QWEN2, **_TIED, **_sizes(28, 1536, 8960, 12, 2, 151936)},
-    "tiny": {
-        **_QWEN2,
-        **_TIED,
-        **_sizes(2, 128, 128, 2, 1, 997),
-        "torch_dtype": "float32",
-    },
+    "7b": _QWEN2 | _sizes(28, 3584, 18944, 28, 4, 152064),
+    "1.5b": _QWEN2 | _TIED | _sizes(28, 1536, 8960, 12, 2, 151936),
+    "tiny": _QWEN2 | _TIED | _FLOAT32 | _sizes(2, 128, 128, 2, 1, 997),
 }
 """Configs of Qwen2.5's sizes, by shape; `tiny` only tests this program."""
 HISTORY: dict[str, Any] = {"drafter": "history"}
@@ -194,7 +195,7 @@ def engine(
         policy = tempfile.mkdtemp(dir=os.environ.get(FOLDER))
         config = Path(policy) / "config.json"
         config.write_text(json.dumps(shape))
-        settings |= {"load_format": "dummy"}
+        settings["load_format"] = "dummy"
     args: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
@@ -204,12 +205,11 @@ def engine(
         "max_num_seqs": max(*plan.batches, plan.replayed),
     }
     if cache:
-        args |= {
-            "kv_cache_memory_bytes": cache * cache_bytes(shape),
-            "gpu_memory_utilization": _FREE,
-        }
+        args["kv_cache_memory_bytes"] = cache * cache_bytes(shape)
+        args["gpu_memory_utilization"] = _FREE
     if plan.tiny:
-        args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
+        args["kv_cache_memory_bytes"] = 2**26
+        args["enforce_eager"] = True
     args |= engine_args(parse(das))
     args |= settings
     llm = LLM(policy, **args)
@@ -219,7 +219,8 @@ def engine(
 
 @contextlib.contextmanager
 def process(
-    plan: Plan, env: dict[str, str] | None = None
+    plan: Plan,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Callable[..., Any]]:
     """Start a process with these environment variables, and end it with its engines.
     Yield a function that runs `work(*args)` in it and returns what that returns.
@@ -236,10 +237,11 @@ def process(
             _RUNNING.add(started)
 
             def run(work: Callable[..., Any], *args: Any) -> Any:
-                left_s = max(0.0, plan.until - time.monotonic())
+                left_s = plan.until - time.monotonic()
+                wait_s = min(3600.0, max(0.0, left_s))
                 result = pool.submit(_run, work, args)
                 try:
-                    return result.result(min(3600.0, left_s))
+                    return result.result(wait_s)
                 except TimeoutError:
                     _kill(started)
                     raise TimeoutError("no time is left") from None
@@ -252,7 +254,8 @@ def process(
             finally:
                 # else its engines would keep the GPU's memory for a while
                 with contextlib.suppress(Exception):
-                    pool.submit(_end).result(END_S)
+                    ended = pool.submit(_end)
+                    ended.result(END_S)
                 _kill(started)
 
 
@@ -300,7 +303,8 @@ def on_v1() -> bool:
     from das_adapter.config import DasConfig
     from das_adapter.protocol.engine_args import needs_v1
 
-    return needs_v1(DasConfig()) is not None or not HAS_TRITON
+    reason = needs_v1(DasConfig())
+    return reason is not None or not HAS_TRITON
 
 
 def apart(
@@ -340,17 +344,21 @@ def stats_of(llm: Any) -> Found:
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
     """Make prompts that have nothing in common."""
+    num_ids = vocabulary - 2
     found = []
     for i in range(count):
         first = i * 7919
         step = 31 + i
-        ids = [(first + step * j) % (vocabulary - 2) + 1 for j in range(tokens)]
+        ids = [1 + (first + step * place) % num_ids for place in range(tokens)]
         found.append({"prompt_token_ids": ids})
     return found
 
 
 def sampling(
-    lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any
+    lengths: Iterable[int],
+    problems: Iterable[int],
+    seeds: Iterable[int],
+    **stock: Any,
 ) -> list[Any]:
     """Return the sampling parameters of requests that write so many tokens each.
 
@@ -360,8 +368,9 @@ def sampling(
     from vllm import SamplingParams
 
     found = list[SamplingParams]()
-    for length, problem, seed in zip(lengths, problems, seeds, strict=False):
-        further = {name: values[len(found)] for name, values in stock.items()}
+    requests = zip(lengths, problems, seeds, strict=False)
+    for i, (length, problem, seed) in enumerate(requests):
+        further = {name: values[i] for name, values in stock.items()}
         params = SamplingParams(
             temperature=1.0,
             max_tokens=length,
@@ -375,13 +384,18 @@ def sampling(
 
 
 def generate(
-    llm: Any, asked: Sequence[Any], params: Sequence[Any]
+    llm: Any,
+    asked: Sequence[Any],
+    params: Sequence[Any],
 ) -> tuple[float, list[list[int]]]:
     """Write a response to each prompt; return the seconds, and the responses."""
     begin = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
-    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    texts = []
+    for output in outputs:
+        response = output.outputs[0]
+        texts.append(list(response.token_ids))
     return seconds, texts
 
 
@@ -404,11 +418,13 @@ class Measured(NamedTuple):
         """Return the median of some samples, which an interruption does not change,
         with its error.
         """
+        count = len(samples)
         spread = float("inf")
-        if len(samples) > 1:
+        if count > 1:
             spread = statistics.stdev(samples)
-        error = MEDIAN_ERROR * spread / len(samples) ** 0.5
-        return cls(statistics.median(samples), error)
+        mean_error = spread / count**0.5
+        median = statistics.median(samples)
+        return cls(median, MEDIAN_ERROR * mean_error)
 
 
 _IDS = itertools.count()
@@ -421,7 +437,12 @@ BLOCK = 16
 
 
 def step_seconds(
-    llm: Any, batch: int, context: int, steps: int, vocabulary: int, **stock: Any
+    llm: Any,
+    batch: int,
+    context: int,
+    steps: int,
+    vocabulary: int,
+    **stock: Any,
 ) -> float:
     """Return the seconds that one token of each request takes, while all are writing:
     `steps` tokens, less those by which the first is ahead of the last. Whatever the
@@ -433,10 +454,12 @@ def step_seconds(
     vllm = llm.llm_engine
     last = FULL + steps
     num_written = dict[str, int]()
-    params = sampling([last] * batch, range(batch), SEEDS, **stock)
+    lengths = [last] * batch
+    params = sampling(lengths, range(batch), SEEDS, **stock)
     asked = prompts(batch, context, vocabulary)
     for prompt, param in zip(asked, params, strict=True):
-        name = f"step-{next(_IDS)}"
+        number = next(_IDS)
+        name = f"step-{number}"
         num_written[name] = 0
         vllm.add_request(name, prompt, param)
     begin = 0.0
@@ -446,10 +469,12 @@ def step_seconds(
         for output in vllm.step():
             tokens = output.outputs[0].token_ids
             num_written[output.request_id] = len(tokens)
-        if not begin and min(num_written.values()) >= FULL:
+        fewest = min(num_written.values())
+        most = max(num_written.values())
+        if not begin and fewest >= FULL:
             begin = time.perf_counter()
-            first = max(num_written.values())
-        if not end and max(num_written.values()) == last:
+            first = most
+        if not end and most == last:
             end = time.perf_counter()
     if not 0.0 < begin < end:
         return float("nan")

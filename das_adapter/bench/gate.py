@@ -56,37 +56,40 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     All engines are there at once, with a share of the memory each, and take turns: a
     machine's host has slow seconds, and they meet all arms alike.
     """
-    arms: dict[str, Block] = {"stock": None, "history": HISTORY}
+    blocks: dict[str, Block] = {"stock": None, "history": HISTORY}
     if apart(plan, on_v1):
-        arms["none, keyed"] = KEYED
-    ours = [name for name in arms if name != "stock"]
-    found: Found = {"arms": {}, "of_stock": {name: {} for name in ours}}
+        blocks["none, keyed"] = KEYED
+    ours = [name for name in blocks if name != "stock"]
+    arms: Found = {}
+    of_stock: dict[str, Found] = {name: {} for name in ours}
+    found: Found = {"arms": arms, "of_stock": of_stock}
+    environment: dict[str, str] = {}
     if plan.tiny:
         environment = IN_PROCESS
-    else:
-        environment = {}
+    memory_share = MEMORY / len(blocks)
     run: dict[str, Callable[..., Any]] = {}
     with contextlib.ExitStack() as engines:
-        for name in arms:
-            run[name] = engines.enter_context(process(plan, environment))
-        for name, das in arms.items():
-            figures = run[name](_start, plan, das, MEMORY / len(arms))
-            found["arms"][name] = figures | {"step_ms": {}}
+        for name in blocks:
+            started = process(plan, environment)
+            run[name] = engines.enter_context(started)
+        for name, das in blocks.items():
+            figures = run[name](_start, plan, das, memory_share)
+            arms[name] = figures | {"step_ms": {}}
             yield found
-        room = min(figures["kv_tokens"] for figures in found["arms"].values())
+        room = min(figures["kv_tokens"] for figures in arms.values())
         for batch, context in gate_points(plan, room):
             rounds = in_turn(run, plan, batch, context)
             if len(rounds) < 2:
                 continue
-            at = f"{batch} x {context}"
-            for name, figures in found["arms"].items():
+            point = f"{batch} x {context}"
+            for name, figures in arms.items():
                 step_ms = [1e3 * seconds[name] for seconds in rounds]
-                figures["step_ms"][at] = Measured.of(step_ms)
+                figures["step_ms"][point] = Measured.of(step_ms)
             for name in ours:
-                found["of_stock"][name][at] = _of_stock(rounds, name)
+                of_stock[name][point] = _of_stock(rounds, name)
             yield found
         for name in ours:
-            found["arms"][name] |= run[name](_counters)
+            arms[name] |= run[name](_counters)
             yield found
 
 
@@ -100,28 +103,36 @@ def _beyond_doubt(found: Found, arm: str) -> float | None:
     """Return the worst of the steps' costs, less twice its error; None: it is low only
     because the error is large.
     """
-    steps = found["of_stock"][arm].values()
-    worst = max(ratio - 2.0 * error for ratio, error in steps)
-    if worst > MAX_COST or _largest_error(found, arm) <= MAX_ERROR:
+    bounds = []
+    for ratio, error in found["of_stock"][arm].values():
+        bounds.append(ratio - 2.0 * error)
+    worst = max(bounds)
+    if worst > MAX_COST:
+        return worst
+    if _largest_error(found, arm) <= MAX_ERROR:
         return worst
     return None
 
 
 def _largest_error(found: Found, arm: str) -> float:
     """Return the largest standard error of a step's cost."""
-    return max(error for _, error in found["of_stock"][arm].values())
+    steps = found["of_stock"][arm].values()
+    errors = [error for _, error in steps]
+    return max(errors)
 
 
 def _accepted_share(found: Found) -> float:
     """Return the draft tokens that steps accepted, of their tokens."""
     figures = found["arms"]["history"]
-    return float(figures["accepted_tokens"] / figures["tokens"])
+    accepted = figures["accepted_tokens"]
+    return float(accepted / figures["tokens"])
 
 
 def _beyond_stock(found: Found, figure: str) -> float:
     """Return by how much a figure of `history` is above stock's."""
-    arms = found["arms"]
-    return float(arms["history"][figure] - arms["stock"][figure])
+    ours = found["arms"]["history"]
+    stock = found["arms"]["stock"]
+    return float(ours[figure] - stock[figure])
 
 
 BARS = (
@@ -171,11 +182,14 @@ def gate_points(plan: Plan, room: int = 2**62) -> list[tuple[int, int]]:
     first, *longer = sorted(plan.contexts)
     batches = sorted(plan.batches)
     points = [(batch, first) for batch in plan.batches]
-    points += [(batches[1], context) for context in longer]
+    for context in longer:
+        points.append((batches[1], context))
     fitting = []
     for batch, context in points:
-        room_each = room // batch - BLOCK - _num_written(plan, batch)
-        context = min(context, MAX_CONTEXT // batch, room_each)
+        written = _num_written(plan, batch)
+        room_each = room // batch - BLOCK - written
+        max_each = MAX_CONTEXT // batch
+        context = min(context, max_each, room_each)
         if context > 0:
             fitting.append((batch, context))
     return fitting
@@ -191,7 +205,10 @@ def _num_written(plan: Plan, batch: int) -> int:
 
 
 def in_turn(
-    run: dict[str, Callable[..., Any]], plan: Plan, batch: int, context: int
+    run: dict[str, Callable[..., Any]],
+    plan: Plan,
+    batch: int,
+    context: int,
 ) -> list[dict[str, float]]:
     """Return the seconds of a decode step by arm, of each round in which all arms have
     some. The arms take turns, and the order turns too.
@@ -202,19 +219,22 @@ def in_turn(
     for arm in run.values():
         arm(*work)
     begin = time.monotonic()
-    names = [*run]
+    names = list(run)
     turn = 0
     while True:
         turn += 1
         seconds = {}
         for name in names:
-            seconds[name] = run[name](*work)
+            arm = run[name]
+            seconds[name] = arm(*work)
         names.reverse()
-        if not any(math.isnan(value) for value in seconds.values()):
+        unknown = [math.isnan(value) for value in seconds.values()]
+        if not any(unknown):
             rounds.append(seconds)
         if turn < MIN_ROUNDS:
             continue
-        if time.monotonic() - begin > ROUNDS_S or _sure(rounds, names):
+        took_s = time.monotonic() - begin
+        if took_s > ROUNDS_S or _sure(rounds, names):
             return rounds
 
 
@@ -240,15 +260,26 @@ def _start(plan: Plan, das: Block, memory_share: float) -> Found:
     cache = llm.llm_engine.vllm_config.cache_config
     # what CUDA graphs take is not there
     num_blocks = int(cache.num_gpu_blocks or 0)
-    tokens = num_blocks * int(cache.block_size)
-    share = _memory_share(tokens, SHAPES[plan.shape])
-    return Found(start_s=start_s, kv_tokens=tokens, kv_share=share)
+    block_tokens = int(cache.block_size)
+    tokens = num_blocks * block_tokens
+    shape = SHAPES[plan.shape]
+    return {
+        "start_s": start_s,
+        "kv_tokens": tokens,
+        "kv_share": _memory_share(tokens, shape),
+    }
 
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
     llm = STARTED[-1]
-    logprobs = [0] * batch
-    return step_seconds(llm, batch, context, steps, plan.vocabulary, logprobs=logprobs)
+    return step_seconds(
+        llm,
+        batch,
+        context,
+        steps,
+        plan.vocabulary,
+        logprobs=[0] * batch,
+    )
 
 
 def _memory_share(tokens: int, shape: dict[str, Any]) -> float | None:
@@ -260,7 +291,8 @@ def _memory_share(tokens: int, shape: dict[str, Any]) -> float | None:
     if not torch.cuda.is_available():
         return None
     device = torch.cuda.get_device_properties(0)
-    return cache_bytes(shape) * tokens / device.total_memory
+    kv_bytes = cache_bytes(shape) * tokens
+    return kv_bytes / device.total_memory
 
 
 def _counters() -> Found:

@@ -31,12 +31,16 @@ PROMPT = 8
 
 class World:
     """A batch in groups that write the same with mistakes, on a device; its problems
-    have sealed text. Tokens are as frequent as words are in natural text: the r-th most
-    frequent has a weight of 1 / (r + 2.7) (Zipf and Mandelbrot).
+    have sealed text.
     """
 
     def __init__(
-        self, plan: Plan, batch: int, length: int, asked: int, device: str
+        self,
+        plan: Plan,
+        batch: int,
+        length: int,
+        asked: int,
+        device: str,
     ) -> None:
         """Make a batch of texts of at least 7 / 8 of this length.
 
@@ -48,37 +52,33 @@ class World:
         rng = np.random.default_rng(batch)
         vocabulary = plan.vocabulary
         num_problems = -(-batch // GROUP)
-        ranks = np.arange(1, vocabulary + 1)
-        weight_up_to = (1 / (ranks + 2.7)).cumsum()
-
-        def natural(*shape: int) -> np.ndarray:
-            drawn = weight_up_to[-1] * rng.random(shape)
-            return np.searchsorted(weight_up_to, drawn).astype(np.int32)
-
-        originals = natural(num_problems, length)
-
-        def variation(problem: int) -> np.ndarray:
-            wrong = rng.random(length) < MISTAKES
-            return np.where(wrong, natural(length), originals[problem])
-
-        sealed = _sealed(variation, num_problems)
+        originals = _Originals(rng, vocabulary, num_problems, length)
+        sealed = _sealed(originals, num_problems)
         self.tokens = num_problems * GROUP * length
         texts = torch.zeros(batch, PROMPT + length, dtype=torch.int32)
+        opened = []
         for slot in range(batch):
-            text = variation(slot // GROUP)
+            problem = slot // GROUP
+            text = originals.variation(problem)
             texts[slot, PROMPT:] = torch.from_numpy(text)
+            opened.append((slot, problem, PROMPT))
         shortest = length - length // 8
-        written = rng.integers(shortest, length, batch).astype(np.int32)
-        self.total = torch.from_numpy(written).to(device)
+        written = rng.integers(shortest, length, batch)
+        totals = torch.from_numpy(written.astype(np.int32))
+        self.total = totals.to(device)
         words = 3 * self.tokens + 2**16
         longest_draft = min(STEPS, length // 4)
         self.index = DeviceIndex(
-            texts.to(device), longest_draft, words, 0.0, vocabulary
+            texts.to(device),
+            longest_draft,
+            words,
+            0.0,
+            vocabulary,
         )
-        opened = [(slot, slot // GROUP, PROMPT) for slot in range(batch)]
         self.index.open(opened)
-        while self.index.arena.unsealed:  # a piece in each step
-            self.index.arena.copy_sealed(sealed)
+        arena = self.index.arena
+        while arena.unsealed:  # a piece in each step
+            arena.copy_sealed(sealed)
         self.slots = torch.arange(asked, device=device)
         self.sampled = torch.ones(asked, dtype=torch.int32, device=device)
 
@@ -87,7 +87,42 @@ class World:
         return self.index.draft(self.slots, self.sampled, self.total)
 
 
-def _sealed(variation: Callable[[int], np.ndarray], num_problems: int) -> SuffixIndex:
+class _Originals:
+    """A text of each problem, and variations of it. Tokens are as frequent as words are
+    in natural text: the r-th most frequent has a weight of 1 / (r + 2.7) (Zipf and
+    Mandelbrot).
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        vocabulary: int,
+        num_problems: int,
+        length: int,
+    ) -> None:
+        self._rng = rng
+        self._length = length
+        ranks = np.arange(1, vocabulary + 1)
+        weights = 1 / (ranks + 2.7)
+        # of each token and all that are more frequent
+        self._weight_up_to = weights.cumsum()
+        self._texts = self._natural(num_problems, length)
+
+    def _natural(self, *shape: int) -> np.ndarray:
+        total_weight = self._weight_up_to[-1]
+        drawn = total_weight * self._rng.random(shape)
+        ids = np.searchsorted(self._weight_up_to, drawn)
+        return ids.astype(np.int32)
+
+    def variation(self, problem: int) -> np.ndarray:
+        """Return the text of a problem with mistakes, int32 [length]."""
+        luck = self._rng.random(self._length)
+        wrong = luck < MISTAKES
+        other = self._natural(self._length)
+        return np.where(wrong, other, self._texts[problem])
+
+
+def _sealed(originals: _Originals, num_problems: int) -> SuffixIndex:
     """Return the sealed text of a group of variations of each problem."""
     from das_adapter.core.index import SuffixIndex
     from das_adapter.core.index.store import HistoryStore
@@ -95,7 +130,8 @@ def _sealed(variation: Callable[[int], np.ndarray], num_problems: int) -> Suffix
     with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
         for problem in range(num_problems):
             for _ in range(GROUP):
-                store.add(problem, variation(problem), 0)
+                text = originals.variation(problem)
+                store.add(problem, text, 0)
         store.seal()
         return SuffixIndex.attach(directory)
 
@@ -106,11 +142,11 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """
     found = {"draws": apart(plan, draws, plan)}
     yield found
+    environment = {}
     if plan.tiny:
-        environment = {"TRITON_INTERPRET": "1"}
-    else:
-        environment = {}
-    yield found | {"proposals": apart(plan, proposals, plan, env=environment)}
+        environment["TRITON_INTERPRET"] = "1"
+    found["proposals"] = apart(plan, proposals, plan, env=environment)
+    yield found
 
 
 def draws(plan: Plan) -> Found:
@@ -124,13 +160,15 @@ def draws(plan: Plan) -> Found:
         logits = torch.randn(count, plan.vocabulary, device=device)
         keys = Keys(seeds * 2**33, seeds)
         keyed = functools.partial(keyed_sample, logits, keys)
-        rows[str(count)] = {"keyed_us": microseconds(keyed)}
+        figures = {"keyed_us": microseconds(keyed)}
+        rows[str(count)] = figures
         # without vLLM there is nothing to compare with
         with contextlib.suppress(ImportError):
             from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-            stock = functools.partial(TopKTopPSampler(), logits, {}, None, None)
-            rows[str(count)]["stock_us"] = microseconds(stock)
+            sampler = TopKTopPSampler()
+            stock = functools.partial(sampler, logits, {}, None, None)
+            figures["stock_us"] = microseconds(stock)
             del stock
         del logits, keyed
     return rows
@@ -142,13 +180,15 @@ def proposals(plan: Plan) -> Found:
     rows: Found = {}
     for batch, length, asked in _worlds(plan):
         world = World(plan, batch, length, asked, device)
+        index = world.index
         if device == "cuda":
-            world.index.capture([asked])
+            index.capture([asked])
         world.draft()
-        drafted = world.index.real[:asked].float()
-        sealed_bytes = 4 * world.index.arena.used
+        drafted = index.real[:asked].float()
+        mean_drafted = drafted.mean()
+        sealed_bytes = 4 * index.arena.used
         rows[f"{asked} x {length}"] = {
-            "drafted": float(drafted.mean()),
+            "drafted": float(mean_drafted),
             "bytes_per_token": sealed_bytes / world.tokens,
             "proposal_us": microseconds(world.draft),
         }
@@ -158,13 +198,18 @@ def proposals(plan: Plan) -> Found:
 def _worlds(plan: Plan) -> list[tuple[int, int, int]]:
     """Return batches, lengths of their texts and how many requests ask."""
     batches = sorted(plan.batches, reverse=True)
-    shortest, *longer = [2 * context for context in plan.contexts]
-    worlds = [(batch, shortest, batch) for batch in batches]
+    lengths = [2 * context for context in plan.contexts]
+    shortest = lengths[0]
     if plan.tiny:
-        return worlds[:1]
+        largest = batches[0]
+        return [(largest, shortest, largest)]
+    worlds = [(batch, shortest, batch) for batch in batches]
     second = batches[1]
-    worlds += [(second, length, second) for length in longer]
-    return [*worlds, (GROUP, 8 * shortest, 1)]
+    for length in lengths[1:]:
+        worlds.append((second, length, second))
+    alone = (GROUP, 8 * shortest, 1)
+    worlds.append(alone)
+    return worlds
 
 
 def _device() -> str:
@@ -175,29 +220,51 @@ def _device() -> str:
 
 def _slowest_draw(found: Found) -> float:
     """Return the time of keyed sampling, of stock's draw, at worst."""
-    rows = found["draws"].values()
-    return float(max(row["keyed_us"] / row["stock_us"] for row in rows))
+    ratios = []
+    for row in found["draws"].values():
+        ratio = row["keyed_us"] / row["stock_us"]
+        ratios.append(ratio)
+    return float(max(ratios))
 
 
 def _most_bytes(found: Found) -> float:
     """Return the bytes per sealed token, at worst."""
     rows = found["proposals"].values()
-    return float(max(row["bytes_per_token"] for row in rows))
+    sizes = [row["bytes_per_token"] for row in rows]
+    return float(max(sizes))
+
+
+def _proposal_us(world: str) -> Callable[[Found], float]:
+    """Return the figure of a proposal's time in a world."""
+
+    def value(found: Found) -> float:
+        row = found["proposals"][world]
+        return float(row["proposal_us"])
+
+    return value
 
 
 BARS = (
-    Bar("keyed sampling, of the time of stock vLLM's draw", 1.0, _slowest_draw),
+    Bar(
+        "keyed sampling, of the time of stock vLLM's draw",
+        1.0,
+        _slowest_draw,
+    ),
     Bar(
         "microseconds of a proposal for 256 requests of 4096 tokens",
         150,
-        lambda found: found["proposals"]["256 x 4096"]["proposal_us"],
+        _proposal_us("256 x 4096"),
     ),
     Bar(
         "microseconds of a proposal for a request with 16 texts of 32768 tokens",
         120,
-        lambda found: found["proposals"]["1 x 32768"]["proposal_us"],
+        _proposal_us("1 x 32768"),
     ),
-    Bar("bytes per sealed token", 8.5, _most_bytes),
+    Bar(
+        "bytes per sealed token",
+        8.5,
+        _most_bytes,
+    ),
 )
 
 
@@ -206,4 +273,6 @@ def microseconds(call: Any) -> float:
     as it is in an engine.
     """
     timer = Timer("call()", globals={"call": call})
-    return 1e6 * float(timer.blocked_autorange().median)
+    measurement = timer.blocked_autorange()
+    seconds = float(measurement.median)
+    return 1e6 * seconds

@@ -45,8 +45,8 @@ MISTAKES = 0.1
 ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-USUAL = {"VLLM_BATCH_INVARIANT": "0"}
-USUAL_ARM = ", usual kernels"
+DEFAULT_KERNELS = {"VLLM_BATCH_INVARIANT": "0"}
+DEFAULT_KERNELS_ARM = ", usual kernels"
 """End of the names of arms with vLLM's usual kernels."""
 OTHER_BYTES = 4 << 30
 """Bytes that an engine takes beside its weights and its KV cache."""
@@ -65,15 +65,18 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     they are anyway. On a GPU it is measured with the usual ones too, whose sums depend
     on how many tokens are in a step: how often that shows is told, not judged.
     """
+    drafters: Found = {}
     found: Found = {
         "context": max(plan.contexts),
         "responses": REQUESTS,
-        "drafters": {},
+        "drafters": drafters,
     }
     blocks: dict[str, Block] = {}
     for weights in apart(plan, formats, plan):
-        block = {"drafter": "self", "self": {"weights": weights}}
-        blocks[f"self, {weights}"] = block
+        blocks[f"self, {weights}"] = {
+            "drafter": "self",
+            "self": {"weights": weights},
+        }
     for name in ("history", "draft_model", "history+draft_model"):
         blocks[name] = {"drafter": name}
     at_once = apart(plan, _engines_at_once, plan)
@@ -87,27 +90,31 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
                     figures = arm.result()
                 except RuntimeError as error:  # others may work
                     figures = {"error": str(error)}
-                found["drafters"][name] = figures
+                drafters[name] = figures
                 yield found
 
 
 def _submit(
-    pool: ThreadPoolExecutor, plan: Plan, folder: Path, blocks: dict[str, Block]
+    pool: ThreadPoolExecutor,
+    plan: Plan,
+    folder: Path,
+    blocks: dict[str, Block],
 ) -> dict[str, Future[Found]]:
     """Let threads measure the arms; return their figures to come, by name."""
+    kernels = INVARIANT
     if plan.tiny:
-        kernels = USUAL
-    else:
-        kernels = INVARIANT
+        kernels = DEFAULT_KERNELS
     off = pool.submit(_arm, plan, folder, kernels)
     arms: dict[str, Future[Found]] = {}
     for name, block in blocks.items():
         arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
-    if not plan.tiny:
-        off = pool.submit(_arm, plan, folder, USUAL)
-        block = blocks["history"]
-        figures = pool.submit(_arm, plan, folder, USUAL, block, off)
-        arms[f"history{USUAL_ARM}"] = figures
+    if plan.tiny:
+        return arms
+    kernels = DEFAULT_KERNELS
+    off = pool.submit(_arm, plan, folder, kernels)
+    name = f"history{DEFAULT_KERNELS_ARM}"
+    block = blocks["history"]
+    arms[name] = pool.submit(_arm, plan, folder, kernels, block, off)
     return arms
 
 
@@ -120,7 +127,7 @@ def _invariant_arms(found: Found) -> list[Found]:
     """
     arms = []
     for name, arm in found["drafters"].items():
-        if USUAL_ARM in name:
+        if DEFAULT_KERNELS_ARM in name:
             continue
         of_model = arm["of_the_model"]
         of_history = arm["accepted_tokens"] - of_model
@@ -135,12 +142,14 @@ def _invariant_arms(found: Found) -> list[Found]:
 
 def _num_different(found: Found) -> int:
     """Return how many responses differ with batch-invariant kernels."""
-    return sum(arm["different"] for arm in _invariant_arms(found))
+    counts = [arm["different"] for arm in _invariant_arms(found)]
+    return sum(counts)
 
 
 def _num_failed(found: Found) -> int:
     """Return how many drafters failed."""
-    return sum(bool(arm["error"]) for arm in found["drafters"].values())
+    failed = [bool(arm["error"]) for arm in found["drafters"].values()]
+    return sum(failed)
 
 
 BARS = (
@@ -149,7 +158,11 @@ BARS = (
         0,
         _num_different,
     ),
-    Bar("drafters that failed", 0, _num_failed),
+    Bar(
+        "drafters that failed",
+        0,
+        _num_failed,
+    ),
 )
 
 
@@ -163,21 +176,25 @@ def _engines_at_once(plan: Plan) -> int:
     hidden = shape["hidden_size"]
     attention = 2 * hidden
     feed_forward = 3 * shape["intermediate_size"]
-    layer = hidden * (attention + feed_forward)
+    layer_weights = hidden * (attention + feed_forward)
     # with the drafter's layers, and both tables of the vocabulary
-    layers = 1.5 * shape["num_hidden_layers"] * layer
-    tables = 2 * shape["vocab_size"] * hidden
-    weights_bytes = 2 * (layers + tables)
+    num_layers = 1.5 * shape["num_hidden_layers"]
+    table_weights = 2 * shape["vocab_size"] * hidden
+    num_weights = num_layers * layer_weights + table_weights
+    weights_bytes = 2 * num_weights
     kv_bytes = 1.5 * _cache(plan) * cache_bytes(shape)
-    room_bytes = 0.95 * torch.cuda.get_device_properties(0).total_memory
     each_bytes = weights_bytes + OTHER_BYTES + kv_bytes
-    return max(1, int(room_bytes / each_bytes))
+    device = torch.cuda.get_device_properties(0)
+    room_bytes = 0.95 * device.total_memory
+    fitting = int(room_bytes / each_bytes)
+    return max(1, fitting)
 
 
 def _cache(plan: Plan) -> int:
     """Return the tokens of an engine's KV cache."""
     tokens = max(plan.contexts) + _num_written(plan)
-    return REQUESTS * (tokens + 4 * BLOCK)
+    spare = 4 * BLOCK
+    return REQUESTS * (tokens + spare)
 
 
 def _num_written(plan: Plan) -> int:
@@ -206,16 +223,23 @@ def _arm(
         if "+" in das["drafter"]:
             # the model drafts for the others
             known = texts[: REQUESTS // 2]
-        past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(known)]
+        past = []
+        for i, text in enumerate(known):
+            ids = np.array(text, dtype=np.int32)
+            past.append((i, ids))
         history = replay.corrupted(past, MISTAKES, plan.vocabulary)
         drafted, stats = run(_write, plan, history)
     differences = []
     for text, with_drafts in zip(texts, drafted, strict=True):
-        if text != with_drafts:
-            differences.append(_first_difference(text, with_drafts))
+        if text == with_drafts:
+            continue
+        position = _first_difference(text, with_drafts)
+        differences.append(position)
     of_model = 0
-    for kind in MODEL_COUNTS:
-        of_model += sum(stats.get(kind, [])[1:])
+    for name in MODEL_COUNTS:
+        counts = stats.get(name, [])
+        accepted = counts[1:]
+        of_model += sum(accepted)
     return {
         "different": len(differences),
         "first_differences": differences,
@@ -231,8 +255,11 @@ def _first_difference(a: list[int], b: list[int]) -> int:
     """Return the position of the first token that differs in two texts of one
     length.
     """
-    pairs = enumerate(zip(a, b, strict=True))
-    return next(i for i, (one, other) in pairs if one != other)
+    pairs = zip(a, b, strict=True)
+    for i, (one, other) in enumerate(pairs):
+        if one != other:
+            return i
+    raise ValueError("the texts are equal")
 
 
 def _checkpoints(plan: Plan, directory: Path) -> None:
@@ -246,18 +273,18 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
     shape = SHAPES[plan.shape]
     config = AutoConfig.for_model(**shape)
     dtype = getattr(torch, shape["torch_dtype"])
+    device = "cpu"
     if torch.cuda.is_available():
         device = "cuda"
-    else:
-        device = "cpu"
     with torch.device(device):
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = policy.model
     # of 150,000 tokens some dozen are likely
-    torch.nn.init.constant_(policy.model.norm.weight, 3.0)
+    torch.nn.init.constant_(model.norm.weight, 3.0)
     policy.save_pretrained(directory / "policy")
     layers = max(1, config.num_hidden_layers // 4)
-    policy.model.layers = policy.model.layers[:layers]
+    model.layers = model.layers[:layers]
     policy.config.num_hidden_layers = layers
     policy.config.layer_types = policy.config.layer_types[:layers]
     policy.save_pretrained(directory / "drafter")
@@ -273,11 +300,17 @@ def _start(plan: Plan, das: Block | None, directory: Path) -> None:
     if das is None and on_v1():
         das = KEYED
     if das and "draft_model" in das["drafter"]:
-        drafter = directory / "drafter"
-        das = das | {"draft": {"model": str(drafter)}}
+        drafter = str(directory / "drafter")
+        das = das | {"draft": {"model": drafter}}
     longest = max(plan.contexts) + _num_written(plan) + 32
-    policy = directory / "policy"
-    engine(plan, das, _cache(plan), str(policy), max_model_len=longest)
+    policy = str(directory / "policy")
+    engine(
+        plan,
+        das,
+        cache=_cache(plan),
+        policy=policy,
+        max_model_len=longest,
+    )
 
 
 def _write(plan: Plan, past: replay.Rollouts | None) -> tuple[Texts, Found]:
@@ -288,15 +321,20 @@ def _write(plan: Plan, past: replay.Rollouts | None) -> tuple[Texts, Found]:
     if past:
         with tempfile.TemporaryDirectory() as directory:
             _refresh(llm, Path(directory), past)
-    asked = prompts(REQUESTS, max(plan.contexts), plan.vocabulary)
+    context = max(plan.contexts)
+    asked = prompts(REQUESTS, context, plan.vocabulary)
     lengths = [_num_written(plan)] * REQUESTS
     seeds = range(1, REQUESTS + 1)
-    params = sampling(lengths, range(REQUESTS), seeds, seed=seeds)
+    params = sampling(
+        lengths=lengths,
+        problems=range(REQUESTS),
+        seeds=seeds,
+        seed=seeds,
+    )
     _, texts = generate(llm, asked, params)
+    stats: Found = {}
     if past:
         stats = stats_of(llm)
-    else:
-        stats = {}
     return texts, stats
 
 

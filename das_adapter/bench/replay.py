@@ -61,14 +61,16 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     of its problems, over the batch itself, corrupted, and over a text that misleads.
     Both engines are there at once, and take turns.
     """
-    earlier: Rollouts = []
     if traces:
+        name = traces.name
         rollouts, earlier = recorded(traces, plan)
     else:
+        name = "generated"
         rollouts = generated(plan)
+        earlier = []
     group_sizes = Counter(problem for problem, _ in rollouts)
     found: Found = {
-        "traces": traces.name if traces else "generated",
+        "traces": name,
         "tokens": _num_tokens(rollouts),
         "groups": sorted(group_sizes.values()),
         "longest": _longest(rollouts),
@@ -78,41 +80,53 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     # nobody has siblings, whose text would help
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]
     wrong = corrupted(alone, None, plan.vocabulary)
+    histories = _histories(plan, rollouts, earlier)
+    misleading = {MISLEADING: wrong, MISLED: wrong}
     engines = (
-        (HISTORY, rollouts, _histories(plan, rollouts, earlier)),
-        (EAGER, alone, {MISLEADING: wrong, MISLED: wrong}),
+        (HISTORY, rollouts, histories),
+        (EAGER, alone, misleading),
     )
     with process(plan, IN_PROCESS) as stock:
-        starting = [functools.partial(stock, _start, plan, None, rollouts)]
-        for das, batch, histories in engines:
+        start_stock = functools.partial(stock, _start, plan, None, rollouts)
+        starting = [start_stock]
+        for das, batch, arms in engines:
             with process(plan, IN_PROCESS) as ours:
                 start = functools.partial(ours, _start, plan, das, batch)
                 at_once(start, *starting)
                 starting = []
-                for name, before in histories.items():
-                    once = name in ONCE
-                    figures = in_turn(ours, stock, batch, before, once)
-                    found["arms"][name] = figures
+                for arm, before in arms.items():
+                    found["arms"][arm] = in_turn(
+                        ours,
+                        stock,
+                        rollouts=batch,
+                        before=before,
+                        once=arm in ONCE,
+                    )
                     yield found
 
 
 def _num_tokens(rollouts: Rollouts) -> int:
-    return sum(len(text) for _, text in rollouts)
+    lengths = [len(text) for _, text in rollouts]
+    return sum(lengths)
 
 
 def _histories(
-    plan: Plan, rollouts: Rollouts, earlier: Rollouts
+    plan: Plan,
+    rollouts: Rollouts,
+    earlier: Rollouts,
 ) -> dict[str, Rollouts]:
     """Return what the batch is drafted from, by the name of the arm."""
+    vocabulary = plan.vocabulary
     shares = CORRUPTED
     if plan.tiny:
         shares = (0.0, 1.0)
-    found = {FIRST: corrupted(rollouts, shares[0], plan.vocabulary)}
+    found = {}
+    found[FIRST] = corrupted(rollouts, shares[0], vocabulary)
     if earlier:
         found["earlier"] = earlier
     for share in shares:
         name = f"exchanged {share:.0%}"
-        found[name] = corrupted(rollouts, share, plan.vocabulary)
+        found[name] = corrupted(rollouts, share, vocabulary)
     return found
 
 
@@ -121,15 +135,17 @@ def _longest(rollouts: Rollouts) -> list[Found]:
     many tokens they have, and which share of their stretches of 8 tokens is there once:
     in one that repeats itself few are.
     """
-    texts = sorted((text for _, text in rollouts), key=len)
+    texts = [text for _, text in rollouts]
+    texts.sort(key=len)
     found = []
     for text in texts[-5:]:
         if len(text) <= 8:
             continue
         stretches = np.lib.stride_tricks.sliding_window_view(text, 8)
-        num_distinct = len(np.unique(stretches, axis=0))
-        distinct_share = num_distinct / len(stretches)
-        found.append(Found(tokens=len(text), distinct=distinct_share))
+        distinct = np.unique(stretches, axis=0)
+        distinct_share = len(distinct) / len(stretches)
+        figures = Found(tokens=len(text), distinct=distinct_share)
+        found.append(figures)
     return found
 
 
@@ -171,8 +187,9 @@ def _beyond_doubt(arm: str) -> Callable[[Found], float]:
 
 def _still_drafted(found: Found) -> float:
     """Return the draft tokens after a rollout that misled, of those in it."""
-    before = found["arms"][MISLEADING]["draft_tokens"]
-    after = found["arms"][MISLED]["draft_tokens"]
+    arms = found["arms"]
+    before = arms[MISLEADING]["draft_tokens"]
+    after = arms[MISLED]["draft_tokens"]
     if not before:
         return float("nan")
     return float(after / before)
@@ -180,26 +197,39 @@ def _still_drafted(found: Found) -> float:
 
 def _num_unforced(found: Found) -> int:
     """Return the most responses of an arm that are not as recorded."""
-    return max(arm["unforced"] for arm in found["arms"].values())
+    counts = [arm["unforced"] for arm in found["arms"].values()]
+    return max(counts)
 
 
 def _largest_error(found: Found) -> float:
     """Return the largest standard error of the arms' times."""
     errors = []
     for name, arm in found["arms"].items():
-        if name not in ONCE:
-            _, error = arm["of_stock"]
-            errors.append(error)
+        if name in ONCE:
+            continue
+        _, error = arm["of_stock"]
+        errors.append(error)
     return float(max(errors))
 
 
 def _failed(found: Found) -> bool:
     """Say whether an arm had an error."""
-    return max(bool(arm.get("error")) for arm in found["arms"].values())
+    failed = [bool(arm.get("error")) for arm in found["arms"].values()]
+    return max(failed)
+
+
+def _waiting_share(found: Found) -> float | None:
+    """Return the share of a rollout's steps that waited for the drafter."""
+    share: float | None = found["arms"]["exchanged 30%"]["propose_share"]
+    return share
 
 
 BARS = (
-    Bar("forced tokens that were not written", 0, _num_unforced),
+    Bar(
+        "forced tokens that were not written",
+        0,
+        _num_unforced,
+    ),
     Bar(
         "rollout with what the traces have of its problems, of stock's time",
         0.6,
@@ -210,7 +240,11 @@ BARS = (
         0.6,
         _of_stock("exchanged 30%"),
     ),
-    Bar("standard error of what a rollout costs, at worst", 0.02, _largest_error),
+    Bar(
+        "standard error of what a rollout costs, at worst",
+        0.02,
+        _largest_error,
+    ),
     Bar(
         "rollout whose history says nothing, of stock's time, less twice its error",
         1.02,
@@ -229,7 +263,7 @@ BARS = (
     Bar(
         "waiting for the drafter, of a rollout's steps",
         0.03,
-        lambda found: found["arms"]["exchanged 30%"]["propose_share"],
+        _waiting_share,
     ),
     Bar("errors", 0, _failed),
 )
@@ -242,18 +276,20 @@ def generated(plan: Plan) -> Rollouts:
     rng = np.random.default_rng(0)
     vocabulary = plan.vocabulary
     longest = plan.longest
+    log_scale = np.log(longest / 6)
     num_problems = -(-plan.replayed // GROUP)
     found: Rollouts = []
     for problem in range(num_problems):
         base = rng.integers(1, vocabulary, longest, dtype=np.int32)
-        scale = rng.lognormal(np.log(longest / 6), 0.7)
+        scale = rng.lognormal(log_scale, 0.7)
         for _ in range(GROUP):
             differs = rng.random(longest) < 0.2
             other = rng.integers(1, vocabulary, longest)
-            ids = np.where(differs, other, base).astype(np.int32)
+            ids = np.where(differs, other, base)
+            text = ids.astype(np.int32)
             drawn = scale * rng.lognormal(0, 0.25)
             length = int(np.clip(drawn, 8, longest))
-            found.append((problem, ids[:length]))
+            found.append((problem, text[:length]))
     return found[: plan.replayed]
 
 
@@ -268,21 +304,22 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
 
     problems: dict[int, list[RecordedResponse]] = {}
     for response in read(path):
-        problems.setdefault(response.problem, []).append(response)
+        group = problems.setdefault(response.problem, [])
+        group.append(response)
     batch: Rollouts = []
     earlier: Rollouts = []
     for problem, group in problems.items():
-        before, late = _before_and_last(group)
-        for text in late[:GROUP]:
-            batch.append((problem, text % plan.vocabulary))
+        before, last = _before_and_last(group)
+        for text in last[:GROUP]:
+            known_ids = text % plan.vocabulary
+            shortened = known_ids[: plan.longest]
+            batch.append((problem, shortened))
         for text in before[-2 * GROUP :]:
-            earlier.append((problem, text % plan.vocabulary))
+            known_ids = text % plan.vocabulary
+            earlier.append((problem, known_ids))
         if len(batch) >= plan.replayed:
             break
-    shortened = []
-    for problem, text in batch[: plan.replayed]:
-        shortened.append((problem, text[: plan.longest]))
-    return shortened, earlier
+    return batch[: plan.replayed], earlier
 
 
 def _before_and_last(
@@ -291,13 +328,19 @@ def _before_and_last(
     """Return the texts of a problem before its last step, and those of that step; of
     one step only, its first half and the others.
     """
-    last_step = max(response.step for response in group)
-    before = [response.tokens for response in group if response.step != last_step]
-    late = [response.tokens for response in group if response.step == last_step]
+    steps = [response.step for response in group]
+    last_step = max(steps)
+    before = []
+    last = []
+    for response in group:
+        if response.step == last_step:
+            last.append(response.tokens)
+        else:
+            before.append(response.tokens)
     if before:
-        return before, late
-    half = len(late) // 2
-    return late[:half], late[half:]
+        return before, last
+    half = len(last) // 2
+    return last[:half], last[half:]
 
 
 def corrupted(rollouts: Rollouts, share: float | None, vocabulary: int) -> Rollouts:
@@ -309,17 +352,21 @@ def corrupted(rollouts: Rollouts, share: float | None, vocabulary: int) -> Rollo
     for problem, text in rollouts:
         count = len(text)
         if share is None:
-            wrong = np.arange(count) % 2 == 1
+            position = np.arange(count)
+            wrong = position % 2 == 1
         else:
             wrong = rng.random(count) < share
         other = rng.integers(1, vocabulary, count)
-        exchanged = np.where(wrong, other, text).astype(np.int32)
-        found.append((problem, exchanged))
+        exchanged = np.where(wrong, other, text)
+        found.append((problem, exchanged.astype(np.int32)))
     return found
 
 
 def kept(
-    store: HistoryStore, rollouts: Rollouts, problems: int = 0, version: int = 0
+    store: HistoryStore,
+    rollouts: Rollouts,
+    problems: int = 0,
+    version: int = 0,
 ) -> dict[str, Any]:
     """Seal rollouts in a store, with the problems shifted; return the message that an
     engine gets about them at a weight sync.
@@ -330,27 +377,38 @@ def kept(
 
     past = []
     for problem, text in rollouts:
-        past.append(Trajectory(problem + problems, text.tobytes(), version))
-    HistoryRules(HistoryConfig()).add_and_seal(store, past)
-    history = Published(str(store.directory), store.generation)
+        shifted = problem + problems
+        trajectory = Trajectory(shifted, text.tobytes(), version)
+        past.append(trajectory)
+    rules = HistoryRules(HistoryConfig())
+    rules.add_and_seal(store, past)
+    directory = str(store.directory)
+    history = Published(directory, store.generation)
     lengths = responses(past).tobytes()
-    return Refresh(version + 1, history, lengths).payload()
+    message = Refresh(version + 1, history, lengths)
+    return message.payload()
 
 
 def rollout(
-    llm: Any, rollouts: Rollouts, problems: int = 0
+    llm: Any,
+    rollouts: Rollouts,
+    problems: int = 0,
 ) -> tuple[float, list[list[int]]]:
     """Write the batch; return the seconds and the responses. Each request writes as
     many tokens as its recording has.
     """
     asked = []
-    for i in range(len(rollouts)):
-        ids = [1 + i % 50, *range(1, PROMPT)]
+    lengths = []
+    shifted = []
+    for i, (problem, text) in enumerate(rollouts):
+        first = 1 + i % 50
+        ids = [first, *range(1, PROMPT)]
         asked.append({"prompt_token_ids": ids})
-    lengths = [len(text) for _, text in rollouts]
-    shifted = [problem + problems for problem, _ in rollouts]
+        lengths.append(len(text))
+        shifted.append(problem + problems)
+    params = sampling(lengths, shifted, itertools.count())
     _ENDS.clear()
-    return generate(llm, asked, sampling(lengths, shifted, itertools.count()))
+    return generate(llm, asked, params)
 
 
 def in_turn(
@@ -367,46 +425,73 @@ def in_turn(
         of the first, and `of_stock`, the time that ours takes of stock's, with its
         standard error (None: of one rollout).
     """
+    max_turns = MAX_ROLLOUTS
+    if once:
+        max_turns = 1
     turns: list[Found] = []
     ratios: list[float] = []
     took_s = 0.0
-    for _ in range(1 if once else MAX_ROLLOUTS):
+    for _ in range(max_turns):
         turn = ours(_history, rollouts, before)
         turn["stock"] = stock(_stock, rollouts)
         turns.append(turn)
+        ours_s = turn["seconds"]
         stock_s = turn["stock"]["seconds"]
-        ratios.append(turn["seconds"] / stock_s)
-        took_s += turn["seconds"] + stock_s
+        ratios.append(ours_s / stock_s)
+        took_s += ours_s + stock_s
         of_stock = Measured.of(ratios)
         if len(turns) < MIN_ROLLOUTS:
             continue
         if of_stock.error <= SURE_ERROR or took_s > ROLLOUTS_S:
             break
-    shares = [turn["propose_share"] for turn in turns]
-    known_shares = [share for share in shares if share is not None]
-    errors = [turn["error"] for turn in turns if turn["error"]]
-    rates = [turn["tokens_per_forward"] for turn in turns]
+    error: float | None = of_stock.error
+    if once:
+        error = None
     return {
-        "of_stock": [of_stock.value, None if once else of_stock.error],
-        "tokens_per_forward": statistics.median(rates),
-        "unforced": sum(turn["unforced"] for turn in turns),
-        "error": errors[0] if errors else None,
-        "propose_share": max(known_shares, default=None),
-        "draft_tokens": turns[0]["draft_tokens"],
-        "accepted_tokens": turns[0]["accepted_tokens"],
+        "of_stock": [of_stock.value, error],
+        **_of_turns(turns),
         "rollouts": turns,
+    }
+
+
+def _of_turns(turns: Sequence[Found]) -> Found:
+    """Return the figures of several rollouts of one engine."""
+    first = turns[0]
+    rates = []
+    num_unforced = 0
+    errors = []
+    shares = []
+    for turn in turns:
+        rates.append(turn["tokens_per_forward"])
+        num_unforced += turn["unforced"]
+        if turn["error"]:
+            errors.append(turn["error"])
+        if turn["propose_share"] is not None:
+            shares.append(turn["propose_share"])
+    first_error = None
+    if errors:
+        first_error = errors[0]
+    return {
+        "tokens_per_forward": statistics.median(rates),
+        "unforced": num_unforced,
+        "error": first_error,
+        "propose_share": max(shares, default=None),
+        "draft_tokens": first["draft_tokens"],
+        "accepted_tokens": first["accepted_tokens"],
     }
 
 
 def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
     lengths = [PROMPT + 24 + len(text) for _, text in rollouts]
-    blocks = 3 * BLOCK * len(lengths)
-    llm = engine(plan, das, sum(lengths) + blocks, max_model_len=max(lengths))
+    block_tokens = 3 * BLOCK * len(lengths)
+    cache = sum(lengths) + block_tokens
+    llm = engine(plan, das, cache, max_model_len=max(lengths))
     _note_steps(llm.llm_engine)
     short = [(problem, text[:8]) for problem, text in rollouts]
     rollout(llm, short, problems=10**6)
     if das:
-        force(rollouts, stats_of(llm)["model_runner"])
+        stats = stats_of(llm)
+        force(rollouts, stats["model_runner"])
 
 
 _ENDS: list[float] = []
@@ -419,7 +504,8 @@ def _note_steps(vllm: Any) -> None:
 
     def step() -> Any:
         outputs = stock()
-        _ENDS.append(time.perf_counter())
+        now = time.perf_counter()
+        _ENDS.append(now)
         return outputs
 
     vllm.step = step
@@ -430,10 +516,12 @@ def _pace() -> Found:
     most, and which took longest, as where a kernel is compiled.
     """
     took_ms = 1e3 * np.diff(_ENDS)
+    slowest_first = np.argsort(-took_ms)
     longest = {}
-    for step in np.argsort(-took_ms)[:5].tolist():
+    for step in slowest_first[:5].tolist():
         longest[step] = float(took_ms[step])
-    half_ms, most_ms = np.quantile(took_ms, (0.5, 0.9)).tolist()
+    quantiles = np.quantile(took_ms, (0.5, 0.9))
+    half_ms, most_ms = quantiles.tolist()
     return {
         "steps": len(took_ms),
         "step_ms": half_ms,
@@ -443,7 +531,8 @@ def _pace() -> Found:
 
 
 def _stock(rollouts: Rollouts) -> Found:
-    seconds, _ = rollout(STARTED[-1], rollouts)
+    llm = STARTED[-1]
+    seconds, _ = rollout(llm, rollouts)
     return {"seconds": seconds, **_pace()}
 
 
@@ -468,22 +557,28 @@ def _history(rollouts: Rollouts, before: Rollouts) -> Found:
     stats_of(llm)
     seconds, texts = rollout(llm, rollouts, problems=shift)
     found: Found = {"seconds": seconds, **_pace()}
+    found["unforced"] = _differing(texts, rollouts)
     stats = stats_of(llm)
-    num_unforced = 0
-    for text, (_, recording) in zip(texts, rollouts, strict=True):
-        if text != recording.tolist():
-            num_unforced += 1
-    found["unforced"] = num_unforced
     # the host's waits; on V2 the device drafts
     waits_s = stats["propose_seconds"]
     found["propose_share"] = None
     if waits_s:
-        found["propose_share"] = sum(waits_s) / stats["busy_seconds"]
+        waited_s = sum(waits_s)
+        found["propose_share"] = waited_s / stats["busy_seconds"]
     num_forwards = max(1, stats["request_forwards"])
     found["tokens_per_forward"] = stats["tokens"] / num_forwards
     for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens"):
         found[name] = stats[name]
     return found
+
+
+def _differing(texts: list[list[int]], rollouts: Rollouts) -> int:
+    """Return how many responses are not as recorded."""
+    count = 0
+    for text, (_, recording) in zip(texts, rollouts, strict=True):
+        if text != recording.tolist():
+            count += 1
+    return count
 
 
 def force(rollouts: Rollouts, runner: int) -> None:
@@ -506,10 +601,12 @@ def force(rollouts: Rollouts, runner: int) -> None:
     def recorded_at(seeds: Any, positions: Any) -> Any:
         nonlocal table
         if table is None:
-            table = torch.from_numpy(recordings).to(seeds.device)
+            on_host = torch.from_numpy(recordings)
+            table = on_host.to(seeds.device)
         num_rows, num_columns = table.shape
         rows = seeds.clamp(0, num_rows - 1)
-        columns = (positions + 1).clamp(max=num_columns - 1)
+        columns = positions + 1
+        columns = columns.clamp(max=num_columns - 1)
         return table[rows, columns]
 
     def forced(logits: Any, keys: Any) -> Any:
@@ -523,10 +620,12 @@ def force(rollouts: Rollouts, runner: int) -> None:
 
 def _padded(rollouts: Rollouts) -> np.ndarray:
     """Return the recordings after their prompts, int64 [requests, tokens]."""
-    longest = max(len(text) for _, text in rollouts)
-    padded = np.ones((len(rollouts), PROMPT + longest + 64), dtype=np.int64)
+    lengths = [len(text) for _, text in rollouts]
+    columns = PROMPT + max(lengths) + 64
+    padded = np.ones((len(rollouts), columns), dtype=np.int64)
     for row, (_, text) in zip(padded, rollouts, strict=True):
-        row[PROMPT : PROMPT + len(text)] = text
+        end = PROMPT + len(text)
+        row[PROMPT:end] = text
     return padded
 
 
@@ -546,7 +645,8 @@ def _force_on_v2(recorded_at: Callable[[Any, Any], Any]) -> None:
         **more: Any,
     ) -> Any:
         stock(logits, slots, heat, seeds, positions, *rest, **more)
-        return recorded_at(seeds[slots.clamp(min=0)], positions)
+        valid_slots = slots.clamp(min=0)
+        return recorded_at(seeds[valid_slots], positions)
 
     gumbel.gumbel_sample = drawn
     sampler.gumbel_sample = drawn

@@ -51,7 +51,11 @@ PARTS = ("kernels", "gate", "replay", "lossless", "copy")
 """Modules of the package, in the order in which they run: those that there may be no
 time for are at the end.
 """
-_SHAPES = {"gate": ("7b", "1.5b"), "replay": ("1.5b",), "lossless": ("1.5b",)}
+_SHAPES = {
+    "gate": ("7b", "1.5b"),
+    "replay": ("1.5b",),
+    "lossless": ("1.5b",),
+}
 """Shapes of a part where none is asked for; of others 7b. A small policy may not keep
 the bars of `gate` that a large one keeps; the others have several engines at once.
 """
@@ -60,6 +64,7 @@ PART_S = 480.0
 ALL_S = 1500.0
 """Seconds after which everything is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")
+VERDICTS = ("kept", *NOT_GOOD, "not run")
 
 
 def module(part: str) -> Any:
@@ -80,15 +85,17 @@ def measured(
     """
     content: Found = {}
     ended = {"state": "cut short", "why": "the program was ended"}
+    part = module(name)
     try:
-        for figures in module(name).measure(plan, traces):
+        for figures in part.measure(plan, traces):
             content |= figures
             keep(content | ended)
     except TimeoutError as error:
         content["state"] = "cut short"
         content["why"] = str(error)
     except Exception as error:
-        lines = str(error).strip().splitlines()
+        text = str(error).strip()
+        lines = text.splitlines()
         content["state"] = "failed"
         content["why"] = lines[-1]
         content["error"] = traceback.format_exc()
@@ -102,30 +109,38 @@ def judge(name: str, content: Found) -> list[str]:
     `failed` or `cut short` of a part that did not end.
     """
     verdicts = []
-    content["bars"] = []
+    bars = []
     for bar in module(name).BARS:
         judged = bar.verdict(content)
-        content["bars"].append(judged)
-        verdicts.append(judged["verdict"])
+        bars.append(judged)
+        verdict = judged["verdict"]
+        verdicts.append(verdict)
         figure = ""
-        if judged["found"] is not None:
-            figure = f": {judged['found']:.4g} (at most {judged['at_most']:g})"
-        print(f"{judged['verdict']:9} {name}: {judged['bar']}{figure}")
+        found = judged["found"]
+        if found is not None:
+            figure = f": {found:.4g} (at most {judged['at_most']:g})"
+        print(f"{verdict:9} {name}: {judged['bar']}{figure}")
+    content["bars"] = bars
     if "why" in content:
         print(f"          {name}: {content['why']}")
-    if content["state"] != "done":
-        verdicts.append(content["state"])
+    state = content["state"]
+    if state != "done":
+        verdicts.append(state)
     return verdicts
 
 
 def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
     """Return these parts, or all, each with a shape; None: with its shapes."""
+    names = list(words)
+    if not names:
+        names = list(PARTS)
     found = []
-    for name in dict.fromkeys(words or PARTS):
+    for name in dict.fromkeys(names):
         shapes = _SHAPES.get(name, ("7b",))
         if shape:
             shapes = (shape,)
-        found += [(name, each) for each in shapes]
+        for each in shapes:
+            found.append((name, each))
     return found
 
 
@@ -139,16 +154,28 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parts = ", ".join(PARTS)
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"{', '.join(PARTS)}; none: all",
+        help=f"{parts}; none: all",
     )
-    parser.add_argument("--shape", choices=list(SHAPES), help="that of every part")
-    parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument(
-        "--out", type=Path, default=Path("das-bench"), help="where the files go"
+        "--shape",
+        choices=list(SHAPES),
+        help="that of every part",
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        help="recorded rollouts for `replay`",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("das-bench"),
+        help="where the files go",
     )
     parser.add_argument(
         "--minutes",
@@ -168,9 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
-        parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
+        names = ", ".join(unknown)
+        allowed = ", ".join(PARTS)
+        parser.error(f"found {names}, allowed: {allowed}")
     # as after an error: engines are ended
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _exit_at)
     made = apart(TINY, provenance)  # it asks the GPU, which this process must not use
     has_gpu = made["hardware"]["gpu"] is not None
     if not has_gpu and args.shape != "tiny":
@@ -182,11 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         part_end = time.monotonic() + 60 * args.minutes
-        if shape == "tiny":
-            plan = TINY
-        else:
-            plan = Plan(shape)
-        plan = replace(plan, until=min(part_end, end))
+        plan = _plan(shape, until=min(part_end, end))
         command = f"das-adapter bench {name} --shape {shape}"
         if args.traces and name == "replay":
             command += f" --traces {args.traces.name}"
@@ -198,8 +223,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = args.out / f"gpu_{name}_{shape}.json"
         keep = functools.partial(_save, path, head)
         content = measured(name, plan, args.traces, keep)
-        counts.update(judge(name, content))
+        verdicts = judge(name, content)
+        counts.update(verdicts)
         keep(content)
-    verdicts = ("kept", *NOT_GOOD, "not run")
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts))
-    sys.exit(any(counts[verdict] for verdict in NOT_GOOD))
+    parts = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS]
+    print(", ".join(parts))
+    not_good = [counts[verdict] for verdict in NOT_GOOD]
+    sys.exit(any(not_good))
+
+
+def _exit_at(number: int, _: Any) -> None:
+    """Exit at a signal, with the code that shells give it."""
+    sys.exit(128 + number)
+
+
+def _plan(shape: str, until: float) -> Plan:
+    """Return the plan of a part with a shape, which ends at this time."""
+    plan = Plan(shape)
+    if shape == "tiny":
+        plan = TINY
+    return replace(plan, until=until)

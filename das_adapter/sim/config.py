@@ -9,15 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from das_adapter.config_errors import message
 from das_adapter.errors import ConfigError
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Chance = Annotated[float, Field(ge=0, lt=1)]
 TokensPerStep = Annotated[float, Field(ge=1)]
@@ -30,7 +35,10 @@ VisitRates = Annotated[list[Rates], Field(min_length=1)]
 
 class _SimBlock(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -39,9 +47,9 @@ class HardwareBlock(_SimBlock):
 
     gpu: str = "h100"
     """Device, one of the table in `das_adapter/core/hardware.py`."""
-    gpus: Count = 8
+    gpus: PositiveInt = 8
     """Devices that generate."""
-    per_engine: Count = 1
+    per_engine: PositiveInt = 1
     """Devices of an engine, over which layers and routed experts are spread."""
 
 
@@ -55,18 +63,18 @@ class StepsBlock(_SimBlock):
     """
     line: dict[str, float] = {}
     """`line`: the coefficients, by name."""
-    overhead_ms: NotNegative = 1.0
+    overhead_ms: NonNegativeFloat = 1.0
     """`roofline`: milliseconds of each step that no kernel accounts for."""
-    draft_overhead_ms: NotNegative = 0.0
+    draft_overhead_ms: NonNegativeFloat = 0.0
     """`roofline`: further milliseconds of a step that verifies drafts."""
-    pass_overhead_ms: NotNegative = 0.5
+    pass_overhead_ms: NonNegativeFloat = 0.5
     """`roofline`: milliseconds of a drafter's pass that no kernel accounts for."""
 
 
 class EngineBlock(_SimBlock):
     """Capacity of an engine, under vLLM's keys."""
 
-    max_num_seqs: Count = 256
+    max_num_seqs: PositiveInt = 256
     """Requests that run at once."""
     kv_tokens: CacheTokens | None = None
     """Tokens that the KV cache holds; null: what the weights leave of nine tenths of
@@ -77,9 +85,9 @@ class EngineBlock(_SimBlock):
 class LengthsBlock(_SimBlock):
     """Lengths of responses: log-normal, ended at the cap."""
 
-    mean: Positive = 2000.0
+    mean: PositiveFloat = 2000.0
     """Mean tokens, with the cap applied."""
-    sigma: Positive = 0.8
+    sigma: PositiveFloat = 0.8
     """Standard deviation of the logarithm, without the cap."""
     within: Share = 0.5
     """Share of its variance that samples of one problem have in common, also from one
@@ -96,20 +104,20 @@ class RolloutBlock(_SimBlock):
     """
     tokenizer: str | None = None
     """Name or folder of the tokenizer of a dump that holds text."""
-    dataset: Count = 1024
+    dataset: PositiveInt = 1024
     """Problems in all; an epoch visits each once."""
-    problems: Count = 128
+    problems: PositiveInt = 128
     """Problems in a step."""
-    samples: Count = 8
+    samples: PositiveInt = 8
     """Samples of each problem in a step."""
-    prompt: Count = 256
+    prompt: PositiveInt = 256
     """Tokens in a prompt."""
     cap: ResponseCap = 8192
     """Maximum tokens of a response."""
-    steps: Count = 1
+    steps: PositiveInt = 1
     """Training steps of the run."""
     lengths: LengthsBlock = LengthsBlock()
-    seed: CountOrZero = 0
+    seed: NonNegativeInt = 0
     """Seed of drawn lengths, of the orders of requests, and of what is accepted."""
 
 
@@ -134,7 +142,7 @@ class AcceptanceBlock(_SimBlock):
     """Tokens that a request gets from a step with the number of draft tokens of a
     neural drafter or of n-grams; null: 1 and half of these, for neural drafters alone.
     """
-    pass_share: NotNegative | None = None
+    pass_share: NonNegativeFloat | None = None
     """Time of a pass of a neural drafter, as a share of a plain step of the policy with
     as many requests; null: 0.05. Reading the context takes EAGLE-3 and MTP the share of
     one layer with `roofline`, and other drafters this share.
@@ -146,13 +154,13 @@ class PipelineBlock(_SimBlock):
 
     kind: Literal["sync", "async"] = "sync"
     """`sync`: rollout, then training; `async`: requests run on across weight syncs."""
-    lag: CountOrZero = 1
+    lag: NonNegativeInt = 1
     """`async`: maximum number of weight versions between sending a request and training
     on it.
     """
-    train_s: NotNegative = 0.0
+    train_s: NonNegativeFloat = 0.0
     """Seconds of rewards, log-probabilities and the update."""
-    sync_s: NotNegative = 0.0
+    sync_s: NonNegativeFloat = 0.0
     """Seconds of the weight sync."""
 
 
@@ -161,7 +169,7 @@ class ArmBlock(_SimBlock):
 
     das: dict[str, Any] = {}
     """The `das:` block, as in a run."""
-    stride: Count = 1
+    stride: PositiveInt = 1
     """Steps between two calls of the controller; more than 1 for large fleets that
     draft from the history alone.
     """
@@ -201,8 +209,12 @@ def parse(content: Any, where: str = "simulation") -> SimConfig:
     try:
         return SimConfig.model_validate(content)
     except ValidationError as error:
-        found = [message(one, SimConfig, ()) for one in error.errors()]
-    raise ConfigError("\n".join(f"{where}: {text}" for text in found))
+        errors = error.errors()
+    lines = []
+    for found in errors:
+        text = message(found, SimConfig, ())
+        lines.append(f"{where}: {text}")
+    raise ConfigError("\n".join(lines))
 
 
 def read(path: str | Path) -> SimConfig:
@@ -214,20 +226,27 @@ def read(path: str | Path) -> SimConfig:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if content is None:
         content = {}
-    elif isinstance(content, dict) and isinstance(content.get("arms"), dict):
-        content["arms"] = _with_names(content["arms"])
+    if isinstance(content, dict):
+        arms = content.get("arms")
+        if isinstance(arms, dict):
+            content["arms"] = _with_names(arms)
     return parse(content, str(path))
 
 
 def _with_names(arms: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return arms by name: YAML reads the names `off` and `on` as truth values."""
     words = {False: "off", True: "on"}
-    return {words.get(name, name): arm for name, arm in arms.items()}
+    named = {}
+    for key, arm in arms.items():
+        name = words.get(key, key)
+        named[name] = arm
+    return named
 
 
 def variants(
@@ -241,9 +260,11 @@ def variants(
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         content = config.model_dump()
+        parts = []
         for key, value in chosen.items():
             _set(content, key, value)
-        where = " ".join(f"{key}={value}" for key, value in chosen.items())
+            parts.append(f"{key}={value}")
+        where = " ".join(parts)
         yield chosen, parse(content, where)
 
 
@@ -257,6 +278,7 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
     block = content
     for parent in parents:
         block = block.setdefault(parent, {})
-        if not isinstance(block, dict):
-            raise ConfigError(f"{key}: {parent} is no block")
+        if isinstance(block, dict):
+            continue
+        raise ConfigError(f"{key}: {parent} is no block")
     block[name] = value

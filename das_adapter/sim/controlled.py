@@ -8,6 +8,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
+from das_adapter.core.latency import StepModel
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
@@ -21,7 +22,7 @@ from das_adapter.core.steps import (
     TimedStep,
 )
 from das_adapter.sim.drafting import Drafting, EngineStep, FreeSteps
-from das_adapter.sim.requests import Ints, Requests
+from das_adapter.sim.requests import Floats, Ints, Requests, int_zeros
 from das_adapter.sim.sources import Given, SimOffer, Source
 from das_adapter.sim.steps import Seconds
 
@@ -68,12 +69,15 @@ class Controlled(Drafting):
         self.policies = [self._policy(limit, prior) for _ in range(engines)]
         self._shared = engines > SHARED
         if self._shared:
+            first = self.policies[0]
             for policy in self.policies[1:]:
-                policy.share_with(self.policies[0])
+                policy.share_with(first)
         # steps since the policy was asked
-        self._walked = np.zeros(engines, dtype=np.int64)
-        self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
-        self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
+        self._walked = int_zeros(engines)
+        # steps until it is asked again
+        self._left = int_zeros(engines)
+        # whether an engine drafts
+        self._on = np.ones(engines, dtype=bool)
         # whether the policy chose to verify anything when last asked
         self._kept = np.ones(engines, dtype=bool)
         # whether it was asked once more because its answer differed
@@ -81,28 +85,34 @@ class Controlled(Drafting):
 
     def _policy(self, limit: int, prior: Prior | None) -> DraftPolicy:
         das = self._das
-        model = (
-            ModelDrafts(das.model_tokens, not das.neural, parallel=das.parallel)
-            if self.copy
-            else None
-        )
-        if model is not None and prior is not None:
-            model.set_pass_prior(prior.passes)
-        return DraftPolicy(das, limit, prior and prior.steps, model)
+        model: ModelDrafts | None = None
+        if self.copy:
+            model = ModelDrafts(
+                das.model_tokens,
+                not das.neural,
+                parallel=das.parallel,
+            )
+        steps: StepModel | None = None
+        if prior is not None:
+            steps = prior.steps
+            if model is not None:
+                model.set_pass_prior(prior.passes)
+        return DraftPolicy(das, limit, steps, model)
 
     def free_steps(self, rows: Ints) -> FreeSteps | None:
         if not self._left.any():
             return None
-        r = self._requests
+        requests = self._requests
         assert isinstance(self.history, Given)
-        on = self._on[r.engine[rows]]
-        log_min_chance = np.where(on, r.log_min_chance[rows], np.inf)
+        engine = requests.engine[rows]
+        drafting = self._on[engine]
+        log_min_chance = requests.log_min_chance[rows]
         return FreeSteps(
-            self.history,
-            self._left,
-            log_min_chance,
-            r.max_draft_tokens[rows],
-            lambda b, _: tuning.LOOK_S + tuning.LOOK_REQUEST_S * b,
+            source=self.history,
+            steps=self._left,
+            log_min_chance=np.where(drafting, log_min_chance, np.inf),
+            max_draft_tokens=requests.max_draft_tokens[rows],
+            seconds=_search_seconds,
         )
 
     def record_free_steps(self, steps: Ints) -> None:
@@ -112,136 +122,204 @@ class Controlled(Drafting):
     def begin(self, rows: Ints) -> None:
         self.history.begin(rows)
 
-    def step(self, ticks: list[EngineStep]) -> list[float]:
-        return [self._plan(tick) for tick in ticks]
+    def step(self, results: list[EngineStep]) -> list[float]:
+        return [self._plan(result) for result in results]
 
     def end(self, rows: Ints) -> None:
-        r = self._requests
+        requests = self._requests
         self.history.end(rows)
-        for row in rows[r.slot[rows] >= 0].tolist():
-            self.policies[r.engine[row]].end(int(r.slot[row]))
+        slots = requests.slot[rows]
+        for row in rows[slots >= 0].tolist():
+            engine = requests.engine[row]
+            slot = int(requests.slot[row])
+            self.policies[engine].end(slot)
 
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
         self.history.sync(version, rows)
         for engine, policy in enumerate(self.policies):
-            policy.weight_sync(responses[:0] if self._shared and engine else responses)
+            learned = responses
+            if self._shared and engine > 0:
+                # the first has told all
+                learned = responses[:0]
+            policy.weight_sync(learned)
 
-    def _plan(self, tick: EngineStep) -> float:
+    def _plan(self, result: EngineStep) -> float:
         """Have an engine's policy choose after a step; return the seconds of its work
         and of the drafting model's passes.
         """
-        r = self._requests
-        rows = tick.rows
-        policy = self.policies[tick.engine]
+        requests = self._requests
+        rows = result.rows
+        policy = self.policies[result.engine]
         slots = self._slots(policy, rows)
-        context = r.num_prompt_tokens[rows] + r.num_written[rows]
+        context = requests.context(rows)
+        outcome = self._outcome(result, slots, context)
+        decision = policy.next(outcome)
         plan = StepPlan.nothing(len(rows))
-        looked_up: SimOffer | None = None
+        search: Search | None = None
+        offer: SimOffer | None = None
+        asked = True
+        if isinstance(decision, Rest):
+            asked = decision.asked
+        else:
+            search = decision
+            offer = self._offer(rows, search)
+            chosen = self._choose(policy, search, offer)
+            if chosen is not None:
+                plan = chosen
         own_s = 0.0
-        decision = policy.next(self._outcome(tick, slots, context))
-        asked = not isinstance(decision, Rest) or decision.asked
         if asked:
             own_s = tuning.LOOK_S
-        if not isinstance(decision, Rest):
-            candidates: Candidates | None = None
-            if self._das.looked_up:
-                limits = np.minimum(decision.max_tokens, r.room(rows))
-                looked_up = self.history.offer(rows, limits, decision.min_chance)
-                candidates = looked_up.chances, looked_up.offsets
-                own_s += tuning.LOOK_REQUEST_S * len(rows)
-            chosen = policy.choose(decision, candidates)
-            if not isinstance(chosen, Rest):
-                plan = chosen
-            self._keep_drafting(tick.engine, rows, plan.history, decision, looked_up)
-        else:
-            self._keep_drafting(tick.engine, rows, plan.history, None, None)
-        r.num_draft_tokens[rows] = plan.history
-        r.num_draft_hits[rows] = 0 if looked_up is None else looked_up.hits
+        if offer is not None:
+            own_s += tuning.LOOK_REQUEST_S * len(rows)
+        self._keep_drafting(result.engine, rows, plan.history, search, offer)
+        requests.num_draft_tokens[rows] = plan.history
+        requests.num_draft_hits[rows] = 0
+        if offer is not None:
+            requests.num_draft_hits[rows] = offer.hits
         passes_s = 0.0
         if self.copy:
-            drafted = np.minimum(plan.model, r.room(rows))
-            passes_s = self._copied(policy, tick, drafted, context)
+            room = requests.room(rows)
+            drafted = np.minimum(plan.model, room)
+            passes_s = self._copied(policy, rows, drafted, context)
         policy.flush()
-        if tick.timed:
+        if result.timed:
+            has_drafts = result.tokens > len(rows)
             step = TimedStep(
                 slots,
-                tick.got,
-                tick.tokens,
-                tick.seconds + own_s,
+                result.got,
+                result.tokens,
+                result.seconds + own_s,
                 passes_s,
                 context=int(context.sum()),
-                asked=asked or tick.tokens > len(rows),
+                asked=asked or has_drafts,
             )
             policy.timed(step)
-        self._rest(tick.engine, known=policy.latency.known)
+        known = policy.latency.known
+        self._rest(result.engine, known=known)
         return own_s + passes_s
+
+    def _offer(self, rows: Ints, search: Search) -> SimOffer | None:
+        """Return the drafts of the history that a search finds; None: it is asked for
+        none.
+        """
+        if not self._das.looked_up:
+            return None
+        room = self._requests.room(rows)
+        limits = np.minimum(search.max_tokens, room)
+        return self.history.offer(rows, limits, search.min_chance)
+
+    def _choose(
+        self,
+        policy: DraftPolicy,
+        search: Search,
+        offer: SimOffer | None,
+    ) -> StepPlan | None:
+        """Return what the policy verifies of an offer; None: it rests."""
+        candidates: Candidates | None = None
+        if offer is not None:
+            candidates = offer.chances, offer.offsets
+        chosen = policy.choose(search, candidates)
+        if isinstance(chosen, Rest):
+            return None
+        return chosen
 
     def _slots(self, policy: DraftPolicy, rows: Ints) -> Ints:
         """Return the slots of running requests; those that have none begin."""
-        r = self._requests
-        for row in rows[r.slot[rows] < 0].tolist():
-            written = int(r.num_written[row])
-            r.slot[row] = policy.begin(
-                int(r.problem[row]), written, int(r.max_tokens[row])
-            )
-            r.num_told[row] = written
-        return r.slot[rows]
+        requests = self._requests
+        slots = requests.slot[rows]
+        for row in rows[slots < 0].tolist():
+            problem = int(requests.problem[row])
+            written = int(requests.num_written[row])
+            max_tokens = int(requests.max_tokens[row])
+            requests.slot[row] = policy.begin(problem, written, max_tokens)
+            requests.num_told[row] = written
+        return requests.slot[rows]
 
-    def _outcome(self, tick: EngineStep, slots: Ints, context: Ints) -> Outcome:
+    def _outcome(
+        self,
+        result: EngineStep,
+        slots: Ints,
+        context: Ints,
+    ) -> Outcome:
         """Return what a step brought, and what the steps brought that were left out
         before it.
         """
-        r = self._requests
-        rows = tick.rows
-        unseen = np.maximum(0, r.num_written[rows] - tick.got - r.num_told[rows])
-        r.num_told[rows] = r.num_written[rows]
-        length = np.minimum(r.num_output_tokens[rows], r.max_tokens[rows])
+        requests = self._requests
+        rows = result.rows
+        written = requests.num_written[rows]
+        before = written - result.got
+        untold = before - requests.num_told[rows]
+        unseen: Ints | None = None
+        if (untold > 0).any():
+            unseen = np.maximum(0, untold)
+        requests.num_told[rows] = written
+        carried: Ints | None = None
+        if result.carried.any():
+            carried = result.carried
+        by_model: Ints | None = None
+        if self.copy:
+            by_model = result.copied
+        output_tokens = requests.num_output_tokens[rows]
+        max_tokens = requests.max_tokens[rows]
+        length = np.minimum(output_tokens, max_tokens)
+        left_out = self._walked[result.engine]
         return Outcome(
             slots,
-            tick.got,
-            carried=tick.carried if tick.carried.any() else None,
-            by_model=tick.copied if self.copy else None,
-            room=length - 1 - r.num_written[rows],
+            result.got,
+            carried=carried,
+            by_model=by_model,
+            room=length - 1 - written,
             context=context,
-            unseen=unseen if unseen.any() else None,
-            left_out=int(self._walked[tick.engine]),
+            unseen=unseen,
+            left_out=int(left_out),
         )
 
     def _rest(self, engine: int, known: bool) -> None:
         """Ask the policy after `stride` steps again; at once if it does not know
         what steps take, and once more if its answer differs from those before it.
         """
-        differs = (
-            known and self._kept[engine] != self._on[engine] and not self._again[engine]
-        )
+        changed = self._kept[engine] != self._on[engine]
+        asked_twice = self._again[engine]
+        differs = known and changed and not asked_twice
         self._again[engine] = differs
-        self._left[engine] = 0 if differs or not known else self._stride - 1
         self._walked[engine] = 0
+        if known and not differs:
+            self._left[engine] = self._stride - 1
+        else:
+            self._left[engine] = 0
 
     def _copied(
-        self, policy: DraftPolicy, tick: EngineStep, drafted: Ints, context: Ints
+        self,
+        policy: DraftPolicy,
+        rows: Ints,
+        drafted: Ints,
+        context: Ints,
     ) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
-        r = self._requests
-        rows = tick.rows
-        assert (
-            self.copy is not None
-            and self.pass_seconds is not None
-            and policy.drafts is not None
-        )
-        r.num_model_tokens[rows] = drafted
-        r.num_model_hits[rows] = self.copy.offer(rows, drafted, 0.0).hits
+        requests = self._requests
+        drafts = policy.drafts
+        assert self.copy is not None
+        assert self.pass_seconds is not None
+        assert drafts is not None
+        offer = self.copy.offer(rows, drafted, 0.0)
+        requests.num_model_tokens[rows] = drafted
+        requests.num_model_hits[rows] = offer.hits
         passes_s = 0.0
-        num_passes = policy.drafts.passes_for(int(drafted.max(initial=0)))
+        longest = int(drafted.max(initial=0))
+        num_passes = drafts.passes_for(longest)
         for place in range(num_passes):
-            in_pass = drafted > (0 if self._das.neural else place)
+            drafted_before = place
+            if self._das.neural:
+                drafted_before = 0
+            in_pass = drafted > drafted_before
             num_requests = int(in_pass.sum())
             context_tokens = float(context[in_pass].sum())
             of_pass = self.pass_seconds(
-                np.array([float(num_requests)]), np.array([context_tokens])
+                np.array([float(num_requests)]),
+                np.array([context_tokens]),
             )
             pass_s = float(of_pass[0])
-            policy.drafts.record_pass(num_requests, pass_s, context_tokens)
+            drafts.record_pass(num_requests, pass_s, context_tokens)
             passes_s += pass_s
         return passes_s
 
@@ -251,7 +329,7 @@ class Controlled(Drafting):
         rows: Ints,
         kept: Ints,
         search: Search | None,
-        looked_up: SimOffer | None,
+        offer: SimOffer | None,
     ) -> None:
         """Note what requests draft until the policy is asked again. One answer alone
         against those before it is a probe.
@@ -260,18 +338,31 @@ class Controlled(Drafting):
         if drafts == self._kept[engine]:
             self._on[engine] = drafts
         self._kept[engine] = drafts
-        if not drafts or self._stride == 1 or search is None or looked_up is None:
+        if not drafts or self._stride == 1:
             return
-        r = self._requests
-        room = r.room(rows)
+        if search is None or offer is None:
+            return
+        requests = self._requests
+        room = requests.room(rows)
         limits = search.max_tokens
-        chances, offsets, _ = looked_up
-        first_left_out = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)
-        cut = kept < np.diff(offsets)
+        # the chance of the first token that was left out, a little raised
+        padded = np.append(offer.chances, 0.0)
+        first_places = offer.offsets[:-1] + kept
+        first_left_out = padded[first_places] * (1.0 + 1e-6)
+        offered = np.diff(offer.offsets)
+        cut = kept < offered
+        min_chance = np.where(cut, first_left_out, search.min_chance)
         with np.errstate(divide="ignore"):
-            log_min_chance = np.log(np.where(cut, first_left_out, search.min_chance))
-        log_min_chance[(limits <= 0) & (room > 0)] = np.inf
-        r.log_min_chance[rows] = log_min_chance
-        r.max_draft_tokens[rows] = np.where(
-            limits < room, limits, self._das.num_draft_tokens
-        )
+            log_min_chance = np.log(min_chance)
+        not_allowed = limits <= 0
+        undrafted = not_allowed & (room > 0)
+        log_min_chance[undrafted] = np.inf
+        limited = limits < room
+        longest = self._das.num_draft_tokens
+        requests.log_min_chance[rows] = log_min_chance
+        requests.max_draft_tokens[rows] = np.where(limited, limits, longest)
+
+
+def _search_seconds(requests: Floats, context: Floats) -> Floats:
+    """Return the times of the policy's own work and its searches in steps."""
+    return tuning.LOOK_S + tuning.LOOK_REQUEST_S * requests

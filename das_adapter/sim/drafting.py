@@ -118,26 +118,31 @@ class Fixed(Drafting):
     def step(self, results: list[EngineStep]) -> list[float]:
         requests = self._requests
         rows = np.concatenate([result.rows for result in results])
-        limits = np.minimum(self._tokens, requests.room(rows))
+        room = requests.room(rows)
+        limits = np.minimum(self._tokens, room)
         offer = self._source.offer(rows, limits, 0.0)
         requests.num_draft_tokens[rows] = np.diff(offer.offsets)
         requests.num_draft_hits[rows] = offer.hits
         counts = list[float]()
         contexts = list[float]()
         for result in results:
+            count = len(result.rows)
             # as the step read it
             context = requests.context(result.rows) - result.got
-            counts.append(float(len(result.rows)))
-            contexts.append(float(context.sum()))
+            context_tokens = context.sum()
+            counts.append(float(count))
+            contexts.append(float(context_tokens))
         seconds = self._draft_seconds(np.array(counts), np.array(contexts))
         return [float(value) for value in seconds]
 
     def _draft_seconds(self, requests: Floats, context: Floats) -> Floats:
         if self._pass_seconds is None:
             return np.zeros_like(requests)
-        return self._num_passes * self._pass_seconds(requests, context)
+        pass_s = self._pass_seconds(requests, context)
+        return self._num_passes * pass_s
 
 
 def no_drafts(requests: Requests) -> Fixed:
     """Return a drafter without drafts."""
-    return Fixed(requests, Given(requests, [[0.0]], longest=1), 0)
+    nothing = Given(requests, [[0.0]], longest=1)
+    return Fixed(requests, nothing, tokens=0)

@@ -91,31 +91,52 @@ class Fleet:
         # problems whose prompt is cached
         self._cached: list[set[int]] = [set() for _ in range(engines)]
 
-    def submit(self, rows: Ints, engines: Ints, priorities: Ints, at: float) -> None:
+    def submit(
+        self,
+        rows: Ints,
+        engines: Ints,
+        priorities: Ints,
+        at: float,
+    ) -> None:
         """Send requests to engines at a time; the lowest priority starts first.
+
+        Raises:
+            DasError: a request that no engine can hold.
+        """
+        self._refuse_too_long(rows)
+        self.requests.engine[rows] = engines
+        busy = self.busy[engines]
+        idle = engines[~busy]
+        clock = self.clock[idle]
+        self.clock[idle] = np.maximum(clock, at)
+        self._may_admit[engines] = True
+        queued = zip(
+            rows.tolist(),
+            engines.tolist(),
+            priorities.tolist(),
+            strict=True,
+        )
+        for row, engine, priority in queued:
+            self._queue(row, engine, priority)
+
+    def _refuse_too_long(self, rows: Ints) -> None:
+        """Check that an empty engine can hold each of these requests.
 
         Raises:
             DasError: a request that no engine can hold.
         """
         requests = self.requests
         prompts = requests.num_prompt_tokens[rows]
-        tokens = prompts + requests.num_output_tokens[rows]
+        responses = requests.num_output_tokens[rows]
+        tokens = prompts + responses
         blocks = tokens // BLOCK + 1
-        needed = int(blocks.max(initial=0))
+        most_blocks = blocks.max(initial=0)
+        needed = int(most_blocks)
         if needed > self.kv_blocks:
             raise DasError(
                 f"engine: a request needs {needed} blocks of KV cache, an engine has "
                 f"{self.kv_blocks}: more devices an engine, or shorter responses"
             )
-        requests.engine[rows] = engines
-        busy = self.busy[engines]
-        idle = engines[~busy]
-        self.clock[idle] = np.maximum(self.clock[idle], at)
-        self._may_admit[engines] = True
-        for row, engine, priority in zip(
-            rows.tolist(), engines.tolist(), priorities.tolist(), strict=True
-        ):
-            self._queue(row, engine, priority)
 
     def withdraw(self) -> None:
         """Remove all requests from the engines, between two steps; those that have
@@ -124,7 +145,8 @@ class Fleet:
         requests = self.requests
         waiting = list[int]()
         for queue in self._waiting:
-            waiting += [entry.row for entry in queue]
+            for entry in queue:
+                waiting.append(entry.row)
         waiting_rows = np.array(waiting, np.int64)
         rows = np.append(self.running, waiting_rows)
         self.drafting.end(rows)
@@ -132,7 +154,7 @@ class Fleet:
         requests.handle[rows] = 0
         requests.num_indexed[rows] = 0
         requests.slot[rows] = -1
-        self.running = self.running[:0]
+        self.running = int_zeros(0)
         self._waiting = [[] for _ in range(self.engines)]
         self._num_waiting[:] = 0
         self._may_admit[:] = False
@@ -140,9 +162,13 @@ class Fleet:
     @property
     def counts(self) -> Ints:
         """Number of requests of each engine, int64 [engines]."""
+        num_running = self._num_running().astype(np.int64)
+        return num_running + self._num_waiting
+
+    def _num_running(self) -> Floats:
+        """Return the number of admitted requests of each engine, float64 [engines]."""
         engine = self.requests.engine[self.running]
-        running = self._by_engine(engine).astype(np.int64)
-        return running + self._num_waiting
+        return self._by_engine(engine)
 
     @property
     def busy(self) -> Bools:
@@ -175,16 +201,21 @@ class Fleet:
         else:
             max_steps = FREE_STEPS // 16
         while True:
-            behind = self.busy & (self.clock < until)
+            early = self.clock < until
+            behind = early & self.busy
             if not behind.any():
                 return
             earliest = self.clock[behind].min()
-            active = behind & (self.clock <= earliest + slack)
+            near = self.clock <= earliest + slack
+            active = behind & near
             stepped, done = self._take_free_steps(active, max_steps)
             others = active & ~stepped
             if others.any():
-                done = np.append(done, self._take_step(others))
-            if ended is None or not len(done):
+                done_after_step = self._take_step(others)
+                done = np.append(done, done_after_step)
+            if ended is None:
+                continue
+            if not len(done):
                 continue
             if ended(done):
                 return
@@ -200,10 +231,13 @@ class Fleet:
         nothing = int_zeros(0)
         requests = self.requests
         engine = requests.engine[self.running]
-        has_unread = requests.num_unread[self.running] > 0
-        num_reading = self._by_engine(engine[has_unread])
-        active = active & ~self._may_admit & (num_reading == 0)
-        rows = self.running[active[engine]]
+        reading = self._reading(self.running)
+        num_reading = self._by_engine(engine[reading])
+        only_decoding = num_reading == 0
+        active = active & only_decoding
+        active &= ~self._may_admit
+        on_active = active[engine]
+        rows = self.running[on_active]
         if not len(rows):
             return none, nothing
         free = self.drafting.free_steps(rows)
@@ -213,19 +247,32 @@ class Fleet:
         num_requests = self._by_engine(engine)
         limit = np.full(self.engines, max_steps)
         steps = np.minimum(free.steps, limit)
-        step_tokens = 1 + free.max_draft_tokens.max(initial=0)
+        longest_draft = free.max_draft_tokens.max(initial=0)
+        step_tokens = 1 + longest_draft
         room_tokens = self._kv_room_tokens(rows, num_requests)
-        steps = np.minimum(steps, room_tokens // step_tokens)
-        active &= (steps > 0) & (num_requests > 0)
+        room_steps = room_tokens // step_tokens
+        steps = np.minimum(steps, room_steps)
+        active &= steps > 0
+        active &= num_requests > 0
         if not active.any():
             return active, nothing
         kept = active[engine]
         self._step_freely(free, rows, kept, steps)
-        ended = self._end(rows[kept])
+        stepped = rows[kept]
+        ended = self._end(stepped)
         return active, ended
 
+    def _reading(self, rows: Ints) -> Bools:
+        """Return whether each request has prompt tokens to read, bool [n]."""
+        num_unread = self.requests.num_unread[rows]
+        return num_unread > 0
+
     def _step_freely(
-        self, free: FreeSteps, rows: Ints, kept: Bools, steps: Ints
+        self,
+        free: FreeSteps,
+        rows: Ints,
+        kept: Bools,
+        steps: Ints,
     ) -> None:
         """Let engines step so often, or until one of their requests ends.
 
@@ -235,35 +282,40 @@ class Fleet:
             steps: maximum number of steps of each engine, int64 [engines].
         """
         rows = rows[kept]
-        engines, counts = np.unique(self.requests.engine[rows], return_counts=True)
-        shape = (len(engines), int(steps[engines].max()))
+        engine = self.requests.engine[rows]
+        engines, counts = np.unique(engine, return_counts=True)
+        num_engines = len(engines)
+        steps = steps[engines]
+        max_steps = int(steps.max())
+        shape = (num_engines, max_steps)
         tokens = np.zeros(shape)
         context = np.zeros(shape)
         num_steps = free.source.take_free_steps(
             rows=rows,
             bounds=offsets_of(counts),
-            steps=steps[engines],
+            steps=steps,
             log_min_chance=free.log_min_chance[kept],
             max_draft_tokens=free.max_draft_tokens[kept],
             tokens=tokens,
             context=context,
         )
-        step_numbers = np.arange(tokens.shape[1])
+        # one entry for each step that was taken, engine after engine
+        step_numbers = np.arange(max_steps)
         taken = step_numbers < num_steps[:, None]
         tokens_of_step = tokens[taken]
         context_of_step = context[taken]
         num_requests = counts.astype(np.float64)
         requests_of_step = np.repeat(num_requests, num_steps)
+        engine_of_step = np.repeat(engines, num_steps)
         decode_s = self.steps.decode(
             requests=requests_of_step,
             tokens=tokens_of_step,
             context=context_of_step,
         )
         draft_s = free.seconds(requests_of_step, context_of_step)
-        seconds = decode_s + draft_s
-        engine_of_step = np.repeat(engines, num_steps)
-        by_engine = self._by_engine(engine_of_step, seconds)
-        self._pass_time(engines, by_engine[engines], num_steps)
+        step_s = decode_s + draft_s
+        engine_s = self._by_engine(engine_of_step, step_s)
+        self._pass_time(engines, engine_s[engines], num_steps)
         steps_of_all = int_zeros(self.engines)
         steps_of_all[engines] = num_steps
         self.drafting.record_free_steps(steps_of_all)
@@ -273,39 +325,41 @@ class Fleet:
         self._admit(active)
         self._preempt(active)
         requests = self.requests
-        engine_of = requests.engine[self.running]
-        rows = self.running[active[engine_of]]
-        reading = requests.num_unread[rows] > 0
-        decoding = rows[~reading]
-        engine = requests.engine[decoding]
-        drafted = requests.verified(decoding)
-        num_requests = self._by_engine(engine)
-        tokens = num_requests + self._by_engine(engine, drafted)
-        context = self._by_engine(engine, requests.context(decoding))
+        engine = requests.engine[self.running]
+        on_active = active[engine]
+        rows = self.running[on_active]
+        reading = self._reading(rows)
         prompts = rows[reading]
+        decoding = rows[~reading]
+        drafted = requests.verified(decoding)
+        engine = requests.engine[decoding]
+        num_requests = self._by_engine(engine)
+        draft_tokens = self._by_engine(engine, drafted)
+        tokens = num_requests + draft_tokens
+        context_of_request = requests.context(decoding)
+        context = self._by_engine(engine, context_of_request)
         begun, prompt_tokens = self._prefill(prompts, tokens)
         decode_s = self.steps.decode(num_requests, tokens, context)
         prefill_s = self.steps.prefill(prompt_tokens)
         seconds = decode_s + prefill_s
-        got = self._received(decoding)
+        received = self._received(decoding)
         # a request whose prompt was read receives one token
         stepped = np.append(decoding, begun)
-        got = np.append(got, np.ones_like(begun))
+        got = np.append(received, np.ones_like(begun))
         drafted = np.append(drafted, np.zeros_like(begun))
         requests.num_written[stepped] += got
         requests.num_forwards[stepped] += 1
         requests.num_drafted[stepped] += drafted
         requests.num_accepted[stepped] += got - 1
-        timed = prompt_tokens == 0
-        extra_s = self._draft(
+        draft_s = self._draft(
             rows=stepped,
             got=got,
             drafted=drafted,
             tokens=tokens,
             seconds=seconds,
-            timed=timed,
+            timed=prompt_tokens == 0,
         )
-        seconds = seconds + extra_s
+        seconds = seconds + draft_s
         engines = np.unique(requests.engine[rows])
         self._pass_time(engines, seconds[engines], 1)
         return self._end(stepped)
@@ -315,35 +369,46 @@ class Fleet:
         tokens that are accepted, up to its end, int64 [b].
         """
         requests = self.requests
-        draft = requests.num_draft_tokens[rows]
-        accepted = np.minimum(draft, requests.num_draft_hits[rows])
-        draft = requests.num_model_tokens[rows]
-        of_model = np.minimum(draft, requests.num_model_hits[rows])
-        left = requests.num_output_tokens[rows] - requests.num_written[rows]
-        return np.minimum(1 + accepted + of_model, left)
+        drafted = requests.num_draft_tokens[rows]
+        hits = requests.num_draft_hits[rows]
+        of_history = np.minimum(drafted, hits)
+        drafted = requests.num_model_tokens[rows]
+        hits = requests.num_model_hits[rows]
+        of_model = np.minimum(drafted, hits)
+        written = requests.num_written[rows]
+        left = requests.num_output_tokens[rows] - written
+        accepted = of_history + of_model
+        return np.minimum(1 + accepted, left)
 
     def _pass_time(self, engines: Ints, seconds: Floats, steps: Ints | int) -> None:
         self.clock[engines] += seconds
         self.busy_s[engines] += seconds
         self.step_count[engines] += steps
 
-    def _by_engine(self, engine: Ints, values: Ints | Floats | None = None) -> Floats:
+    def _by_engine(
+        self,
+        engine: Ints,
+        values: Ints | Floats | None = None,
+    ) -> Floats:
         """Add up values by engine; None: count them. Return float64 [engines]."""
-        return np.bincount(engine, values, self.engines).astype(np.float64)
+        sums = np.bincount(engine, values, self.engines)
+        return sums.astype(np.float64)
 
     def _end(self, rows: Ints) -> Ints:
         """End those of these requests that have written all; return them."""
         requests = self.requests
-        done = rows[~requests.unfinished(rows)]
+        unfinished = requests.unfinished(rows)
+        done = rows[~unfinished]
         if not len(done):
             return done
         engines = requests.engine[done]
         requests.ended_s[done] = self.clock[engines]
         requests.clear_drafts(done)
         self.drafting.end(done)
-        running = self.running
-        self.running = running[requests.unfinished(running)]
-        self._may_admit[engines] = self._num_waiting[engines] > 0
+        unfinished = requests.unfinished(self.running)
+        self.running = self.running[unfinished]
+        num_waiting = self._num_waiting[engines]
+        self._may_admit[engines] = num_waiting > 0
         return done
 
     def _draft(
@@ -364,9 +429,9 @@ class Fleet:
             tokens, seconds, timed: of each engine's step, [engines], as in
                 `EngineStep`.
         """
-        extra = np.zeros(self.engines)
+        extra_s = np.zeros(self.engines)
         if not len(rows):
-            return extra
+            return extra_s
         requests = self.requests
         engine_of = requests.engine[rows]
         order = np.argsort(engine_of, kind="stable")
@@ -374,7 +439,8 @@ class Fleet:
         begins = np.flatnonzero(changes) + 1
         results = []
         for places in np.split(order, begins):
-            engine = int(engine_of[places[0]])
+            first = places[0]
+            engine = int(engine_of[first])
             of_engine = rows[places]
             result = EngineStep(
                 engine=engine,
@@ -388,18 +454,19 @@ class Fleet:
             )
             results.append(result)
         engines = [result.engine for result in results]
-        extra[engines] = self.drafting.step(results)
-        return extra
+        extra_s[engines] = self.drafting.step(results)
+        return extra_s
 
     def _kv_room_tokens(self, rows: Ints, num_requests: Floats) -> Ints:
         """Return how many tokens each request of an engine can write before the KV
         cache may be full, int64 [engines].
         """
         engine = self.requests.engine[rows]
-        used = self._by_engine(engine, self._blocks(rows))
+        blocks = self._blocks(rows)
+        used = self._by_engine(engine, blocks)
         free = self.kv_blocks - used
-        requests_or_one = np.maximum(num_requests, 1)
-        blocks_each = free / requests_or_one - 1
+        divisor = np.maximum(num_requests, 1)
+        blocks_each = free / divisor - 1
         tokens_each = np.floor(blocks_each) * BLOCK
         room: Ints = tokens_each.astype(np.int64)
         return room
@@ -407,14 +474,16 @@ class Fleet:
     def _blocks(self, rows: Ints) -> Ints:
         """Return the KV blocks that requests need for their next step."""
         requests = self.requests
-        next_tokens = 1 + requests.verified(rows)
-        tokens = requests.context(rows) + next_tokens
+        context = requests.context(rows)
+        drafted = requests.verified(rows)
+        tokens = context + 1 + drafted
         return -(-tokens // BLOCK)
 
     def used_blocks(self) -> Ints:
         """Return the KV blocks that each engine's requests take, int64 [engines]."""
         engine = self.requests.engine[self.running]
-        used = self._by_engine(engine, self._blocks(self.running))
+        blocks = self._blocks(self.running)
+        used = self._by_engine(engine, blocks)
         return used.astype(np.int64)
 
     def _preempt(self, active: Bools) -> None:
@@ -424,21 +493,24 @@ class Fleet:
         requests = self.requests
         preempted = list[int]()
         engine_of = requests.engine[self.running]
-        full = active & (self.used_blocks() > self.kv_blocks)
+        over_full = self.used_blocks() > self.kv_blocks
+        full = active & over_full
         for engine in np.flatnonzero(full).tolist():
-            last_first = self.running[engine_of == engine][::-1]
+            of_engine = engine_of == engine
+            last_first = self.running[of_engine][::-1]
             blocks = self._blocks(last_first)
             excess = blocks.sum() - self.kv_blocks
             freed = np.cumsum(blocks)
-            place = int(np.searchsorted(freed, excess))
-            count = place + 1
-            for row in last_first[:count].tolist():
+            last = np.searchsorted(freed, excess)
+            count = int(last) + 1
+            stopped = last_first[:count]
+            for row in stopped.tolist():
                 requests.clear_drafts(row)
                 requests.num_preemptions[row] += 1
                 self._queue(row, engine, FIRST_PRIORITY)
                 preempted.append(row)
-        kept = ~np.isin(self.running, preempted)
-        self.running = self.running[kept]
+        gone = np.isin(self.running, preempted)
+        self.running = self.running[~gone]
 
     def _queue(self, row: int, engine: int, priority: int) -> None:
         entry = Waiting(priority, self._arrived, row)
@@ -448,11 +520,11 @@ class Fleet:
 
     def _admit(self, active: Bools) -> None:
         """Start waiting requests where there are a slot and KV blocks."""
-        requests = self.requests
-        engines = np.flatnonzero(self._may_admit & active)
+        may_admit = self._may_admit & active
+        engines = np.flatnonzero(may_admit)
         if not len(engines):
             return
-        num_running = self._by_engine(requests.engine[self.running])
+        num_running = self._num_running()
         free_blocks = self.kv_blocks - self.used_blocks()
         admitted = list[int]()
         for engine in engines.tolist():
@@ -463,22 +535,32 @@ class Fleet:
             )
             self._may_admit[engine] = False
         rows = np.array(admitted, dtype=np.int64)
-        all_rows = np.concatenate([self.running, rows])
-        order = np.argsort(requests.engine[all_rows], kind="stable")
-        self.running = all_rows[order]
+        running = np.append(self.running, rows)
+        engine_of = self.requests.engine[running]
+        order = np.argsort(engine_of, kind="stable")
+        self.running = running[order]
         self.drafting.begin(rows)
 
-    def _admit_to(self, engine: int, free_blocks: int, num_running: int) -> list[int]:
+    def _admit_to(
+        self,
+        engine: int,
+        free_blocks: int,
+        num_running: int,
+    ) -> list[int]:
         """Start waiting requests of one engine; return their rows. An engine without a
         running request admits one in any case.
         """
         requests = self.requests
         waiting = self._waiting[engine]
         admitted = list[int]()
-        while waiting and num_running < self.slots:
-            row = waiting[0].row
+        while waiting:
+            if num_running >= self.slots:
+                break
+            first = waiting[0]
+            row = first.row
             prompt_tokens = int(requests.num_prompt_tokens[row])
-            tokens = prompt_tokens + int(requests.num_written[row])
+            written = int(requests.num_written[row])
+            tokens = prompt_tokens + written
             blocks = -(-(tokens + 1) // BLOCK)
             if blocks > free_blocks and num_running:
                 break
@@ -486,7 +568,8 @@ class Fleet:
             self._num_waiting[engine] -= 1
             free_blocks -= blocks
             num_running += 1
-            unread = tokens - self._cached_tokens(engine, row)
+            cached_tokens = self._cached_tokens(engine, row)
+            unread = tokens - cached_tokens
             requests.num_unread[row] = max(1, unread)
             admitted.append(row)
         return admitted
@@ -495,10 +578,12 @@ class Fleet:
         """Return how many tokens of a request's prompt an engine has cached; from now
         on it has the whole prompt.
         """
-        problem = int(self.requests.problem[row])
+        requests = self.requests
+        problem = int(requests.problem[row])
         cached = self._cached[engine]
         if problem in cached:
-            return int(self.requests.num_prompt_tokens[row])
+            prompt_tokens = requests.num_prompt_tokens[row]
+            return int(prompt_tokens)
         cached.add(problem)
         return 0
 
@@ -514,16 +599,19 @@ class Fleet:
         engine = requests.engine[rows]
         unread = requests.num_unread[rows]
         # unread tokens of the requests before each on its engine
-        before = np.cumsum(unread) - unread
+        up_to = np.cumsum(unread)
+        before = up_to - unread
         first_of_engine = np.ones(len(rows), dtype=bool)
         first_of_engine[1:] = engine[1:] != engine[:-1]
-        before_engine = np.where(first_of_engine, before, 0)
-        before -= np.maximum.accumulate(before_engine)
+        begins = np.where(first_of_engine, before, 0)
+        before_engine = np.maximum.accumulate(begins)
+        before -= before_engine
         room = np.maximum(BATCHED_TOKENS - decoding, 1)
-        room_of_request = room.astype(np.int64)[engine]
-        left = room_of_request - before
+        room_tokens = room.astype(np.int64)
+        left = room_tokens[engine] - before
         chunk = np.clip(left, 0, unread)
-        requests.num_unread[rows] -= chunk
-        read = requests.num_unread[rows] == 0
+        unread = unread - chunk
+        requests.num_unread[rows] = unread
+        read = unread == 0
         chunk_tokens = self._by_engine(engine, chunk)
         return rows[read], chunk_tokens

@@ -14,16 +14,22 @@ from das_adapter.core.roofline import FAMILIES
 from das_adapter.errors import DasError
 
 _KEYS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    ),
-    *("head_dim", "vocab_size", "tie_word_embeddings"),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
 )
-_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+"""Columns of `_SIZES`."""
+_EXPERTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+}
+# fmt: off
 _SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True),
@@ -38,26 +44,10 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen3-8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
     "Qwen/Qwen3-14B": (5120, 17408, 40, 40, 8, 128, 151936, False),
     "Qwen/Qwen3-32B": (5120, 25600, 64, 64, 8, 128, 151936, False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
-        1536,
-        8960,
-        28,
-        12,
-        2,
-        128,
-        151936,
-        False,
-    ),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
-        3584,
-        18944,
-        28,
-        28,
-        4,
-        128,
-        152064,
-        False,
-    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B":
+        (1536, 8960, 28, 12, 2, 128, 151936, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B":
+        (3584, 18944, 28, 28, 4, 128, 152064, False),
     "meta-llama/Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
     "meta-llama/Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False),
     "meta-llama/Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -65,6 +55,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, 128, 151936, False),
     "Qwen/Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, 128, 151936, False),
 }
+# fmt: on
 MODELS: dict[str, dict[str, Any]] = {
     name: dict(zip(_KEYS, values, strict=True)) for name, values in _SIZES.items()
 }
@@ -84,27 +75,49 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(model, Mapping):
         found = dict(model)
-        where = "model"
-    elif (path := Path(model)).exists():
-        if path.is_dir():
-            path = path / "config.json"
-        try:
-            found = json.loads(path.read_text())
-            where = str(path)
-        except (OSError, ValueError) as error:
-            raise DasError(
-                f"model: found {str(path)!r}, expected a config.json: {error}"
-            ) from None
-        found = found.get("text_config", found)
-    else:
-        plain = re.sub("-(Instruct|Base|Math)", "", model).rpartition("/")[2].lower()
-        for name, known in MODELS.items():
-            if name.partition("/")[2].lower() == plain:
-                return dict(known)
+        _check(found, "model")
+        return found
+    path = Path(model)
+    if not path.exists():
+        return _of_name(model)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+    except (OSError, ValueError) as error:
         raise DasError(
-            f"model: found {model!r}, allowed: the path of a config.json, or one of"
-            f" {', '.join(MODELS)}"
-        )
+            f"model: found {str(path)!r}, expected a config.json: {error}"
+        ) from None
+    found = content.get("text_config", content)
+    _check(found, str(path))
+    return found
+
+
+def _of_name(model: str) -> dict[str, Any]:
+    """Return the sizes of a model in the table.
+
+    Raises:
+        DasError: it is not in the table.
+    """
+    plain = re.sub("-(Instruct|Base|Math)", "", model)
+    searched = plain.rpartition("/")[2].lower()
+    for name, known in MODELS.items():
+        short = name.partition("/")[2].lower()
+        if short == searched:
+            return dict(known)
+    raise DasError(
+        f"model: found {model!r}, allowed: the path of a config.json, or one of"
+        f" {', '.join(MODELS)}"
+    )
+
+
+def _check(found: Mapping[str, Any], where: str) -> None:
+    """Check that no size is missing, and that the layers are of a known kind.
+
+    Raises:
+        DasError: a size is missing, or a key has a value that is not allowed.
+    """
     needed = [
         "hidden_size",
         "num_hidden_layers",
@@ -114,14 +127,17 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
     ]
     if found.get("num_experts") or found.get("num_local_experts"):
         needed.append("num_experts_per_tok")
-    if missing := [key for key in needed if key not in found]:
+    missing = [key for key in needed if key not in found]
+    if missing:
         raise DasError(f"{where}: lacks {', '.join(missing)}")
-    families = f"{', '.join(sorted(FAMILIES))}, or none where the layers are as theirs"
-    for key, allowed in {
-        "model_type": families,
+    names = ", ".join(sorted(FAMILIES))
+    allowed_values = {
+        "model_type": f"{names}, or none where the layers are as theirs",
         "kv_lora_rank": "none",
         "n_routed_experts": "none",
-    }.items():
-        if (value := found.get(key)) and value not in FAMILIES:
-            raise DasError(f"{where}: found {key}={value!r}, allowed: {allowed}")
-    return found
+    }
+    for key, allowed in allowed_values.items():
+        value = found.get(key)
+        if not value or value in FAMILIES:
+            continue
+        raise DasError(f"{where}: found {key}={value!r}, allowed: {allowed}")

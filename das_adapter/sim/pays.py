@@ -50,7 +50,10 @@ def would_it_pay(
         "history": {"drafter": "history"},
     }
     if agreement is not None:
-        blocks["ahead"] = {"drafter": "history", "history": {"run_ahead": "auto"}}
+        blocks["ahead"] = {
+            "drafter": "history",
+            "history": {"run_ahead": "auto"},
+        }
     longest = max(len(response.tokens) for response in responses)
     content = {
         **settings,
@@ -58,21 +61,27 @@ def would_it_pay(
         "acceptance": {"history": "index", "agreement": agreement or 0.0},
         "arms": {name: {"das": block} for name, block in blocks.items()},
     }
-    simulation = Simulation(parse(content, "estimate"), responses)
+    config = parse(content, "estimate")
+    simulation = Simulation(config, responses)
     runs = simulation.run_all(progress)
     arms = summary(runs)
-    off = runs["off"].steps
-    idle = np.average(
-        [step.idle for step in off], weights=[step.rollout_s for step in off]
-    )
+    recommended = _recommended(arms)
     return {
         "arms": arms,
         "epochs": _by_epoch(runs),
-        "das": blocks[_recommended(arms)],
-        "idle": float(idle),
+        "das": blocks[recommended],
+        "idle": _idle_share(runs["off"]),
         "engines": simulation.engines,
         "kv_tokens": simulation.kv_blocks * BLOCK,
     }
+
+
+def _idle_share(run: Run) -> float:
+    """Return the share of all rollouts for which an engine was idle."""
+    idle = [step.idle for step in run.steps]
+    rollout_s = [step.rollout_s for step in run.steps]
+    share = np.average(idle, weights=rollout_s)
+    return float(share)
 
 
 def _recommended(arms: Mapping[str, Any]) -> str:
@@ -81,7 +90,8 @@ def _recommended(arms: Mapping[str, Any]) -> str:
     """
     best = "off"
     for name, arm in arms.items():
-        needed = arms[best]["rollout_of_first"] - MIN_SAVED_SHARE
+        best_share = arms[best]["rollout_of_first"]
+        needed = best_share - MIN_SAVED_SHARE
         if arm["rollout_of_first"] <= needed:
             best = name
     return best
@@ -96,5 +106,6 @@ def _by_epoch(runs: Mapping[str, Run]) -> dict[str, Any]:
         for name, run in runs.items():
             steps = [step for step in run.steps if round(step.visit) == visit]
             of_epoch[name] = replace(run, steps=steps)
-        found[str(visit + 1)] = summary(of_epoch)
+        epoch = str(visit + 1)
+        found[epoch] = summary(of_epoch)
     return found

@@ -91,7 +91,9 @@ class Pipeline:
         self._steps = workload.steps
         self._router = router
         self._timing = timing
-        self._lag = timing.lag if timing.kind == "async" else 0
+        self._lag = 0
+        if timing.kind == "async":
+            self._lag = timing.lag
         self._ahead = ahead and not self._lag
         # rows that are written ahead: of each of the next steps one for each request
         self._early = deque[Ints]()
@@ -114,22 +116,25 @@ class Pipeline:
         fleet = self._fleet
         timing = self._timing
         results = list[StepResult]()
-        for _ in range(self._lag + 1):
+        num_ahead = self._lag + 1
+        for _ in range(num_ahead):
             self._send(0.0)
         trainer_free = 0.0
         rollout_begin = 0.0
         # seconds of the rollout that an engine was idle before the trainer was free
         idle_s = 0.0
-        for number in range(len(self._steps)):
+        num_steps = len(self._steps)
+        for number in range(num_steps):
             rows = self._next_batch()
             ended_s = self._requests.ended_s[rows]
-            ready = max(trainer_free, float(ended_s.max()))
+            last_ended = float(ended_s.max())
+            ready = max(trainer_free, last_ended)
             written_s = max(ready - rollout_begin, 1e-12)
             idle_s += self._idle_s(trainer_free, ready)
             ahead_ended = self._write_ahead(trainer_free, ready)
             begin = max(ready, ahead_ended)
             trained = begin + timing.train_s
-            fleet.run(until=trained, slack=self._slack(), ended=self._record_ended)
+            self._run_fleet(until=trained)
             synced = trained + timing.sync_s
             result = self._result(
                 rows,
@@ -152,12 +157,21 @@ class Pipeline:
             self._send(synced)
         return Run(results, self._requests)
 
+    def _run_fleet(self, until: float = np.inf) -> None:
+        """Let the engines step, and record what ends."""
+        self._fleet.run(
+            until=until,
+            slack=self._slack(),
+            ended=self._record_ended,
+        )
+
     def _idle_s(self, since: float, until: float) -> float:
         """Return for how long an engine was idle, mean over engines, seconds; it has
         been given nothing since.
         """
         busy_until = np.clip(self._fleet.clock, since, until)
-        return float((until - busy_until).mean())
+        idle_s = until - busy_until
+        return float(idle_s.mean())
 
     def _send(self, at: float) -> None:
         """Send the next step's requests, if there are any."""
@@ -170,7 +184,8 @@ class Pipeline:
         if self._early:
             early = self._early.popleft()
             requests.num_ahead[rows] = requests.num_written[early]
-        order = arrivals(step["problem"].tolist(), self._router.rng)
+        problems = step["problem"].tolist()
+        order = arrivals(problems, self._router.rng)
         rows = rows[order]
         engines, priorities = self._router.send(requests, rows)
         self._fleet.submit(rows, engines, priorities, at)
@@ -200,51 +215,61 @@ class Pipeline:
         first, and of a step first samples of all problems first.
         """
         fleet = self._fleet
-        if not self._ahead or self._num_sent == len(self._steps):
+        all_sent = self._num_sent == len(self._steps)
+        if all_sent or not self._ahead:
             return until
         rows = self._rows_to_write_ahead()
         idle_since = np.maximum(fleet.clock, since)
         max_running = len(self._early[0])
-        first_poll = idle_since.min() + tuning.RUN_AHEAD_POLL_S
-        for at in np.arange(first_poll, until, tuning.RUN_AHEAD_POLL_S):
+        poll_s = tuning.RUN_AHEAD_POLL_S
+        first_poll = idle_since.min() + poll_s
+        for at in np.arange(first_poll, until, poll_s):
             if not len(rows):
                 break
             fleet.run(at)
             idle = np.flatnonzero(idle_since < at)
             engines = self._idle_slots(idle, max_running, len(rows))
             count = len(engines)
-            if count:
-                fleet.submit(rows[:count], engines, np.arange(count), at)
-                rows = rows[count:]
+            if not count:
+                continue
+            priorities = np.arange(count)
+            fleet.submit(rows[:count], engines, priorities, at)
+            rows = rows[count:]
         fleet.run(until)
         fleet.withdraw()
-        return float(max(until, fleet.clock.max()))
+        last_step = fleet.clock.max()
+        return float(max(until, last_step))
 
     def _rows_to_write_ahead(self) -> Ints:
         """Return the unfinished requests that may be written ahead, in their order;
         they are added where they are of a step that is new.
         """
         requests = self._requests
-        first = self._num_sent + len(self._early)
-        for step in self._steps[first : self._num_sent + tuning.RUN_AHEAD_STEPS]:
+        first_new = self._num_sent + len(self._early)
+        end = self._num_sent + tuning.RUN_AHEAD_STEPS
+        for step in self._steps[first_new:end]:
             written_ahead = np.full_like(step["problem"], -1)
             early = requests.add(**step, num_ahead=written_ahead)
             self._early.append(early)
         ordered = []
         for early in self._early:
-            order = _first_samples(requests.problem[early])
+            problems = requests.problem[early]
+            order = _first_samples(problems)
             ordered.append(early[order])
         rows = np.concatenate(ordered)
-        return rows[requests.unfinished(rows)]
+        unfinished = requests.unfinished(rows)
+        return rows[unfinished]
 
     def _idle_slots(self, idle: Ints, max_running: int, num_rows: int) -> Ints:
         """Return the idle engines that the next requests begin on, an entry for each
         request: each time the engine with the fewest, while one has a slot.
         """
         counts = self._fleet.counts
-        free = max_running - int(counts.sum())
+        num_running = int(counts.sum())
+        free = max_running - num_running
+        num_begun = min(free, num_rows)
         engines = []
-        for _ in range(min(free, num_rows)):
+        for _ in range(num_begun):
             fewest = counts[idle].argmin()
             engine = idle[fewest]
             if counts[engine] == self._fleet.slots:
@@ -258,7 +283,7 @@ class Pipeline:
         chosen = self._finished_batch()
         if chosen is None:
             self._waiting = True
-            self._fleet.run(slack=self._slack(), ended=self._record_ended)
+            self._run_fleet()
             self._waiting = False
             chosen = self._finished_batch()
         assert chosen is not None
@@ -268,20 +293,26 @@ class Pipeline:
         rows = list[int]()
         for group in chosen:
             rows += group.rows
-        return np.array(sorted(rows), dtype=np.int64)
+        rows.sort()
+        return np.array(rows, dtype=np.int64)
 
     def _finished_batch(self) -> list[_Group] | None:
         """Return the groups of the next batch: those at the maximum lag, and then those
         that ended first; None: too few have ended.
         """
         batch_size = self._group_counts[self._version]
-        oldest = self._version - self._lag
-        due = [group for group in self._groups if group.version <= oldest]
         if len(self._finished) < batch_size:
             return None
-        if any(group.unfinished for group in due):
-            return None
-        batch = due + _without(self._finished, set(due))
+        oldest = self._version - self._lag
+        due = list[_Group]()
+        for group in self._groups:
+            if group.version > oldest:
+                continue
+            if group.unfinished:
+                return None
+            due.append(group)
+        others = _without(self._finished, set(due))
+        batch = due + others
         return batch[:batch_size]
 
     def _record_ended(self, rows: Ints) -> bool:
@@ -293,7 +324,9 @@ class Pipeline:
             group.unfinished -= 1
             if not group.unfinished:
                 self._finished.append(group)
-        return self._waiting and self._finished_batch() is not None
+        if not self._waiting:
+            return False
+        return self._finished_batch() is not None
 
     def _slack(self) -> float:
         """Return the seconds within which engines step together: a step's time, since
@@ -305,7 +338,8 @@ class Pipeline:
         num_steps = self._fleet.step_count.sum()
         if num_steps == 0:
             return 0.0
-        return float(self._fleet.busy_s.sum() / num_steps)
+        busy_s = self._fleet.busy_s.sum()
+        return float(busy_s / num_steps)
 
     def _sync(self) -> None:
         """Let drafters and router learn from finished requests."""
@@ -321,7 +355,12 @@ class Pipeline:
         self._unlearned.clear()
 
     def _result(
-        self, rows: Ints, idle: float, rollout_s: float, step_s: float, exposed_s: float
+        self,
+        rows: Ints,
+        idle: float,
+        rollout_s: float,
+        step_s: float,
+        exposed_s: float,
     ) -> StepResult:
         """Return the result of a step with these requests."""
         requests = self._requests
@@ -330,15 +369,21 @@ class Pipeline:
             step_s=step_s,
             exposed_s=exposed_s,
             requests=len(rows),
-            tokens=int(requests.num_written[rows].sum()),
-            forwards=int(requests.num_forwards[rows].sum()),
-            drafted=int(requests.num_drafted[rows].sum()),
-            accepted=int(requests.num_accepted[rows].sum()),
-            preempted=int(requests.num_preemptions[rows].sum()),
+            tokens=_total(requests.num_written, rows),
+            forwards=_total(requests.num_forwards, rows),
+            drafted=_total(requests.num_drafted, rows),
+            accepted=_total(requests.num_accepted, rows),
+            preempted=_total(requests.num_preemptions, rows),
             idle=idle,
-            ahead=int(requests.num_ahead[rows].sum()),
+            ahead=_total(requests.num_ahead, rows),
             visit=float(requests.visit[rows].mean()),
         )
+
+
+def _total(column: Ints, rows: Ints) -> int:
+    """Return the sum of a column over some requests."""
+    of_rows = column[rows]
+    return int(of_rows.sum())
 
 
 def _without(groups: list[_Group], dropped: set[_Group]) -> list[_Group]:
@@ -351,5 +396,6 @@ def _first_samples(problems: Ints) -> Ints:
     second, and so on. Samples of a problem stand beside each other.
     """
     _, first, group = np.unique(problems, return_index=True, return_inverse=True)
-    number = np.arange(len(problems)) - first[group]
+    place = np.arange(len(problems))
+    number = place - first[group]
     return np.argsort(number, kind="stable")

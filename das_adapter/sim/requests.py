@@ -98,34 +98,48 @@ class Requests:
                 `num_output_tokens` and `max_tokens`, and others whose values are not
                 the usual ones; int64 [n] each.
         """
-        assert columns.keys() <= Requests.__annotations__.keys()
+        names = Requests.__annotations__
+        assert columns.keys() <= names.keys()
         first = len(self)
         count = len(columns["problem"])
-        for name in Requests.__annotations__:
+        for name in names:
             column = getattr(self, name)
-            first_values = np.full(count, _FIRST_VALUES.get(name, 0))
-            added = np.asarray(columns.get(name, first_values), column.dtype)
-            setattr(self, name, np.append(column, added))
+            if name in columns:
+                values = columns[name]
+            else:
+                first_value = _FIRST_VALUES.get(name, 0)
+                values = np.full(count, first_value)
+            added = np.asarray(values, column.dtype)
+            grown = np.append(column, added)
+            setattr(self, name, grown)
         return np.arange(first, first + count)
 
     def room(self, rows: Ints) -> Ints:
         """Return how many draft tokens each request can use, int64 [n]: its last token
         needs no draft.
         """
-        end = np.minimum(self.num_output_tokens[rows], self.max_tokens[rows])
-        return np.maximum(end - 1 - self.num_written[rows], 0)
+        output_tokens = self.num_output_tokens[rows]
+        max_tokens = self.max_tokens[rows]
+        end = np.minimum(output_tokens, max_tokens)
+        left = end - self.num_written[rows]
+        return np.maximum(left - 1, 0)
 
     def context(self, rows: Ints) -> Ints:
         """Return the tokens of each request's prompt and response, int64 [n]."""
-        return self.num_prompt_tokens[rows] + self.num_written[rows]
+        prompt = self.num_prompt_tokens[rows]
+        written = self.num_written[rows]
+        return prompt + written
 
     def verified(self, rows: Ints) -> Ints:
         """Return how many draft tokens each request has in the next step, int64 [n]."""
-        return self.num_draft_tokens[rows] + self.num_model_tokens[rows]
+        of_history = self.num_draft_tokens[rows]
+        of_model = self.num_model_tokens[rows]
+        return of_history + of_model
 
     def unfinished(self, rows: Ints) -> Bools:
         """Return whether each request has more to write, bool [n]."""
-        return self.num_written[rows] < self.num_output_tokens[rows]
+        written = self.num_written[rows]
+        return written < self.num_output_tokens[rows]
 
     def clear_drafts(self, rows: Ints | int) -> None:
         """Drop the drafts of requests."""

@@ -19,6 +19,8 @@ from das_adapter.core.index.values import Int32, Tokens
 from das_adapter.errors import DasError
 
 Tokenize = Callable[[str], "list[int]"]
+VERL_NAMES = ("input", "output")
+"""Keys of prompt and response in a line of veRL's."""
 PLAIN_NAMES = ("problem", "response")
 """Keys of prompt and response in a line that is no host's."""
 
@@ -54,44 +56,67 @@ def steps_of(responses: Iterable[RecordedResponse]) -> list[list[RecordedRespons
     """
     batch = attrgetter("batch")
     ordered = sorted(responses, key=batch)
-    return [list(group) for _, group in itertools.groupby(ordered, key=batch)]
+    steps = []
+    for _, of_batch in itertools.groupby(ordered, key=batch):
+        steps.append(list(of_batch))
+    return steps
 
 
 def written_ahead(
-    responses: Sequence[RecordedResponse], agreement: float
+    responses: Sequence[RecordedResponse],
+    agreement: float,
 ) -> list[RecordedResponse]:
     """Return responses with what was written ahead of them: their own tokens up to the
     first that is not the same, as each is with this chance, and then those of a
     response of their problem in another step, if there is one.
     """
     rng = np.random.default_rng(0)
-    by_problem: defaultdict[int, list[RecordedResponse]] = defaultdict(list)
-    for response in responses:
-        by_problem[response.problem].append(response)
-    num_same = rng.geometric(1.0 - agreement, len(responses)) - 1
+    by_problem = _by_problem(responses)
+    disagreement = 1.0 - agreement
+    first_different = rng.geometric(disagreement, len(responses))
+    num_same = first_different - 1
     found = []
     for response, same in zip(responses, num_same, strict=True):
-        others = _of_other_batches(response, by_problem[response.problem])
-        rest = response.tokens[:0]
+        siblings = by_problem[response.problem]
+        others = _of_other_batches(response, siblings)
+        text = response.tokens
+        rest = text[:0]
         if others:
-            other = others[rng.integers(len(others))]
+            chosen = rng.integers(len(others))
+            other = others[chosen]
             rest = other.tokens[same:]
-        ahead = np.concatenate([response.tokens[:same], rest])
+        ahead = np.concatenate([text[:same], rest])
         found.append(replace(response, ahead=ahead))
     return found
 
 
+def _by_problem(
+    responses: Iterable[RecordedResponse],
+) -> dict[int, list[RecordedResponse]]:
+    """Return responses by the number of their problem."""
+    found: dict[int, list[RecordedResponse]] = {}
+    for response in responses:
+        siblings = found.setdefault(response.problem, [])
+        siblings.append(response)
+    return found
+
+
 def _of_other_batches(
-    response: RecordedResponse, siblings: Iterable[RecordedResponse]
+    response: RecordedResponse,
+    siblings: Iterable[RecordedResponse],
 ) -> list[RecordedResponse]:
     """Return the responses of the same problem in other steps and runs, batch after
     batch, as they first come.
     """
     batches: dict[tuple[int, int], list[RecordedResponse]] = {}
     for sibling in siblings:
-        batches.setdefault(sibling.batch, []).append(sibling)
+        batch = batches.setdefault(sibling.batch, [])
+        batch.append(sibling)
     batches.pop(response.batch)
-    return list(itertools.chain.from_iterable(batches.values()))
+    found = list[RecordedResponse]()
+    for batch in batches.values():
+        found += batch
+    return found
 
 
 def read(path: Path, tokenizer: str | None = None) -> list[RecordedResponse]:
@@ -126,33 +151,40 @@ def _from_files(path: Path, tokenizer: str | None) -> list[RecordedResponse]:
     """Read a file of JSON lines, or all of a directory but NeMo-RL's validations."""
     files = [path]
     if path.is_dir():
-        files = [
-            file
-            for file in sorted(path.glob("*.jsonl"))
-            if not file.name.startswith("val_data_step")
-        ]
+        files = _training_files(path)
     problems = _numbers()
     runs = _numbers()
+    tokenize: Tokenize | None = None
     if tokenizer:
         tokenize = _tokenizer(tokenizer)
-    else:
-        tokenize = None
     found = list[RecordedResponse]()
     for file in files:
         found += _from_lines(file, problems, runs, tokenize)
     return found
 
 
+def _training_files(directory: Path) -> list[Path]:
+    """Return the files of JSON lines in a directory but NeMo-RL's validations."""
+    files = []
+    for file in sorted(directory.glob("*.jsonl")):
+        if file.name.startswith("val_data_step"):
+            continue
+        files.append(file)
+    return files
+
+
 def _numbers() -> defaultdict[str, int]:
     """Return numbers of names, in the order in which they are first asked for."""
-    return defaultdict(itertools.count().__next__)
+    counter = itertools.count()
+    return defaultdict(counter.__next__)
 
 
 def _from_arrays(path: Path) -> list[RecordedResponse]:
     with np.load(path) as archive:
-        lacking = sorted({"ids", "offsets", "problem"} - set(archive.files))
+        lacking = {"ids", "offsets", "problem"} - set(archive.files)
         if lacking:
-            raise DasError(f"{path}: lacks the arrays {', '.join(lacking)}")
+            names = ", ".join(sorted(lacking))
+            raise DasError(f"{path}: lacks the arrays {names}")
         arrays = {name: archive[name] for name in archive.files}
     ids = arrays["ids"].astype(np.int32)
     offsets = arrays["offsets"]
@@ -160,15 +192,12 @@ def _from_arrays(path: Path) -> list[RecordedResponse]:
     zero = np.zeros(len(problems), dtype=np.int32)
     steps = arrays.get("step", zero)
     runs = arrays.get("run", zero)
-    if "prompt_ids" in arrays:
-        prompt_ids = arrays["prompt_ids"].astype(np.int32)
-        prompts = np.split(prompt_ids, arrays["prompt_offsets"][1:-1])
-    else:
-        num_problems = int(problems.max(initial=-1)) + 1
-        prompts = [np.zeros(0, dtype=np.int32)] * num_problems
+    prompts = _prompts(arrays)
     found = []
     for i, problem in enumerate(problems.tolist()):
-        tokens = ids[offsets[i] : offsets[i + 1]]
+        begin = offsets[i]
+        end = offsets[i + 1]
+        tokens = ids[begin:end]
         if not len(tokens):
             continue
         response = RecordedResponse(
@@ -180,6 +209,17 @@ def _from_arrays(path: Path) -> list[RecordedResponse]:
         )
         found.append(response)
     return found
+
+
+def _prompts(arrays: dict[str, Any]) -> list[Int32]:
+    """Return the token ids of each problem's prompt; none where the file has none."""
+    if "prompt_ids" in arrays:
+        prompt_ids = arrays["prompt_ids"].astype(np.int32)
+        inner_ends = arrays["prompt_offsets"][1:-1]
+        return np.split(prompt_ids, inner_ends)
+    last_problem = int(arrays["problem"].max(initial=-1))
+    no_prompt = np.zeros(0, dtype=np.int32)
+    return [no_prompt] * (last_problem + 1)
 
 
 def _from_lines(
@@ -205,12 +245,15 @@ def _from_lines(
             ) from None
         if not len(tokens):
             continue
-        run = row.get("run", row.get("model", ""))
+        model = row.get("model", "")
+        run = row.get("run", model)
         problem = row.get("problem_id", prompt.tobytes())
+        problem_key = str(problem)
+        run_key = str(run)
         yield RecordedResponse(
-            problem=problems[str(problem)],
+            problem=problems[problem_key],
             step=step,
-            run=runs[str(run)],
+            run=runs[run_key],
             prompt=prompt,
             tokens=tokens,
         )
@@ -228,8 +271,13 @@ def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32
     """Return the token ids of the prompt and of the response of a JSON line."""
     if "token_ids" in row:
         return _masked_texts(row)
-    prompt, response = ("input", "output") if "output" in row else PLAIN_NAMES
-    return _ids(row[prompt], tokenize), _ids(row[response], tokenize)
+    names = PLAIN_NAMES
+    if "output" in row:
+        names = VERL_NAMES
+    prompt_name, response_name = names
+    prompt = _ids(row[prompt_name], tokenize)
+    response = _ids(row[response_name], tokenize)
+    return prompt, response
 
 
 def _ids(text: str, tokenize: Tokenize | None) -> Int32:
@@ -244,16 +292,20 @@ def _masked_texts(row: dict[str, Any]) -> tuple[Int32, Int32]:
     """Return prompt and response of NeMo-RL's line: one padded sequence, and a mask of
     what the policy wrote.
     """
-    tokens = np.array(row["token_ids"], dtype=np.int32).reshape(-1)
-    lengths = np.array(row.get("input_lengths", len(tokens))).reshape(-1)
+    padded = np.array(row["token_ids"], dtype=np.int32)
+    tokens = padded.reshape(-1)
+    input_lengths = row.get("input_lengths", len(tokens))
+    lengths = np.array(input_lengths).reshape(-1)
     length = int(lengths[0])
-    mask = np.array(row["token_loss_mask"]).reshape(-1)
-    written = mask.astype(bool)[: len(tokens)]
+    loss_mask = np.array(row["token_loss_mask"]).reshape(-1)
+    mask = loss_mask.astype(bool)
+    written = mask[: len(tokens)]
     if written.any():
         first = int(np.argmax(written))
     else:
         first = length
-    response = tokens[:length][written[:length]]
+    text = tokens[:length]
+    response = text[written[:length]]
     return tokens[:first], response
 
 

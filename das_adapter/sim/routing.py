@@ -4,7 +4,6 @@ package's own, or the host's.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.core.routing import Replicas, StartOrder, start_order
-from das_adapter.sim.requests import Ints, Requests
+from das_adapter.sim.requests import Ints, Requests, int_zeros
 
 STREAMS = 8
 """Workers of the host that send requests at the same time, each the samples of one
@@ -26,21 +25,26 @@ def arrivals(problems: Iterable[int], rng: np.random.Generator) -> list[int]:
     """
     groups: dict[int, list[int]] = {}
     for request, problem in enumerate(problems):
-        groups.setdefault(problem, []).append(request)
+        group = groups.setdefault(problem, [])
+        group.append(request)
     shuffled = list(groups.values())
     rng.shuffle(shuffled)
     streams = []
     for first in range(STREAMS):
-        own = itertools.chain.from_iterable(shuffled[first::STREAMS])
+        of_stream = list[int]()
+        for group in shuffled[first::STREAMS]:
+            of_stream += group
         # the last comes first, so that `pop` returns it
-        streams.append(list(own)[::-1])
+        of_stream.reverse()
+        streams.append(of_stream)
     order = list[int]()
     while True:
         streams = [stream for stream in streams if stream]
         if not streams:
             return order
         chosen = rng.integers(len(streams))
-        order.append(streams[chosen].pop())
+        stream = streams[chosen]
+        order.append(stream.pop())
 
 
 class Router:
@@ -49,18 +53,30 @@ class Router:
     """
 
     def __init__(
-        self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0
+        self,
+        das: DasConfig,
+        engines: int,
+        group: int,
+        slots: int,
+        seed: int = 0,
     ) -> None:
         drafts = das.drafter != "none"
         self._own_routing = drafts and das.routing == "longest_first"
-        self._replicas = Replicas(range(engines), das.shares_history, group, slots)
+        self._replicas = Replicas(
+            range(engines),
+            das.shares_history,
+            group,
+            slots,
+        )
         self._orders = list[StartOrder]()
         """Order of each engine's requests; empty: they start as they arrive."""
         if self._own_routing:
-            orders = [start_order(das, group) for _ in range(engines)]
-            self._orders = [order for order in orders if order is not None]
+            for _ in range(engines):
+                order = start_order(das, group)
+                if order is not None:
+                    self._orders.append(order)
         self._log = LengthLog()
-        self._loads = np.zeros(engines, dtype=np.int64)
+        self._loads = int_zeros(engines)
         self.rng = np.random.default_rng(seed)
         """Generator of the order in which requests arrive."""
 
@@ -68,9 +84,11 @@ class Router:
         """Return the engine and the priority of each request, int64 [n]; `rows` in the
         order of their arrival.
         """
-        engines = np.zeros(len(rows), np.int64)
-        priorities = np.zeros(len(rows), np.int64)
-        for i, problem in enumerate(requests.problem[rows].tolist()):
+        count = len(rows)
+        engines = int_zeros(count)
+        priorities = int_zeros(count)
+        problems = requests.problem[rows].tolist()
+        for i, problem in enumerate(problems):
             if self._own_routing:
                 engine = self._replicas.pick(problem)
             else:
@@ -78,7 +96,8 @@ class Router:
             self._loads[engine] += 1
             engines[i] = engine
             if self._orders:
-                priorities[i] = self._orders[engine].priority(problem)
+                order = self._orders[engine]
+                priorities[i] = order.priority(problem)
         return engines, priorities
 
     def done(self, requests: Requests, rows: Ints) -> None:
@@ -93,7 +112,8 @@ class Router:
     def sync(self, version: int, responses: Responses) -> None:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        expected = ExpectedLengths(self._log.predictions())
+        predictions = self._log.predictions()
+        expected = ExpectedLengths(predictions)
         self._replicas.expected = expected
         for order in self._orders:
             order.refresh(expected, version)

@@ -57,7 +57,9 @@ class Simulation:
     """A config with what its arms have in common: step times and recorded responses."""
 
     def __init__(
-        self, config: SimConfig, responses: Sequence[RecordedResponse] | None = None
+        self,
+        config: SimConfig,
+        responses: Sequence[RecordedResponse] | None = None,
     ) -> None:
         """Use recorded responses, or read those of `rollout.dump`.
 
@@ -65,21 +67,25 @@ class Simulation:
             ConfigError, DasError: a value that does not fit, with its key.
         """
         self.config = config
+        rollout = config.rollout
+        acceptance = config.acceptance
         self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
+        if responses is None and rollout.dump is not None:
+            path = Path(rollout.dump)
+            responses = read(path, rollout.tokenizer)
         drafters = {das.drafter for das in self._blocks.values()}
-        if responses is None and config.rollout.dump is not None:
-            responses = read(Path(config.rollout.dump), config.rollout.tokenizer)
-        if config.acceptance.length is None and "ngram" in drafters:
+        if acceptance.length is None and "ngram" in drafters:
             raise ConfigError(
                 "acceptance.length: found null, needed with drafter: ngram"
             )
-        self._ahead_arms = {
-            name for name, das in self._blocks.items() if das.history.run_ahead != "off"
-        }
+        self._ahead_arms = set[str]()
+        for name, das in self._blocks.items():
+            if das.history.run_ahead != "off":
+                self._ahead_arms.add(name)
         if responses is not None and self._ahead_arms:
-            responses = written_ahead(responses, config.acceptance.agreement)
+            responses = written_ahead(responses, acceptance.agreement)
         self.responses = responses
-        if responses is None and config.acceptance.history != "given":
+        if responses is None and acceptance.history != "given":
             raise ConfigError(
                 "acceptance.history: found index, which needs rollout.dump"
             )
@@ -97,8 +103,13 @@ class Simulation:
             slots=fleet.slots,
             seed=self.config.rollout.seed,
         )
-        ahead = name in self._ahead_arms
-        pipeline = Pipeline(fleet, workload, router, self.config.pipeline, ahead)
+        pipeline = Pipeline(
+            fleet=fleet,
+            workload=workload,
+            router=router,
+            timing=self.config.pipeline,
+            ahead=name in self._ahead_arms,
+        )
         return pipeline.run()
 
     def fleet(self, name: str) -> tuple[Fleet, Workload]:
@@ -107,10 +118,10 @@ class Simulation:
         workload = self._workload()
         drafting = self._drafting(name, requests, workload)
         fleet = Fleet(
-            self.engines,
-            requests,
-            self.steps,
-            drafting,
+            engines=self.engines,
+            requests=requests,
+            steps=self.steps,
+            drafting=drafting,
             slots=self.config.engine.max_num_seqs,
             kv=self.kv_blocks,
         )
@@ -131,15 +142,22 @@ class Simulation:
             workload = drawn(rollout)
         else:
             lengths = [len(response.tokens) for response in responses]
-            workload = recorded(responses, max([rollout.cap, *lengths]))
+            cap = max([rollout.cap, *lengths])
+            workload = recorded(responses, cap)
         disagreement = 1.0 - self.config.acceptance.agreement
         for number, step in enumerate(workload.steps):
+            count = len(step["problem"])
             rng = np.random.default_rng((rollout.seed, number, 1))
-            first_different = rng.geometric(disagreement, len(step["problem"]))
+            first_different = rng.geometric(disagreement, count)
             step["num_same"] = first_different - 1
         return workload
 
-    def _drafting(self, name: str, requests: Requests, workload: Workload) -> Drafting:
+    def _drafting(
+        self,
+        name: str,
+        requests: Requests,
+        workload: Workload,
+    ) -> Drafting:
         """Return the drafter of an arm.
 
         Raises:
@@ -148,6 +166,8 @@ class Simulation:
         das = self._blocks[name]
         if das.drafter == "none":
             return no_drafts(requests)
+        if _in_every_step(das):
+            return self._drafting_of_vllm(das, requests)
         history = self._history(das, requests, workload)
         model: Given | None = None
         pass_seconds: Seconds | None = None
@@ -155,24 +175,13 @@ class Simulation:
             model = self._copy(requests)
             pass_seconds = self._copy_pass(das)
         elif das.neural:
-            share = self.config.acceptance.pass_share
             model = self._model(das, requests)
-            pass_seconds = self.steps.neural_pass(share, das.drafter)
-            if _in_every_step(das):
-                if das.parallel:
-                    num_passes = 1
-                else:
-                    num_passes = das.model_tokens
-                return Fixed(
-                    requests, model, das.model_tokens, pass_seconds, num_passes
-                )
+            pass_seconds = self._neural_pass(das)
         elif das.drafter == "ngram":
-            ngrams = self._model(das, requests)
-            if _in_every_step(das):
-                return Fixed(requests, ngrams, das.num_draft_tokens)
-            history = ngrams
+            history = self._model(das, requests)
         stride = self.config.arms[name].stride
-        if stride > 1 and (model is not None or not isinstance(history, Given)):
+        only_given = model is None and isinstance(history, Given)
+        if stride > 1 and not only_given:
             raise ConfigError(
                 "arms: stride needs acceptance.history given, and no model that drafts"
             )
@@ -188,40 +197,66 @@ class Simulation:
             stride=stride,
         )
 
+    def _drafting_of_vllm(self, das: DasConfig, requests: Requests) -> Fixed:
+        """Return a drafter that vLLM runs by itself, in every step."""
+        source = self._model(das, requests)
+        if not das.neural:
+            return Fixed(requests, source, das.num_draft_tokens)
+        num_passes = das.model_tokens
+        if das.parallel:
+            num_passes = 1
+        return Fixed(
+            requests=requests,
+            source=source,
+            tokens=das.model_tokens,
+            pass_seconds=self._neural_pass(das),
+            passes=num_passes,
+        )
+
     def _history(
-        self, das: DasConfig, requests: Requests, workload: Workload
+        self,
+        das: DasConfig,
+        requests: Requests,
+        workload: Workload,
     ) -> Source:
         """Return the drafts of the history."""
-        accept = self.config.acceptance
+        acceptance = self.config.acceptance
         if not das.uses_history:
             return Source(requests)
-        if accept.history == "index":
-            return Indexed(requests, workload.texts, self.engines, das.history)
+        if acceptance.history == "index":
+            return Indexed(
+                requests=requests,
+                texts=workload.texts,
+                engines=self.engines,
+                history=das.history,
+            )
         return Given(
             requests,
-            accept.rates,
+            acceptance.rates,
             longest=das.num_draft_tokens,
             seed=self.config.rollout.seed,
-            agreement=accept.agreement,
+            agreement=acceptance.agreement,
         )
 
     def _copy(self, requests: Requests) -> Given:
         """Return the drafts of the policy copy."""
         config = self.config
+        rates = [[config.acceptance.copy_rate]]
         return Given(
             requests,
-            [[config.acceptance.copy_rate]],
+            rates,
             longest=COPY_LONGEST,
             seed=config.rollout.seed + 1,
         )
 
     def _model(self, das: DasConfig, requests: Requests) -> Given:
         """Return the drafts of a neural drafter, or of n-grams."""
+        tokens = das.num_draft_tokens
         if das.neural:
             tokens = das.model_tokens
-        else:
-            tokens = das.num_draft_tokens
-        length = self.config.acceptance.length or 1.0 + 0.5 * tokens
+        length = self.config.acceptance.length
+        if length is None:
+            length = 1.0 + 0.5 * tokens
         rate = rate_of(length, tokens)
         return Given(
             requests,
@@ -241,7 +276,9 @@ class Simulation:
 
     def _prior(self, das: DasConfig) -> Prior | None:
         """Return what controllers know before the first step, as in a run."""
-        if das.speculate != "auto" or not isinstance(self.steps, Instance):
+        if das.speculate != "auto":
+            return None
+        if not isinstance(self.steps, Instance):
             return None
         config = self.config
         roof = Roofline.from_config(
@@ -257,14 +294,22 @@ class Simulation:
         if not isinstance(self.steps, Instance):
             return self.steps.copy_pass
         policy_bytes = WEIGHT_BYTES[self.config.precision]
-        share = WEIGHT_BYTES[das.self.weights] / policy_bytes
-        return replace(self.steps, copy_share=share).copy_pass
+        copy_bytes = WEIGHT_BYTES[das.self.weights]
+        share = copy_bytes / policy_bytes
+        steps = replace(self.steps, copy_share=share)
+        return steps.copy_pass
+
+    def _neural_pass(self, das: DasConfig) -> Seconds:
+        """Return the time of a pass of a neural drafter."""
+        share = self.config.acceptance.pass_share
+        return self.steps.neural_pass(share, das.drafter)
 
 
 def _in_every_step(das: DasConfig) -> bool:
     """Say whether vLLM drafts by itself, as many tokens in every step."""
-    always = das.speculate == "always" and das.budget == "unlimited"
-    return always and not das.uses_history
+    if das.uses_history or das.copies_policy:
+        return False
+    return das.speculate == "always" and das.budget == "unlimited"
 
 
 def _num_engines(hardware: HardwareBlock) -> int:
@@ -284,9 +329,12 @@ def _num_engines(hardware: HardwareBlock) -> int:
 
 def _das(name: str, arm: ArmBlock) -> DasConfig:
     try:
-        return parse_das(arm.das) or DasConfig(drafter="none")
+        block = parse_das(arm.das)
     except ConfigError as error:
         raise ConfigError(f"arms.{name}: {error}") from None
+    if block is None:
+        return DasConfig(drafter="none")
+    return block
 
 
 def step_times(config: SimConfig) -> Steps:
@@ -312,11 +360,13 @@ def step_times(config: SimConfig) -> Steps:
 
 def _line_model(line: dict[str, Any]) -> StepModel:
     """Return the model of a line's coefficients."""
+    given = line.keys()
+    allowed = set(COEFFICIENTS)
     needed = {"base", "token"}
-    if not needed <= line.keys() <= {*COEFFICIENTS}:
+    if not needed <= given <= allowed:
+        names = ", ".join(COEFFICIENTS)
         raise ConfigError(
-            f"steps.line: found {line}, allowed: {', '.join(COEFFICIENTS)}; needed:"
-            " base and token"
+            f"steps.line: found {line}, allowed: {names}; needed: base and token"
         )
     return StepModel(**line)
 
@@ -327,19 +377,22 @@ def kv_blocks(config: SimConfig, steps: Steps) -> int:
     Raises:
         DasError: the weights leave no room for it.
     """
-    if config.engine.kv_tokens is not None:
-        return config.engine.kv_tokens // BLOCK
+    kv_tokens = config.engine.kv_tokens
+    if kv_tokens is not None:
+        return kv_tokens // BLOCK
     if not isinstance(steps, Instance):
         return UNLIMITED
     roof = steps.roof
-    room_bytes = MEMORY * device(config.hardware.gpu).memory
+    memory = device(config.hardware.gpu).memory
+    usable_bytes = MEMORY * memory
     weight_bytes = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
+    room_bytes = usable_bytes - weight_bytes
     block_bytes = roof.kv_bytes * BLOCK
-    blocks = int((room_bytes - weight_bytes) / block_bytes)
+    blocks = int(room_bytes / block_bytes)
     if blocks < MIN_KV_BLOCKS:
         raise DasError(
             f"hardware: the weights take {weight_bytes / 1e9:.0f} of"
-            f" {room_bytes / 1e9:.0f} GB on each device: raise hardware.per_engine"
+            f" {usable_bytes / 1e9:.0f} GB on each device: raise hardware.per_engine"
         )
     return blocks
 
@@ -360,7 +413,8 @@ def rate_of(length: float, tokens: int) -> float:
     high = 1.0
     for _ in range(60):
         rate = 0.5 * (low + high)
-        expected = sum(rate**i for i in range(tokens + 1))
+        survival = [rate**place for place in range(tokens + 1)]
+        expected = sum(survival)
         if expected < length:
             low = rate
         else:
@@ -373,31 +427,45 @@ def summary(runs: dict[str, Run]) -> dict[str, Any]:
     first.
     """
     found: dict[str, Any] = {}
-    base: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     for name, run in runs.items():
         total = _total(run.steps)
-        base = base or total
-        figures: dict[str, Any] = {}
-        for key in ("rollout_s", "step_s", "exposed_s", "idle"):
-            figures[key] = total[key] / len(run.steps)
-        for key in ("rollout", "step"):
-            base_s = max(base[f"{key}_s"], 1e-12)
-            figures[f"{key}_of_first"] = total[f"{key}_s"] / base_s
-        for key in ("tokens", "drafted", "accepted", "preempted", "ahead"):
-            figures[key] = total[key]
-        figures["tokens_per_forward"] = total["tokens"] / max(total["forwards"], 1)
-        figures["by_step"] = [
-            vars(step) | {"tokens_per_forward": step.tokens_per_forward}
-            for step in run.steps
-        ]
-        found[name] = figures
+        if not first:
+            first = total
+        found[name] = _figures(run, total, first)
     return found
+
+
+def _figures(run: Run, total: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of an arm, by its totals and those of the first."""
+    num_steps = len(run.steps)
+    figures: dict[str, Any] = {}
+    for key in ("rollout_s", "step_s", "exposed_s", "idle"):
+        figures[key] = total[key] / num_steps
+    for key in ("rollout", "step"):
+        seconds = total[f"{key}_s"]
+        first_s = max(first[f"{key}_s"], 1e-12)
+        figures[f"{key}_of_first"] = seconds / first_s
+    for key in ("tokens", "drafted", "accepted", "preempted", "ahead"):
+        figures[key] = total[key]
+    forwards = max(total["forwards"], 1)
+    figures["tokens_per_forward"] = total["tokens"] / forwards
+    by_step = []
+    for step in run.steps:
+        of_step = dict(vars(step))
+        of_step["tokens_per_forward"] = step.tokens_per_forward
+        by_step.append(of_step)
+    figures["by_step"] = by_step
+    return figures
 
 
 def _total(steps: Sequence[StepResult]) -> dict[str, Any]:
     """Return the sum of each figure over the steps of a run."""
-    names = vars(steps[0])
-    return {name: sum(getattr(step, name) for step in steps) for name in names}
+    total: dict[str, Any] = {}
+    for name in vars(steps[0]):
+        values = [getattr(step, name) for step in steps]
+        total[name] = sum(values)
+    return total
 
 
 def simulate(
@@ -406,4 +474,6 @@ def simulate(
     progress: Progress = lambda _: None,
 ) -> Any:
     """Run every arm of a config; return `summary`."""
-    return summary(Simulation(config, responses).run_all(progress))
+    simulation = Simulation(config, responses)
+    runs = simulation.run_all(progress)
+    return summary(runs)

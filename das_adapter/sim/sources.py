@@ -21,6 +21,7 @@ from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.sim.requests import Bools, Floats, Ints, Requests, int_zeros
+from das_adapter.sim.rollouts import RecordedResponse
 from das_adapter.sim.texts import Texts, offsets_of
 
 Rates = Sequence[Sequence[float]]
@@ -102,16 +103,18 @@ class Given(Source):
         was written ahead.
         """
         super().__init__(requests)
-        visits = (*rates, [agreement])
+        visits = [*rates, [agreement]]
         chances = [_repeat_last(visit, longest) for visit in visits]
         # [visits + 1, longest]; the last row is of text that was written ahead
         self._survival = np.cumprod(np.array(chances), axis=1)
-        self._seed = np.uint64((seed << 32) % 2**64)
+        high_bits = seed << 32
+        self._seed = np.uint64(high_bits % 2**64)
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
         floors = np.full(len(rows), floor)
         counts, hits, chances = self._drafts(rows, limits, floors)
-        positions = np.arange(chances.shape[1])
+        num_positions = chances.shape[1]
+        positions = np.arange(num_positions)
         drafted = positions < counts[:, None]
         of_drafts = chances[drafted]
         return SimOffer(
@@ -146,12 +149,14 @@ class Given(Source):
         drafts = log_min_chance < np.inf
         limits = np.where(drafts, max_draft_tokens, 0)
         has_draft = requests.num_draft_tokens[rows] > 0
-        if not (limits.any() or has_draft.any()):
+        may_draft = limits.any()
+        if not may_draft and not has_draft.any():
             return self._take_undrafted_steps(rows, bounds, steps, tokens, context)
         num_engines = len(steps)
         counts = np.diff(bounds)
         length = requests.num_output_tokens[rows]
-        end = np.minimum(length, requests.max_tokens[rows])
+        max_tokens = requests.max_tokens[rows]
+        end = np.minimum(length, max_tokens)
         running = _RequestsOfSteps(
             rows=rows,
             engine=np.repeat(np.arange(num_engines), counts),
@@ -162,7 +167,8 @@ class Given(Source):
         )
         taken = int_zeros(num_engines)
         ended = np.zeros(num_engines, dtype=bool)
-        for step in range(tokens.shape[1]):
+        max_steps = tokens.shape[1]
+        for step in range(max_steps):
             rows = running.rows
             engine = running.engine
             forward_tokens = 1 + requests.num_draft_tokens[rows]
@@ -171,9 +177,11 @@ class Given(Source):
             context[:, step] = np.bincount(engine, context_tokens, num_engines)
             self._write_and_draft(running)
             taken[engine] = step + 1
-            finished = requests.num_written[rows] >= running.length
+            written = requests.num_written[rows]
+            finished = written >= running.length
             ended[engine[finished]] = True
-            stopped = ended | (taken == steps)
+            at_limit = taken == steps
+            stopped = ended | at_limit
             kept = ~stopped[engine]
             if not kept.any():
                 break
@@ -182,18 +190,25 @@ class Given(Source):
         return taken
 
     def _take_undrafted_steps(
-        self, rows: Ints, bounds: Ints, steps: Ints, tokens: Floats, context: Floats
+        self,
+        rows: Ints,
+        bounds: Ints,
+        steps: Ints,
+        tokens: Floats,
+        context: Floats,
     ) -> Ints:
         """Step engines whose requests have no drafts, as `take_free_steps` does."""
         requests = self._requests
         begins = bounds[:-1]
         counts = np.diff(bounds)
-        left = requests.num_output_tokens[rows] - requests.num_written[rows]
+        written = requests.num_written[rows]
+        left = requests.num_output_tokens[rows] - written
         until_end = np.minimum.reduceat(left, begins)
         taken = np.minimum(steps, until_end)
         of_requests = requests.context(rows)
         context_tokens = np.add.reduceat(of_requests, begins)
-        step_numbers = np.arange(tokens.shape[1])
+        max_steps = tokens.shape[1]
+        step_numbers = np.arange(max_steps)
         tokens[:] = counts[:, None]
         context[:] = context_tokens[:, None]
         # each request adds a token in each step
@@ -208,8 +223,9 @@ class Given(Source):
         requests = self._requests
         rows = running.rows
         drafted = requests.num_draft_tokens[rows]
+        hits = requests.num_draft_hits[rows]
         written = requests.num_written[rows]
-        accepted = np.minimum(drafted, requests.num_draft_hits[rows])
+        accepted = np.minimum(drafted, hits)
         left = running.length - written
         got = np.minimum(1 + accepted, left)
         written = written + got
@@ -219,13 +235,19 @@ class Given(Source):
         requests.num_accepted[rows] += got - 1
         room = running.last_draftable - written
         limits = np.minimum(running.max_draft_tokens, room)
-        min_chances = running.min_chance
-        counts, hits, _ = self._drafts(rows, limits, min_chances)
+        counts, hits, _ = self._drafts(
+            rows=rows,
+            limits=limits,
+            min_chances=running.min_chance,
+        )
         requests.num_draft_tokens[rows] = counts
         requests.num_draft_hits[rows] = hits
 
     def _drafts(
-        self, rows: Ints, limits: Ints, min_chances: Floats
+        self,
+        rows: Ints,
+        limits: Ints,
+        min_chances: Floats,
     ) -> tuple[Ints, Ints, Floats]:
         """Draft for requests: at most `limits` tokens each, down to a chance of each,
         [n].
@@ -236,38 +258,47 @@ class Given(Source):
         """
         requests = self._requests
         survival = self._survival
-        num_visits = len(survival) - 1
+        # the last row of the table is no visit's
+        ahead_row = len(survival) - 1
         written = requests.num_written[rows]
         same = requests.num_same[rows]
         ahead = requests.num_ahead[rows]
         # after the first token that differs, what was written ahead is the text of a
         # sibling, as from a visit before
         in_ahead = written < ahead
+        before_difference = written <= same
         agrees = survival[-1, 0] > 0.0
-        repeats = in_ahead & (written <= same) & agrees
+        repeats = in_ahead & before_difference & agrees
         visit = requests.visit[rows] + in_ahead
-        visit = np.minimum(visit, num_visits - 1)
-        chances = survival[np.where(repeats, num_visits, visit)]
+        visit = np.minimum(visit, ahead_row - 1)
+        table_rows = np.where(repeats, ahead_row, visit)
+        chances = survival[table_rows]
+        max_positions = chances.shape[1]
         left_ahead = ahead - written
-        longest = np.where(repeats, left_ahead, chances.shape[1])
+        longest = np.where(repeats, left_ahead, max_positions)
         longest = np.minimum(limits, longest)
         longest = np.maximum(longest, 0)
         allowed = chances >= min_chances[:, None]
-        counts = np.clip(allowed.sum(axis=1), 0, longest)
+        num_allowed = allowed.sum(axis=1)
+        counts = np.clip(num_allowed, 0, longest)
         luck = self._luck(rows, written)
         survives = chances > luck[:, None]
+        num_survivors = survives.sum(axis=1)
         num_same = same - written
-        hits = np.where(repeats, num_same, survives.sum(axis=1))
-        return counts, np.minimum(hits, counts), chances
+        hits = np.where(repeats, num_same, num_survivors)
+        hits = np.minimum(hits, counts)
+        return counts, hits, chances
 
     def _luck(self, rows: Ints, written: Ints) -> Floats:
         """Return a number between 0 and 1 for each request at its position, float64
         [n], the same in each run.
         """
-        request_key = _mixed(rows.astype(np.uint64) + self._seed)
+        row_key = rows.astype(np.uint64) + self._seed
+        request_key = _mixed(row_key)
         position = written.astype(np.uint64)
         key = _mixed(request_key + position)
-        low_bits = key & np.uint64(2**32 - 1)
+        low_mask = np.uint64(2**32 - 1)
+        low_bits = key & low_mask
         middle = low_bits.astype(np.float64) + 0.5
         return middle * 2.0**-32
 
@@ -283,11 +314,16 @@ def _repeat_last(values: Sequence[float], count: int) -> list[float]:
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return what SplitMix64 makes of numbers, uint64 [n]."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = x ^ (x >> np.uint64(30))
+    x = x ^ _high_bits(x, 30)
     x = x * np.uint64(0xBF58476D1CE4E5B9)
-    x = x ^ (x >> np.uint64(27))
+    x = x ^ _high_bits(x, 27)
     x = x * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return x ^ _high_bits(x, 31)
+
+
+def _high_bits(x: npt.NDArray[np.uint64], shift: int) -> npt.NDArray[np.uint64]:
+    """Return the bits of numbers from a place on, uint64 [n]."""
+    return x >> np.uint64(shift)
 
 
 class Indexed(Source):
@@ -296,42 +332,62 @@ class Indexed(Source):
     """
 
     def __init__(
-        self, requests: Requests, texts: Texts, engines: int, history: HistoryConfig
+        self,
+        requests: Requests,
+        texts: Texts,
+        engines: int,
+        history: HistoryConfig,
     ) -> None:
         super().__init__(requests)
         self._texts = texts
-        self._policy = HistoryRules(history)
-        self._store = HistoryStore(tempfile.mkdtemp(prefix="das-sim-"))
+        self._rules = HistoryRules(history)
+        folder = tempfile.mkdtemp(prefix="das-sim-")
+        self._store = HistoryStore(folder)
         weakref.finalize(self, _remove, self._store)
         directory = self._store.directory
-        self.indices = [SuffixIndex.attach(directory) for _ in range(engines)]
+        self.indices = []
+        for _ in range(engines):
+            index = SuffixIndex.attach(directory)
+            self.indices.append(index)
 
     def begin(self, rows: Ints) -> None:
         requests = self._requests
-        unopened = rows[requests.handle[rows] == 0]
+        handles = requests.handle[rows]
+        unopened = rows[handles == 0]
         for row in unopened.tolist():
-            response = self._texts.responses[requests.text[row]]
+            response = self._response(row)
             num_ahead = max(0, requests.num_ahead[row])
             problem = int(requests.problem[row])
-            key = self._policy.key(problem)
-            index = self.indices[requests.engine[row]]
-            requests.handle[row] = index.open(
-                key, response.prompt, ahead=response.ahead[:num_ahead]
+            requests.handle[row] = self._index(row).open(
+                self._rules.key(problem),
+                response.prompt,
+                ahead=response.ahead[:num_ahead],
             )
+
+    def _response(self, row: int) -> RecordedResponse:
+        """Return the recorded response that a request writes again."""
+        text = self._requests.text[row]
+        return self._texts.responses[text]
+
+    def _index(self, row: int) -> SuffixIndex:
+        """Return the index of a request's engine."""
+        engine = self._requests.engine[row]
+        return self.indices[engine]
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> SimOffer:
         requests = self._requests
         texts = requests.text[rows]
         written = requests.num_written[rows]
-        begins = self._texts.ends[texts]
-        index = self.indices[requests.engine[rows[0]]]
+        indexed = requests.num_indexed[rows]
+        text_begins = self._texts.ends[texts]
+        index = self._index(rows[0])
         # all texts are one row; each request's new tokens are a span of it
         found = index.draft_rows(
             requests.handle[rows],
             self._texts.tokens[None],
             np.zeros_like(rows),
-            begins + requests.num_indexed[rows],
-            begins + written,
+            text_begins + indexed,
+            text_begins + written,
             limits,
             floor,
         )
@@ -342,33 +398,37 @@ class Indexed(Source):
 
     def end(self, rows: Ints) -> None:
         requests = self._requests
-        opened = rows[requests.handle[rows] > 0]
+        handles = requests.handle[rows]
+        opened = rows[handles > 0]
         for row in opened.tolist():
-            index = self.indices[requests.engine[row]]
+            index = self._index(row)
             handle = int(requests.handle[row])
-            tokens = self._texts.responses[requests.text[row]].tokens
-            index.extend(
-                handle, tokens[requests.num_indexed[row] : requests.num_written[row]]
-            )
+            indexed = requests.num_indexed[row]
+            written = requests.num_written[row]
+            text = self._response(row).tokens
+            index.extend(handle, text[indexed:written])
             own_request = bool(requests.num_ahead[row] >= 0)
-            index.close(handle, keep=self._policy.kept and own_request)
+            keep = self._rules.kept and own_request
+            index.close(handle, keep=keep)
 
     def sync(self, version: int, rows: Ints) -> None:
         requests = self._requests
         written = []
         for row in rows.tolist():
-            response = self._texts.responses[requests.text[row]]
+            response = self._response(row)
             problem = int(requests.problem[row])
-            written.append((problem, response.tokens.tobytes(), version))
+            text = response.tokens.tobytes()
+            written.append((problem, text, version))
         self.remember(written)
 
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
         """Make finished responses history: problem, int32 tokens, weight version."""
-        if self._policy.kept:
-            self._policy.add_and_seal(self._store, written)
+        rules = self._rules
+        if rules.kept:
+            rules.add_and_seal(self._store, written)
             unfinished = True
             while unfinished:
-                unfinished = self._policy.shrink_slice(self._store)
+                unfinished = rules.shrink_slice(self._store)
         for index in self.indices:
             index.refresh()
             index.clear_live()

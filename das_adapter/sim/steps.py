@@ -64,7 +64,10 @@ class Steps:
         raise NotImplementedError
 
     def _shared_pass(
-        self, share: float, context_share: float, extra_s: float = 0.0
+        self,
+        share: float,
+        context_share: float,
+        extra_s: float = 0.0,
     ) -> Seconds:
         """Return the time of a pass that takes a share of a plain step, another share
         of what reading the context takes, and a constant.
@@ -76,7 +79,8 @@ class Steps:
             whole_s = self.decode(requests, requests, context)
             reading_s = whole_s - short_s
             shared_s = extra_s + share * short_s
-            return np.asarray(shared_s + context_share * reading_s)
+            context_s = context_share * reading_s
+            return np.asarray(shared_s + context_s)
 
         return seconds
 
@@ -92,11 +96,13 @@ class Line(Steps):
         return self.model.seconds(tokens, requests, drafted, context)
 
     def prefill(self, tokens: Floats) -> Floats:
-        return self.model.slope(np.inf) * tokens
+        token_s = self.model.slope(np.inf)
+        return token_s * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        plain = self.model.seconds(requests, requests, False, context)
-        return np.asarray(tuning.UNSEEN_PASS * plain)
+        plain_s = self.model.seconds(requests, requests, False, context)
+        pass_s = tuning.UNSEEN_PASS * plain_s
+        return np.asarray(pass_s)
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
         if share is None:
@@ -132,38 +138,61 @@ class Instance(Steps):
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         count = np.maximum(requests, 1e-9)
         context_each = context / count
-        drafts_each = tokens / count - 1.0
+        tokens_each = tokens / count
+        drafts_each = tokens_each - 1.0
         kernels_s = self.roof.seconds(requests, context_each, drafts_each)
-        kernels_s = kernels_s + self.token_s * tokens
+        exchange_s = self.token_s * tokens
+        kernels_s = kernels_s + exchange_s
+        # without a request, a forward pass still reads the weights
         weights_s = float(self.roof.weights_s(1))
+        has_requests = requests > 0
+        busy_s = kernels_s + self.waits_s
+        device_s = np.where(has_requests, busy_s, weights_s)
         drafted = tokens > requests
-        host_s = self.overhead_s + self.draft_overhead_s * drafted
-        device_s = np.where(requests > 0, kernels_s + self.waits_s, weights_s)
+        verification_s = self.draft_overhead_s * drafted
+        host_s = self.overhead_s + verification_s
         return np.asarray(device_s + host_s)
 
     def prefill(self, tokens: Floats) -> Floats:
         flops = tokens * self.roof.dense_flops
         kernels_s = flops / self.roof.hardware.flops
-        return kernels_s + self.token_s * tokens
+        exchange_s = self.token_s * tokens
+        return kernels_s + exchange_s
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        context_each = context / np.maximum(requests, 1e-9)
-        kernels_s = self.roof.seconds(requests, context_each, 0.0, self.copy_share)
-        exchanged_s = kernels_s + self.token_s * requests + self.waits_s
-        return exchanged_s + self.pass_overhead_s
+        count = np.maximum(requests, 1e-9)
+        context_each = context / count
+        kernels_s = self.roof.seconds(
+            requests,
+            context_each,
+            0.0,
+            self.copy_share,
+        )
+        exchange_s = self.token_s * requests
+        device_s = kernels_s + exchange_s + self.waits_s
+        return device_s + self.pass_overhead_s
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
         if share is None:
             share = PASS_SHARE
         context_share = share
-        if "eagle3" in drafter or "mtp" in drafter:
+        reads_as_layer = "eagle3" in drafter or "mtp" in drafter
+        if reads_as_layer:
             # of all layers that read the context it has one
             context_share = 1.0 / self.layers
-        return self._shared_pass(share, context_share, self.pass_overhead_s)
+        return self._shared_pass(
+            share,
+            context_share,
+            extra_s=self.pass_overhead_s,
+        )
 
 
 def instance(
-    sizes: dict[str, Any], device: Device, devices: int, precision: str, **own: Any
+    sizes: dict[str, Any],
+    device: Device,
+    devices: int,
+    precision: str,
+    **own: Any,
 ) -> Instance:
     """Return the step times of a model on so many devices.
 
@@ -173,25 +202,32 @@ def instance(
         precision: `bf16` or `fp8`.
         own: further fields of `Instance`.
     """
-    fp8 = precision == "fp8"
     speed_up = 1.0
     weight_bytes = 2.0
-    if fp8:
+    if precision == "fp8":
         speed_up = device.fp8
         weight_bytes = 1.0
-    fast = replace(device, flops=device.flops * speed_up)
+    flops = device.flops * speed_up
+    fast = replace(device, flops=flops)
     layers = sizes["num_hidden_layers"]
     roof = Roofline.from_config(sizes, fast, devices, weight_bytes)
     if devices < 2:
         return Instance(roof, layers, **own)
-    # two exchanges in each layer: rings of hidden states in 16 bits
-    exchanged_bytes = 4.0 * sizes["hidden_size"]
-    num_exchanges = 2 * layers
     if devices <= device.domain:
         rate = device.link
         hop_s = HOP_S
     else:
         rate = min(device.link, NETWORK)
         hop_s = HOP_NETWORK_S
-    token_s = num_exchanges * (devices - 1) / devices * exchanged_bytes / rate
-    return Instance(roof, layers, num_exchanges * hop_s, token_s, **own)
+    # two exchanges in each layer: rings of hidden states in 16 bits
+    num_exchanges = 2 * layers
+    exchanged_bytes = 4.0 * sizes["hidden_size"]
+    ring_share = num_exchanges * (devices - 1) / devices
+    token_s = ring_share * exchanged_bytes / rate
+    return Instance(
+        roof=roof,
+        layers=layers,
+        waits_s=num_exchanges * hop_s,
+        token_s=token_s,
+        **own,
+    )

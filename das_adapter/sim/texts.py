@@ -22,31 +22,47 @@ class Texts:
         lengths = [len(text) for text in texts]
         self.ends: Ints = np.cumsum([0, *lengths], dtype=np.int64)
         """Begin of each response, and the end of the last, int64 [rows + 1]."""
-        self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *texts])
+        no_text = np.zeros(0, np.int32)
+        self.tokens: Int32 = np.concatenate([no_text, *texts])
 
-    def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
+    def agreeing(
+        self,
+        rows: Ints,
+        at: Ints,
+        drafts: Int32,
+        offsets: Ints,
+    ) -> Ints:
         """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the
         response confirms that has `at` tokens already, int64 [n]. No draft may pass its
         response's end.
         """
         counts = np.diff(offsets)
-        draft_of = np.repeat(np.arange(len(rows)), counts)
-        position = np.arange(len(drafts)) - offsets[draft_of]
-        written = self.tokens[ragged(self.ends[rows] + at, counts)]
+        numbers = np.arange(len(rows))
+        draft_of = np.repeat(numbers, counts)
+        place = np.arange(len(drafts))
+        position = place - offsets[draft_of]
+        begins = self.ends[rows] + at
+        places_in_texts = ragged(begins, counts)
+        written = self.tokens[places_in_texts]
         wrong = written != drafts
         # a draft agrees up to its first wrong token
         agreeing = counts.copy()
-        np.minimum.at(agreeing, draft_of[wrong], position[wrong])
+        wrong_drafts = draft_of[wrong]
+        np.minimum.at(agreeing, wrong_drafts, position[wrong])
         return agreeing
 
 
 def ragged(starts: Ints, counts: Ints) -> Ints:
     """Return the indices start, start + 1, ... of each run, one run after the other."""
     offsets = offsets_of(counts)
-    shifts = np.repeat(starts - offsets[:-1], counts)
-    return np.arange(offsets[-1]) + shifts
+    begins = offsets[:-1]
+    shifts = np.repeat(starts - begins, counts)
+    total = offsets[-1]
+    return np.arange(total) + shifts
 
 
 def offsets_of(counts: Ints) -> Ints:
     """Return where each of several runs begins, and the end of the last."""
-    return np.concatenate([int_zeros(1), np.cumsum(counts)])
+    zero = int_zeros(1)
+    ends = np.cumsum(counts)
+    return np.concatenate([zero, ends])

@@ -35,26 +35,30 @@ class Workload:
 
 def recorded(responses: Sequence[RecordedResponse], cap: int) -> Workload:
     """Return recorded responses as a workload: those of one step and run are a step."""
-    steps = steps_of(sorted(responses, key=attrgetter("problem")))
-    texts = Texts([response for step in steps for response in step])
+    by_problem = sorted(responses, key=attrgetter("problem"))
+    steps = steps_of(by_problem)
     visits = Counter[int]()
     columns = list[dict[str, Ints]]()
+    ordered = list[RecordedResponse]()
     group = 0
-    first = 0
     for step in steps:
         problems = [response.problem for response in step]
+        prompts = [len(response.prompt) for response in step]
+        lengths = [len(response.tokens) for response in step]
         samples = Counter(problems)
         group = max(group, *samples.values())
+        first = len(ordered)
+        ordered += step
         added = _columns(
             visits,
             np.array(problems),
-            text=np.arange(first, first + len(step)),
-            num_prompt_tokens=[len(response.prompt) for response in step],
-            num_output_tokens=[len(response.tokens) for response in step],
+            text=np.arange(first, len(ordered)),
+            num_prompt_tokens=prompts,
+            num_output_tokens=lengths,
             max_tokens=cap,
         )
         columns.append(added)
-        first += len(step)
+    texts = Texts(ordered)
     return Workload(columns, group, texts)
 
 
@@ -67,7 +71,8 @@ def drawn(rollout: RolloutBlock) -> Workload:
     columns = list[dict[str, Ints]]()
     for number in range(rollout.steps):
         first = number * rollout.problems
-        problems = order[first : first + rollout.problems]
+        end = first + rollout.problems
+        problems = order[first:end]
         rng = np.random.default_rng((rollout.seed, number))
         lengths = draw_lengths(rollout, problems, rng)
         added = _columns(
@@ -87,27 +92,37 @@ def _problem_order(rollout: RolloutBlock) -> Ints:
     rng = np.random.default_rng(rollout.seed)
     dataset = max(rollout.dataset, rollout.problems)
     visited = rollout.steps * rollout.problems
-    num_epochs = max(-(-visited // dataset), 1)
+    whole_epochs = -(-visited // dataset)
+    num_epochs = max(whole_epochs, 1)
     epochs = [rng.permutation(dataset) for _ in range(num_epochs)]
-    return np.concatenate(epochs).astype(np.int64)
+    order = np.concatenate(epochs)
+    return order.astype(np.int64)
 
 
-def _columns(visits: Counter[int], problems: Ints, **others: Any) -> dict[str, Ints]:
+def _columns(
+    visits: Counter[int],
+    problems: Ints,
+    **others: Any,
+) -> dict[str, Ints]:
     """Return the columns of a step's requests, by their problems, which are visited
     once more.
     """
     numbers = problems.tolist()
+    count = len(numbers)
     visit = [visits[problem] for problem in numbers]
     visits.update(set(numbers))
+    columns = {"problem": problems, "visit": visit, **others}
     found = {}
-    for name, column in {"problem": problems, "visit": visit, **others}.items():
+    for name, column in columns.items():
         values = np.asarray(column, np.int64)
-        found[name] = np.broadcast_to(values, len(numbers))
+        found[name] = np.broadcast_to(values, count)
     return found
 
 
 def draw_lengths(
-    rollout: RolloutBlock, problems: Ints, rng: np.random.Generator
+    rollout: RolloutBlock,
+    problems: Ints,
+    rng: np.random.Generator,
 ) -> Ints:
     """Draw lengths of at least 1, int64 [problems, samples], for problems with these
     numbers.
@@ -123,13 +138,17 @@ def draw_lengths(
             f" rollout.cap, which is {cap}"
         )
     location = _location(lengths.mean, lengths.sigma, cap)
-    of_problem = np.array([_problem_noise(rollout.seed, p) for p in problems.tolist()])
-    of_sample = rng.standard_normal((len(problems), rollout.samples))
+    noises = [_problem_noise(rollout.seed, p) for p in problems.tolist()]
+    of_problem = np.array(noises)[:, None]
+    shape = (len(problems), rollout.samples)
+    of_sample = rng.standard_normal(shape)
     between = math.sqrt(lengths.within)
     inside = math.sqrt(1 - lengths.within)
-    noise: Floats = between * of_problem[:, None] + inside * of_sample
-    drawn_lengths = np.exp(location + lengths.sigma * noise)
-    return np.clip(drawn_lengths, 1, cap).astype(np.int64)
+    noise: Floats = between * of_problem + inside * of_sample
+    log_lengths = location + lengths.sigma * noise
+    uncapped = np.exp(log_lengths)
+    capped = np.clip(uncapped, 1, cap)
+    return capped.astype(np.int64)
 
 
 def _problem_noise(seed: int, problem: int) -> float:
@@ -137,7 +156,8 @@ def _problem_noise(seed: int, problem: int) -> float:
     the same in each of its visits.
     """
     rng = np.random.default_rng((seed, problem))
-    return float(rng.standard_normal())
+    noise = rng.standard_normal()
+    return float(noise)
 
 
 def _location(mean: float, sigma: float, cap: int) -> float:
@@ -148,7 +168,8 @@ def _location(mean: float, sigma: float, cap: int) -> float:
     high = math.log(cap) + 6 * sigma
     for _ in range(60):
         middle = 0.5 * (low + high)
-        if _capped_mean(middle, sigma, cap) < mean:
+        reached = _capped_mean(middle, sigma, cap)
+        if reached < mean:
             low = middle
         else:
             high = middle
@@ -159,7 +180,8 @@ def _capped_mean(location: float, sigma: float, cap: int) -> float:
     """Return the mean of a log-normal distribution that ends at a cap."""
     normal = NormalDist()
     z = (math.log(cap) - location) / sigma
-    mean = math.exp(location + sigma**2 / 2)
+    log_mean = location + sigma**2 / 2
+    mean = math.exp(log_mean)
     below_cap = normal.cdf(z - sigma)
     at_cap = 1.0 - normal.cdf(z)
     return mean * below_cap + cap * at_cap
