@@ -323,8 +323,8 @@ def label_requests(stock: Any) -> Any:
             vars(self).setdefault(LABELS, labels)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
-            drafts = self.vllm_config.speculative_config is not None
-            if drafts and getattr(made, "resumable", False):
+            is_streamed = getattr(made, "resumable", False)
+            if is_streamed and self.vllm_config.speculative_config is not None:
                 from vllm.exceptions import VLLMValidationError
 
                 raise VLLMValidationError(
