@@ -408,7 +408,7 @@ def test_the_guard_fits_the_baseline_steps_before_it_holds_them_against_the_draf
         one = np.ones(requests, dtype=int)
         for _ in range(tuning.JUDGED_SAMPLES // 2):
             plain = TimedStep(slots, one, requests, flat.base, asked=False)
-            account.timed(plain, flat.base)
+            account.record_step(plain, flat.base)
     assert account.time.known
     alone = np.arange(1)
     for _ in range(2 * tuning.GUARD_STEPS):

@@ -138,7 +138,7 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
-REASONS = ("faults", "collapsed", "explain_loss", "_loss")
+REASONS = ("faults", "collapsed", "explain_loss", "_explain_batch_loss")
 """Functions that return why das/health is 0, or why drafting stopped."""
 
 

@@ -58,7 +58,8 @@ def make(
     budget: Any = "optimal", most: int = 16, speculate: Any = "auto"
 ) -> DraftPolicy:
     return DraftPolicy(
-        DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate), limit=2048
+        DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate),
+        longest_response=2048,
     )
 
 
@@ -204,7 +205,7 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while_and_more_often_w
 def test_steps_that_only_measure_ask_the_same_requests() -> None:
     """A neural drafter has to read what they have written since."""
     drafts = ModelDrafts(4, narrows=False)
-    policy = DraftPolicy(DasConfig(), limit=2048, drafts=drafts)
+    policy = DraftPolicy(DasConfig(), longest_response=2048, drafts=drafts)
     slots = np.array([policy.begin(i, 0, 2048) for i in range(32)])
     one = np.ones(32, dtype=int)
     one_draft = np.zeros(32, dtype=int)
@@ -245,7 +246,7 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
 
 def test_a_refilling_batch_without_drafts_has_saved_nothing() -> None:
     """Its longest request was not the last to begin."""
-    policy = DraftPolicy(DasConfig(), limit=2048, prior=MEMORY_BOUND)
+    policy = DraftPolicy(DasConfig(), longest_response=2048, prior=MEMORY_BOUND)
     lengths = np.array([500] + [40] * 36)
     seconds = rollout(lengths, MEMORY_BOUND, policy, chance=0.01, at_once=4).now
     assert policy.figures()["time_saved_s"] == pytest.approx(0.0, abs=0.02 * seconds)
@@ -296,7 +297,7 @@ def test_one_length_for_all_is_never_much_slower_than_off(
     off = rollout(lengths, truth, None).now
 
     def policy() -> DraftPolicy:
-        return DraftPolicy(DasConfig(), limit=2048, lengths=(1, 2, 4, 8, 16))
+        return DraftPolicy(DasConfig(), longest_response=2048, lengths=(1, 2, 4, 8, 16))
 
     on = rollout(
         lengths, truth, warm(policy(), lengths, truth, chance=chance), chance=chance
