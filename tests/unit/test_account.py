@@ -412,8 +412,8 @@ def test_the_guard_fits_the_baseline_steps_before_it_holds_them_against_the_draf
     assert account.time.known
     alone = np.arange(1)
     for _ in range(2 * tuning.GUARD_STEPS):
-        account.timed(TimedStep(alone, np.array([2]), 4, flat.base), flat.base)
-    assert account.take_news() is None
+        account.record_step(TimedStep(alone, np.array([2]), 4, flat.base), flat.base)
+    assert account.pop_news() is None
     assert account.time.saved_s() == pytest.approx(1.28, rel=0.1)
 
 
