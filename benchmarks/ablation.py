@@ -16,12 +16,13 @@ its name says:
                  cpu: a token is dear from the fifth on, V1 runner, no prior
                  cheap: a thousand tokens double a step, V1 runner
                  h100_v1: as h100, on the V1 runner
-    requests     in a rollout; `slots`: at once
+    requests     in a rollout; `slots`: at once; `syncs`: whether weight syncs follow
     scatter      even: none; 5 %; tails: 5 %, and one step in a hundred takes ten times
                  as long
     prior        right; steps: they take twice what the prior says; tokens: a token of
                  compute takes three times what it says
-    drafts       pay: mistakes at a rate of 2 to 40 %; bad: 60 to 95 %; sure: the chance
+    drafts       pay: mistakes at a rate of 2 to 40 %; bad: 60 to 95 %; hopeless: these,
+                 and each token is told to be right with 0.9; sure: the chance
                  of a mistake is told as 0.4 of what it is; unsure: a token's chance is
                  told as 0.4 of what it is; lose: sure, and drafts make a step take half
                  as long again, which no prior knows
@@ -201,6 +202,7 @@ class Cell:
     scatter: str = "even"
     prior: str = "right"
     drafts: str = "pay"
+    syncs: bool = True
 
 
 def _grid() -> list[Cell]:
@@ -229,7 +231,10 @@ def _grid() -> list[Cell]:
         Cell(steps, requests, drafts=drafts)
         for steps in ("h100", "cpu")
         for requests in (16, 64)
-        for drafts in ("bad", "sure", "unsure", "lose")
+        for drafts in ("bad", "sure", "unsure", "lose", "hopeless")
+    ]
+    cells += [
+        Cell("cpu", 64, drafts=drafts, syncs=False) for drafts in ("lose", "hopeless")
     ]
     return cells
 
@@ -302,7 +307,7 @@ def texts_of(cell: Cell, seed: int) -> list[list[Text]]:
     rng = np.random.default_rng((seed, cell.requests))
     typical = typical_lengths(rng, cell.requests)
     group = 4 if cell.requests > 4 else 1
-    rates = (0.6, 0.8, 0.95) if cell.drafts == "bad" else RATES
+    rates = (0.6, 0.8, 0.95) if cell.drafts in ("bad", "hopeless") else RATES
     rollouts = []
     for _ in range(ROLLOUTS):
         texts = []
@@ -310,6 +315,8 @@ def texts_of(cell: Cell, seed: int) -> list[list[Text]]:
             text = Text(rng, length, rates, problem=place // group)
             if cell.drafts in ("sure", "lose"):
                 text.told = 1.0 - 0.4 * (1.0 - text.chance)
+            elif cell.drafts == "hopeless":
+                text.told = np.full_like(text.chance, 0.9)
             elif cell.drafts == "unsure":
                 text.told = np.float32(0.4) * text.chance
             texts.append(text)
@@ -367,7 +374,7 @@ def grid_run(task: tuple[Cell, str, int]) -> tuple[float, float]:
     with numbers_kept():
         engine = engine_of(cell, arm, seed)
         took = [
-            engine.rollout(number, texts, cell.slots)
+            engine.rollout(number, texts, cell.slots, sync=cell.syncs)
             for number, texts in enumerate(rollouts)
         ]
     return sum(took) / sum(off), sum(took[1:]) / sum(off[1:])

@@ -254,6 +254,98 @@ def _lengths() -> dict[str, Iterable[Any]]:
     return columns
 
 
+ABLATED = {
+    "grid": "modelled workloads",
+    "models": "a model drafts",
+    "traces": "recorded rollouts",
+}
+"""Parts of the ablation that have the same mechanisms."""
+
+
+def _ablation() -> dict[str, Iterable[Any]]:
+    """Return the columns of the ablation's table: a row per mechanism, with what it is
+    worth over the cells of each part.
+    """
+    content = result("ablation.json")
+    arms = [arm for arm in content["arms"] if arm != "as it is"]
+    columns = {"switched off": [content["arms"][arm] for arm in arms]}
+    for part, title in ABLATED.items():
+        worth = content["worth"][part]
+        columns[title] = [
+            _worth_over_cells(worth[arm]) if arm in worth else "-" for arm in arms
+        ]
+    return columns
+
+
+def _worth_over_cells(worth: dict[str, float]) -> str:
+    least, median, greatest = (
+        f"{100 * worth[name]:+.1f}" for name in ("least", "median", "greatest")
+    )
+    return f"{least} to {greatest} ({median})"
+
+
+def _ablation_cells() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of the cells in which a mechanism is worth most,
+    or least: a row per cell.
+    """
+    content = result("ablation.json")
+    found = []
+    for part in ABLATED:
+        for row in content[part]:
+            for arm, worth in row["worth"].items():
+                if abs(worth) >= 0.02:
+                    found.append((arm, part, row, worth))
+    order = list(content["arms"])
+    found.sort(key=lambda one: (order.index(one[0]), -one[3]))
+    return {
+        "switched off": [arm for arm, *_ in found],
+        "cell": [_cell_name(part, row) for _, part, row, _ in found],
+        "as it is, of off": [
+            f"{row['of_off']['as it is']:.2f}" for *_, row, _ in found
+        ],
+        "worth, %": [f"{100 * worth:+.1f}" for *_, worth in found],
+        "by seed": [
+            f"{100 * row['least_worth'][arm]:+.1f} to"
+            f" {100 * row['most_worth'][arm]:+.1f}"
+            for arm, _, row, _ in found
+        ],
+    }
+
+
+def _cell_name(part: str, row: dict[str, Any]) -> str:
+    if part != "grid":
+        return f"{ABLATED[part]}: {row['cell'].replace('_', ' ')}"
+    slots = f" in {row['slots']}" if row["slots"] else ""
+    others = {"scatter": "even", "prior": "right", "drafts": "pay"}
+    differs = [
+        f"{name} {row[name]}" for name, usual in others.items() if row[name] != usual
+    ]
+    return ", ".join([f"{row['steps']} {row['requests']}{slots}", *differs])
+
+
+def _ablation_others() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of thinning, routing and run-ahead: a row per
+    alternative.
+    """
+    content = result("ablation.json")
+    rows = [
+        (part.replace("_", " "), arm, worth)
+        for part in ("retention", "routing", "run_ahead")
+        for arm, worth in content["worth"][part].items()
+    ]
+    firsts = {
+        "retention": "thinned out",
+        "routing": "longest first",
+        "run ahead": "off",
+    }
+    return {
+        "instead of": [firsts[part] for part, *_ in rows],
+        "": [arm for _, arm, _ in rows],
+        "time, %": [_worth_over_cells(worth) for *_, worth in rows],
+        "cells": [worth["cells"] for *_, worth in rows],
+    }
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision
     whose code it measured.
@@ -275,6 +367,9 @@ def _results() -> dict[str, Iterable[Any]]:
 
 
 TABLES = {
+    "ablation": _ablation,
+    "ablation_cells": _ablation_cells,
+    "ablation_others": _ablation_others,
     "agreement": _agreement,
     "ahead": _ahead,
     "demo": _demo,
