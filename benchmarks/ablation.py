@@ -90,6 +90,8 @@ DEVICE_SEARCH_S = (5e-5, 1e-7)
 """Seconds of a look on a GPU: benchmarks/results/gpu_kernels_7b.json, proposals."""
 HOST_SEARCH_S = (tuning.LOOK_S, tuning.LOOK_REQUEST_S)
 
+MARGIN = 0.05
+"""Gain at which drafting once began."""
 AS_IT_IS = "as it is"
 Switch = Callable[[DraftPolicy], None]
 
@@ -121,8 +123,17 @@ def _no_account(policy: DraftPolicy) -> None:
     tuning.LEAST_GAIN = 0.0
 
 
-def _no_margin(policy: DraftPolicy) -> None:
-    tuning.MARGIN = tuning.LEAST_GAIN
+def _with_margin(policy: DraftPolicy) -> None:
+    account = policy._account
+    stock = account.draws
+    drafted = False
+
+    def draws(running: int, gain: float | None, optimal: bool) -> bool:
+        nonlocal drafted
+        drafted = gain is not None and gain >= (0.0 if drafted else MARGIN)
+        return drafted and stock(running, gain, optimal)
+
+    account.draws = draws  # type: ignore[method-assign]
 
 
 def _no_guard(policy: DraftPolicy) -> None:
@@ -152,7 +163,7 @@ SWITCHES: dict[str, Switch] = {
     "one length distribution": _one_length_distribution,
     "equal weights": _equal_weights,
     "no account": _no_account,
-    "no margin": _no_margin,
+    "a margin": _with_margin,
     "no guard": _no_guard,
     "no rest": _no_rest,
     "no probes": _no_probes,
@@ -166,8 +177,8 @@ ARMS = {
     "scale only": "the prior's times are multiplied to meet those that were seen",
     "one length distribution": "all requests have the same length distribution",
     "equal weights": "all requests are equally likely to end last",
-    "no account": "whatever gains by the model is drafted: no margin, guard or rest",
-    "no margin": "drafting begins at the gain at which it goes on",
+    "no account": "whatever gains is drafted: no least gain, guard or rest",
+    "a margin": "drafting begins at a gain of 5 %, and goes on at 2 % (this went)",
     "no guard": "nothing stops a losing rollout",
     "no rest": "no rollout is at rest after a loss",
     "no probes": "no step is taken the other way",
@@ -180,7 +191,7 @@ ARMS = {
 @contextlib.contextmanager
 def numbers_kept() -> Iterator[None]:
     """Put the numbers of the table back that a switch changes."""
-    names = ("LEAST_GAIN", "MARGIN", "GUARD_STEPS")
+    names = ("LEAST_GAIN", "GUARD_STEPS")
     before = {name: getattr(tuning, name) for name in names}
     try:
         yield
@@ -406,6 +417,9 @@ MODEL_ARMS = (
     "no fit",
     "equal weights",
     "no account",
+    "a margin",
+    "no guard",
+    "no rest",
     "no probes",
 )
 

@@ -79,6 +79,7 @@ class Account:
     def _restart(self) -> None:
         self.time.restart()
         self._on = False
+        """Whether a number of requests, `speculate`, lets it draft."""
         self._drafted_steps = 0
         self._model_took_s = 0.0
         self._model_saved_s = 0.0
@@ -129,12 +130,11 @@ class Account:
         if self._speculate == "always":
             return may_draft
         if self._speculate == "auto":
-            min_gain = 0.0 if self._on else tuning.MARGIN
-            self._on = gain is not None and gain >= min_gain
-        else:
-            factor = tuning.STAY_ON_FACTOR if self._on else 1.0
-            max_requests = self._speculate * factor
-            self._on = running <= max_requests
+            min_gain = tuning.LEAST_GAIN if optimal else 0.0
+            return gain is not None and gain >= min_gain
+        factor = tuning.STAY_ON_FACTOR if self._on else 1.0
+        max_requests = self._speculate * factor
+        self._on = running <= max_requests
         return self._on and may_draft
 
     def due(self, probe: Probe, unseen: bool = False) -> bool:

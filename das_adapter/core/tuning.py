@@ -68,12 +68,6 @@ FIXED_CHANCE = number(
 
 # Whether an engine drafts (core/account.py)
 
-MARGIN = number(
-    0.05,
-    "predicted gain, as a share of a step's time, at which drafting begins",
-    "a guess: the latency model errs by some percent, and a smaller gain would switch"
-    " drafting to and fro",
-)
 LEAST_GAIN = number(
     0.02,
     "predicted gain of a drafted step, as a share of its time, at least",
