@@ -332,8 +332,10 @@ class Account:
             model_saved_s = saved_s - took_s
         if self.model_rest.judge_rollout(model_reason, model_saved_s):
             self._news = f"das: the model that drafts rests for a while: {model_reason}"
-        rollout_saved_s = None
-        if rollout_reason is not None:
-            rollout_saved_s = self.time.saved_s()
+        rollout_saved_s = self.time.saved_s() if self.time.known else None
+        too_few_steps = rollout_reason is None
+        if too_few_steps and rollout_saved_s is not None and rollout_saved_s <= 0.0:
+            # only what they saved counts
+            rollout_saved_s = None
         if self._rest.judge_rollout(rollout_reason or None, rollout_saved_s):
             self._news = f"das: drafting rests for a while: {rollout_reason}"

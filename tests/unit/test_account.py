@@ -287,6 +287,16 @@ def test_a_rollout_that_lost_less_than_the_last_ones_saved_is_followed_by_one_th
     assert rests == [False] * 6 + [True]
 
 
+def test_what_a_short_rollout_saved_counts_though_nothing_is_held_against_it() -> None:
+    account = knowing()
+    rollout(account, asking=1.2, pace=4.0, tokens=4 * (tuning.JUDGED_STEPS - 16))
+    assert judged(account) is None
+    rollout(account, asking=1.1)
+    assert judged(account) is None
+    rollout(account, asking=2.0)
+    assert judged(account) is not None
+
+
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
