@@ -96,64 +96,69 @@ AS_IT_IS = "as it is"
 Switch = Callable[[DraftPolicy], None]
 
 
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Replace a part of the policy that must be there."""
+    if not hasattr(owner, name):
+        raise AttributeError(f"{type(owner).__name__} has no {name}")
+    setattr(owner, name, value)
+
+
 def _no_fit(policy: DraftPolicy) -> None:
     times = policy.latency
-    times.known = True
-    times.fit = lambda: times.model  # type: ignore[method-assign]
+    _replace(times, "known", True)
+    _replace(times, "fit", lambda: times.model)
 
 
 def _scale_only(policy: DraftPolicy) -> None:
     # with too few kinds of step the prior's times are multiplied
-    policy.latency._kinds = 2**30
+    _replace(policy.latency, "_min_step_kinds", 2**30)
 
 
 def _one_length_distribution(policy: DraftPolicy) -> None:
     lengths = policy._lengths
-    lengths.cdf = lambda problem: lengths._population  # type: ignore[method-assign]
+    _replace(lengths, "cdf", lambda problem: lengths._population)
 
 
 def _equal_weights(policy: DraftPolicy) -> None:
-    policy._chances_to_end_last = (  # type: ignore[method-assign]
-        lambda cdf, written: np.full(len(written), 1.0 / len(written))
-    )
+    def equal(cdf: np.ndarray, written: np.ndarray) -> np.ndarray:
+        return np.full(len(written), 1.0 / len(written))
+
+    _replace(policy, "_chances_to_end_last", equal)
 
 
 def _no_account(policy: DraftPolicy) -> None:
-    policy._account._speculate = "always"
-    tuning.LEAST_GAIN = 0.0
+    _replace(policy._account, "_speculate", "always")
+    _replace(tuning, "LEAST_GAIN", 0.0)
 
 
 def _with_margin(policy: DraftPolicy) -> None:
     account = policy._account
-    stock = account.draws
+    stock = account.drafts_pay
     drafted = False
 
-    def draws(running: int, gain: float | None, optimal: bool) -> bool:
+    def drafts_pay(running: int, gain: float | None, optimal: bool) -> bool:
         nonlocal drafted
         drafted = gain is not None and gain >= (0.0 if drafted else MARGIN)
         return drafted and stock(running, gain, optimal)
 
-    account.draws = draws  # type: ignore[method-assign]
+    _replace(account, "drafts_pay", drafts_pay)
 
 
 def _no_guard(policy: DraftPolicy) -> None:
-    tuning.GUARD_STEPS = 2**30
+    _replace(tuning, "GUARD_STEPS", 2**30)
 
 
 def _no_rest(policy: DraftPolicy) -> None:
     for rest in (policy._account._rest, policy._account.model_rest):
-        rest.judge_rollout = lambda lost, saved_s: False  # type: ignore[method-assign]
+        _replace(rest, "judge_rollout", lambda lost, saved_s: False)
 
 
 def _no_probes(policy: DraftPolicy) -> None:
-    policy._account.probe = (  # type: ignore[method-assign]
-        lambda kind, unseen=False: False
-    )
+    _replace(policy._account, "probe", lambda probe, unseen=False: False)
 
 
 def _look_always(policy: DraftPolicy) -> None:
-    look = policy._account.look
-    look.due_in = lambda step, batch=0: 0  # type: ignore[method-assign]
+    _replace(policy._account.look, "due_in", lambda step, batch=0: 0)
 
 
 SWITCHES: dict[str, Switch] = {
@@ -574,8 +579,8 @@ class _Thinned(Indexed):
     budget = 2**62
 
     def remember(self, written: Any) -> None:
-        config = self._policy.config
-        self._policy.config = config.model_copy(update={"max_bytes": self.budget})
+        config = self._rules.config
+        self._rules.config = config.model_copy(update={"max_bytes": self.budget})
         super().remember(written)
 
 
