@@ -320,6 +320,8 @@ def _cell_name(part: str, row: dict[str, Any]) -> str:
     differs = [
         f"{name} {row[name]}" for name, usual in others.items() if row[name] != usual
     ]
+    if not row.get("syncs", True):
+        differs.append("no weight syncs")
     return ", ".join([f"{row['steps']} {row['requests']}{slots}", *differs])
 
 

@@ -111,7 +111,8 @@ LOOK_SHARE = number(
 PROBE_STEPS = number(
     128,
     "drafted decode steps after which a plain one is taken, and the other way round",
-    "on modelled engines a shorter wait never paid; no result file",
+    "benchmarks/results/ablation.json: probes are worth 1.3 % where a model drafts"
+    " for 256 requests, and cost up to 0.7 % elsewhere",
 )
 RARE_STEPS = number(
     1024,
@@ -127,7 +128,9 @@ GUARD_STEPS = number(
 GUARD_LOSS = number(
     0.1,
     "loss that stops drafting, as a share of the drafted steps' time",
-    "a guess: by so much may the predicted time of plain steps be wrong",
+    "a guess: by so much may the predicted time of plain steps be wrong; the guard does"
+    " nothing in benchmarks/results/ablation.json, and was worth 1 to 2 % where drafts"
+    " are hopeless and no weight sync follows (a newer cell of that benchmark)",
 )
 COLLAPSE_RATE = number(
     0.02,
@@ -151,7 +154,9 @@ SMALLER_BATCH = number(
 REST_ROLLOUTS = number(
     8,
     "rollouts at rest after a loss, at most; 1, 2 and 4 before",
-    "a guess: a rollout that tries drafts again may lose",
+    "benchmarks/results/ablation.json: rests are worth 5 % where drafts lose in a"
+    " large batch, and cost up to 7 % in small ones, where a loss is often chance; the"
+    " number is a guess: a rollout that tries drafts again may lose",
 )
 REST_BALANCE_KEPT = number(
     0.8,
@@ -227,7 +232,9 @@ REFIT_FIRST_STEPS = number(
 REFIT_STEPS = number(
     4096,
     "decode steps after which the model is fitted again, at the latest",
-    "a guess: longer than most rollouts",
+    "benchmarks/results/ablation.json: without a fit rollouts take up to 15 % longer"
+    " where a token costs three times what the roofline says; the number is a guess:"
+    " longer than most rollouts",
 )
 LAUNCH_S = number(
     0.005,
@@ -405,7 +412,8 @@ UNSEEN_PASS = number(
 LENGTH_PRIOR_RESPONSES = number(
     2.0,
     "responses of its problem as which the lengths of all problems count",
-    "a guess: a group of one visit outweighs them",
+    "benchmarks/results/ablation.json: a problem's own lengths are worth up to 2 %;"
+    " the number is a guess: a group of one visit outweighs all problems",
 )
 LENGTH_SPREAD = number(
     0.25,
@@ -439,7 +447,9 @@ UNKNOWN_LENGTH_TOKENS = number(
 MAKESPAN_POINTS = number(
     32,
     "numbers of tokens to come at which the requests' lengths are compared",
-    "a guess: geometric steps, fine enough for the chance to be the last",
+    "benchmarks/results/ablation.json: the chance to be the last is worth 4 % where"
+    " drafts lose on a CPU, and costs up to 3 % with 256 requests on a GPU; the"
+    " number is a guess: fine enough",
 )
 PACE_STEPS = number(
     16,
