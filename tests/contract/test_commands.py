@@ -27,7 +27,7 @@ def test_doctor_finds_nothing_broken() -> None:
     }
     changes = {change["patch"]: change for change in report["changes"]}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
-    assert {"choose_lengths", "run_speculator", "label_requests"} <= changes.keys()
+    assert {"send_the_plan", "run_speculator", "label_requests"} <= changes.keys()
 
 
 def test_cpu_env_prints_variables() -> None:

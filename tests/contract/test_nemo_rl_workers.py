@@ -590,7 +590,7 @@ def dispatch(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(vllm_generation, "RayWorkerGroup", lambda *_, **__: workers)
     monkeypatch.setattr(vllm_generation.ray, "get", list)
     monkeypatch.setattr(ours.ledger, "ledger", lambda: None)
-    monkeypatch.setattr(ours.ledger, "expected", lambda timeout: lengths)
+    monkeypatch.setattr(ours.ledger, "expected_lengths", lambda timeout_s: lengths)
     cluster = SimpleNamespace(
         world_size=lambda: 16,
         num_gpus_per_node=8,
