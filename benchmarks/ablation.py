@@ -61,6 +61,7 @@ from modelled import (
     Text,
 )
 from provenance import provenance, save
+from visits import epochs
 
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
@@ -495,34 +496,12 @@ def _use_folder(folder: Path) -> None:
 def visits_of(name: str, seed: int) -> list[RecordedResponse]:
     """Return recorded responses, problems chosen by a seed, visit after visit."""
     problems, a_step, visits = TRACES[name]
-    by_problem: dict[int, dict[tuple[int, int], list[RecordedResponse]]] = {}
-    for response in read(_FOLDER / f"{name}.npz"):
-        own = by_problem.setdefault(response.problem, {})
-        own.setdefault((response.step, response.run), []).append(response)
-    several = max(len(own) for own in by_problem.values()) > 1
-    dealt: dict[int, list[list[RecordedResponse]]] = {}
-    for problem, own in by_problem.items():
-        texts = [found for _, found in sorted(own.items())]
-        if not several:
-            everything = list(itertools.chain.from_iterable(texts))
-            size = 8 if len(everything) >= 16 else 1
-            texts = [
-                everything[first : first + size]
-                for first in range(0, len(everything) - size + 1, size)
-            ]
-        dealt[problem] = texts[:visits]
-    most = max(map(len, dealt.values()))
-    whole = sorted(problem for problem, texts in dealt.items() if len(texts) == most)
-    chosen = np.random.default_rng(seed).permutation(whole)[:problems].tolist()
-    steps = -(-len(chosen) // a_step)
-    found = []
-    for visit in range(most):
-        for place, problem in enumerate(chosen):
-            step = visit * steps + place // a_step
-            for response in dealt[problem][visit]:
-                tokens = response.tokens[:CUT]
-                found.append(replace(response, step=step, run=0, tokens=tokens))
-    return found
+    rollouts = read(_FOLDER / f"{name}.npz")
+    laid_out = epochs(rollouts, problems, visits, a_step, seed)
+    return [
+        replace(response, tokens=response.tokens[:CUT])
+        for response in itertools.chain(*laid_out)
+    ]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ python benchmarks/history.py --traces DIR --out FILE.json
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from own_history import OwnHistory
 from provenance import provenance, save
 from replay import replay
+from visits import epochs
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index.values import Tokens
@@ -110,51 +110,6 @@ RETENTIONS = {
     "random rollouts": RandomRollouts,
     "thinned out": OwnHistory,
 }
-
-
-def epochs(
-    rollouts: Sequence[RecordedResponse], problems: int, most: int, a_step: int = 16
-) -> list[list[RecordedResponse]]:
-    """Lay recorded rollouts out as epochs over the same problems, `a_step` of them in
-    each training step.
-
-    Where several policies wrote the file, each epoch is written by one of them, in
-    their order. Else a problem's rollouts are dealt out, eight an epoch, or one where a
-    problem has fewer than sixteen.
-
-    Args:
-        problems: at most; a random choice of those that have as many epochs as any.
-        most: epochs.
-    """
-    written: dict[int, dict[tuple[int, int], list[RecordedResponse]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for r in rollouts:
-        written[r.problem][r.step, r.run].append(r)
-    several = len({r.step for r in rollouts}) > 1
-    visits = {}
-    for p, policies in written.items():
-        texts = [own for _, own in sorted(policies.items())]
-        if not several:
-            everything = list(itertools.chain.from_iterable(texts))
-            size = 8 if len(everything) >= 16 else 1
-            texts = [
-                everything[i : i + size]
-                for i in range(0, len(everything) - size + 1, size)
-            ]
-        visits[p] = texts[:most]
-    count = max(map(len, visits.values()))
-    with_all_epochs = sorted(p for p, texts in visits.items() if len(texts) == count)
-    chosen = np.random.default_rng(0).permutation(with_all_epochs)[:problems].tolist()
-    steps = -(-len(chosen) // a_step)
-    return [
-        [
-            RecordedResponse(p, epoch * steps + i // a_step, 0, r.prompt, r.tokens)
-            for i, p in enumerate(chosen)
-            for r in visits[p][epoch]
-        ]
-        for epoch in range(count)
-    ]
 
 
 def measured(

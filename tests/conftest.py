@@ -39,14 +39,22 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_passes_warnings() -> None:
-    """What vLLM's HTTP server imports has it and its handlers pass errors alone, in all
-    later tests of a process.
+def _loggers_pass_warnings() -> None:
+    """What vLLM's HTTP server imports has the root logger and its handlers pass errors
+    alone, and vLLM and veRL's server keep their lines from it, in all later tests of a
+    process.
     """
+    logging.disable(logging.NOTSET)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     for handler in root.handlers:
         handler.setLevel(logging.NOTSET)
+    for name in ("das_adapter", "vllm", "vllm.das_adapter"):
+        logger = logging.getLogger(name)
+        logger.propagate = True
+        logger.disabled = False
+        if not logger.isEnabledFor(logging.WARNING):
+            logger.setLevel(logging.WARNING)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -49,7 +49,19 @@ def collapsed(drafts: float, accepted: float) -> str | None:
 class Account:
     """Keeps the time of an engine's rollout, and decides when a drafter is asked."""
 
-    def __init__(self, time: PlainTime, speculate: Speculate = "auto") -> None:
+    def __init__(
+        self,
+        time: PlainTime,
+        speculate: Speculate = "auto",
+        look_share: float = tuning.LOOK_SHARE,
+    ) -> None:
+        """
+        Args:
+            time: what plain steps take.
+            speculate: the key of the block.
+            look_share: share of the time that looks may take while nothing is worth
+                drafting; 0: they are as rare as can be.
+        """
         self.time = time
         self.state = State.DRAFTING
         """What it does."""
@@ -58,10 +70,7 @@ class Account:
         self.step = 0
         """Decode steps since the engine's start."""
         self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
-        self.look_share = tuning.LOOK_SHARE
-        """Share of the time that looks may take while nothing is worth drafting; 0:
-        they are as rare as can be.
-        """
+        self._look_share = look_share
         self.probe_wait = tuning.PROBE_STEPS
         """Plain steps in a row after which a drafted one is due."""
         self.model_rest = RolloutRest()
@@ -178,7 +187,7 @@ class Account:
         drafts = drafted and not probing
         if drafts:
             self.probe_wait = tuning.PROBE_STEPS
-        looks_s = self.look_share * seconds
+        looks_s = self._look_share * seconds
         wait_steps = math.inf
         if looks_s:
             requests_s = tuning.LOOK_REQUEST_S * running

@@ -121,41 +121,26 @@ def plan_one_length(
     best = StepPlan(none, none)
     for length, history_s in zip(tried, history_worth, strict=True):
         same = np.full_like(max_tokens, length)
+        # a model that follows reads in one pass what the history drafts
+        read = int(drafter is not None and drafter.follows)
+        shares = [(same, none, history_s, read)]
+        if drafter is not None:
+            made = min(length, drafter.max_draft_tokens)
+            usable = np.minimum(model_tokens, length)
+            model_s = model_worth[rows, usable]
+            better_s = np.maximum(history_s, model_s)
+            shares.append((none, same, better_s, made))
         num_verified = running * length
         verifying_s = model.verifying_s(running, num_verified)
-        passes_s = 0.0
-        if drafter is not None:
-            # a model that follows reads in one pass what the history drafts
-            one_pass = int(drafter.follows)
-            read = np.full_like(max_tokens, one_pass)
-            passes_s = drafter.passes_s(read, plain_s)
-        saved_s = float(np.add.reduce(history_s))
-        gain = saved_s - passes_s - verifying_s
-        if gain > best.gain or not by_worth:
-            best = StepPlan(
-                history=same,
-                model=none,
-                gain=gain,
-                passes_s=passes_s,
-            )
-        if drafter is None:
-            continue
-
-        made = min(length, drafter.max_draft_tokens)
-        made_of_each = np.full_like(max_tokens, made)
-        passes_s = drafter.passes_s(made_of_each, plain_s)
-        usable = np.minimum(model_tokens, length)
-        model_s = model_worth[rows, usable]
-        better_s = np.maximum(history_s, model_s)
-        saved_s = float(np.add.reduce(better_s))
-        gain = saved_s - passes_s - verifying_s
-        if gain > best.gain or not by_worth:
-            best = StepPlan(
-                history=none,
-                model=same,
-                gain=gain,
-                passes_s=passes_s,
-            )
+        for history, by_model, saved_s, num_passes in shares:
+            passes_s = 0.0
+            if drafter is not None:
+                passes_of_each = np.full_like(max_tokens, num_passes)
+                passes_s = drafter.passes_s(passes_of_each, plain_s)
+            saved = float(np.add.reduce(saved_s))
+            gain = saved - passes_s - verifying_s
+            if gain > best.gain or not by_worth:
+                best = StepPlan(history, by_model, gain=gain, passes_s=passes_s)
     return best
 
 

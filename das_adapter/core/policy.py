@@ -108,7 +108,7 @@ class DraftPolicy:
         drafts: ModelDrafts | None = None,
         lengths: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
-        look_share: float | None = None,
+        look_share: float = tuning.LOOK_SHARE,
     ) -> None:
         """
         Args:
@@ -124,9 +124,7 @@ class DraftPolicy:
         """
         times = StepTimes(prior, sizes=sizes)
         plain_time = PlainTime(times, sizes)
-        self._account = Account(plain_time, config.speculate)
-        if look_share is not None:
-            self._account.look_share = look_share
+        self._account = Account(plain_time, config.speculate, look_share)
         self._lengths = LengthModel(longest_response)
         self.drafts = drafts
         """Figures of the model that drafts; None: none does."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
+from das_adapter.core import tuning
 from das_adapter.core.account import State, collapsed
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
@@ -71,7 +72,7 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
-        look_share: float | None = None,
+        look_share: float = tuning.LOOK_SHARE,
     ) -> None:
         """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
         where all requests of a step share one (V2); `leads`: whether this rank decides,

@@ -28,7 +28,7 @@ class HistorySource:
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
-        self._policy = HistoryRules(config)
+        self._rules = HistoryRules(config)
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""
@@ -56,12 +56,12 @@ class HistorySource:
         """Open a request that begins: int32 token ids of its prompt, and of all its
         text so far.
         """
-        key = self._policy.key(live.problem)
+        key = self._rules.key(live.problem)
         before = prompt[: live.start]
         response = text[live.start :]
         handle = self.index.open(key, before, prefix=response, ahead=live.ahead)
         slot = live.slot
-        if live.record and self._policy.kept:
+        if live.record and self._rules.kept:
             self._num_requests += 1
             if self.index.age(handle) is None:
                 self._lacking.add(slot)
@@ -78,7 +78,7 @@ class HistorySource:
         """
         self._lacking.discard(live.slot)
         handle = int(self._handles[live.slot])
-        self.index.close(handle, keep=live.record and self._policy.kept)
+        self.index.close(handle, keep=live.record and self._rules.kept)
 
     def begin_search(
         self,

@@ -22,7 +22,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
-from das_adapter.service.run_ahead import AheadRequests
+from das_adapter.service.run_ahead import LAST_PRIORITY, AheadRequests
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -45,10 +45,6 @@ ahead: ContextVar[list[Any] | None] = ContextVar("das_ahead", default=None)
 """A list that gets the last output of the engine, where the current call of the worker
 only writes ahead; None: it answers a request.
 """
-_LENGTHS_TIMEOUT_S = 25.0
-"""How long a weight sync waits for the ledger's lengths."""
-_LAST_PRIORITY = 2**62
-"""Priority of what is written ahead, as vLLM counts it: after all requests."""
 
 
 class EngineHooks:
@@ -326,7 +322,7 @@ class AsyncEngineHooks(EngineHooks):
     ) -> AsyncIterator[Any]:
         """Generate what is only written ahead, after all requests."""
         if self._start_order is not None:
-            kwargs["priority"] = _LAST_PRIORITY
+            kwargs["priority"] = LAST_PRIORITY
         request_id = kwargs["request_id"]
         self._aside.ids.add(request_id)
         try:
@@ -382,7 +378,7 @@ class AsyncEngineHooks(EngineHooks):
         await asyncio.to_thread(self._session.sync, self.version)
         if self._start_order is not None:
             expected = await asyncio.to_thread(
-                ledger.expected_lengths, _LENGTHS_TIMEOUT_S
+                ledger.expected_lengths, ledger.LENGTHS_TIMEOUT_S
             )
             self._start_order.refresh(expected, self.version)
         return answers

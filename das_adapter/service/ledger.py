@@ -33,6 +33,8 @@ _REPORTED_STEPS = 8
 """Steps before the newest whose reports are kept."""
 _LEDGER = "das_ledger"
 HISTORY = "das_history"
+LENGTHS_TIMEOUT_S = 25.0
+"""How long a weight sync waits for the ledger's lengths."""
 NAMESPACE = "das_adapter"
 """Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace
 without a name.

@@ -133,7 +133,7 @@ class NodeHistory:
     @property
     def _is_global(self) -> bool:
         """Whether all nodes are home to everything."""
-        return self.writer.policy.config.scope == "global"
+        return self.writer.rules.config.scope == "global"
 
     def directory(self) -> str:
         """Return where engines leave what they wrote."""
@@ -306,7 +306,7 @@ class NodeHistory:
             waiting.append((path, status))
             waiting_bytes += status.st_size
         waiting.sort(key=lambda file: file[1].st_mtime)
-        history = self.writer.policy.config
+        history = self.writer.rules.config
         max_waiting_bytes = history.max_bytes // _OUTBOX
         left = []
         for path, status in waiting:

@@ -21,6 +21,8 @@ from das_adapter.core.backoff import Backoff
 
 logger = logging.getLogger("das_adapter")
 
+LAST_PRIORITY = 2**62
+"""Priority of what is written ahead, as vLLM counts it: after all requests."""
 _ABORT_POLL_S = 0.01
 """How long an engine has to end what it writes ahead before it is asked again."""
 

@@ -233,8 +233,9 @@ class Session:
         anything.
         """
         files: list[Path] = []
-        while self._arrived:
-            files.append(self._arrived.popleft())
+        with contextlib.suppress(IndexError):  # other threads may take some
+            while True:
+                files.append(self._arrived.popleft())
         if not files:
             return
         names = [str(file) for file in files]

@@ -59,7 +59,7 @@ class Writer:
         """Take over the history that an earlier writer left in the directory, or begin
         one; `object_store_bytes`: see `available_bytes`. Raises as `HistoryStore`.
         """
-        self.policy = HistoryRules(config)
+        self.rules = HistoryRules(config)
         self.lock = threading.RLock()
         """Guards texts on their way, from `read_files` to `keep_texts`; held for a
         moment.
@@ -134,10 +134,8 @@ class Writer:
         """Put texts of a file into the store."""
         with self.lock:
             if file in self._left_before:
-                texts = [
-                    text for text in texts if not self.policy.has(self.store, text)
-                ]
-            self.policy.add_trajectories(self.store, texts)
+                texts = [text for text in texts if not self.rules.has(self.store, text)]
+            self.rules.add_trajectories(self.store, texts)
             self._kept.append(file)
             if not texts:  # they go elsewhere, or are published
                 self._remove_published([file])
@@ -155,7 +153,7 @@ class Writer:
                     # thinning merges as well: no problem is written twice
                     self._thin_out()
                 else:
-                    more = self.store.work(self.policy.window, every=crowded)
+                    more = self.store.work(self.rules.window, every=crowded)
                 time.sleep(_YIELD_S)  # whoever waits for the store has its turn
         if crowded and not self.store.staged:
             self.publish()
@@ -166,7 +164,7 @@ class Writer:
         held_bytes = bytes_on_disk(self.directory)
         room = available_bytes(self.directory, self._object_store_bytes, held_bytes)
         self._may_exceed = False  # before, since others may publish meanwhile
-        if self.policy.shrink_slice(self.store, room):
+        if self.rules.shrink_slice(self.store, room):
             self._may_exceed = True
 
     def publish(self, tokens: int = 2**62) -> int:
@@ -179,7 +177,7 @@ class Writer:
                 return 0
             staged_before = self.store.staged
             with self._anew_where_damaged():
-                self.store.seal(self.policy.window, tokens)
+                self.store.seal(self.rules.window, tokens)
                 self.altered = False
                 self._logged_error = ""
                 self._may_exceed = True
@@ -204,7 +202,7 @@ class Writer:
             try:
                 # the janitor removes it if this process is killed
                 saved = store.directory / "restored.tmp"
-                self.store.save(saved, self.policy.window)
+                self.store.save(saved, self.rules.window)
                 store.absorb(saved)
                 saved.unlink()
                 self.store = store

@@ -23,18 +23,12 @@ from das_adapter.core.routing import StartOrder, start_order
 from das_adapter.protocol.engine_args import engine_args
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
-from das_adapter.service.run_ahead import AheadRequests
+from das_adapter.service.run_ahead import LAST_PRIORITY, AheadRequests
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED, media_of
 
 logger = logging.getLogger("das_adapter")
-
-
-_LENGTHS_TIMEOUT_S = 25.0
-"""How long a weight sync waits for the ledger's lengths."""
-_LAST_PRIORITY = 2**62
-"""Priority of what is written ahead, as vLLM counts it: after all requests."""
 
 
 class DasVLLMHttpServer(vLLMHttpServer):
@@ -62,7 +56,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             self._start_order = start_order(das, self.config.n)
         self._ahead_priority = 0
         if run_has_priorities or self._start_order is not None:
-            self._ahead_priority = _LAST_PRIORITY
+            self._ahead_priority = LAST_PRIORITY
         self._aside = AheadRequests(lambda ids: self.engine.abort(ids))
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
@@ -181,7 +175,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await asyncio.to_thread(self._session.sync, version, report=True)
         if self._start_order is not None:
             expected = await asyncio.to_thread(
-                ledger.expected_lengths, _LENGTHS_TIMEOUT_S
+                ledger.expected_lengths, ledger.LENGTHS_TIMEOUT_S
             )
             self._start_order.refresh(expected, version)
 

@@ -100,7 +100,7 @@ class DeviceWorkerState(WorkerState):
                 states.device,
             )
             setattr(states, ADMITS, self.admission)
-        self._policy = HistoryRules(config.history)
+        self._rules = HistoryRules(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._requests: dict[str, LiveRequest] = {}
         self._begun: list[LiveRequest] = []
@@ -234,7 +234,7 @@ class DeviceWorkerState(WorkerState):
             begun.length = len(text)
             if self.standalone is not None:
                 begun.text = list(text[begun.start :])
-            key = self._policy.key(begun.problem)
+            key = self._rules.key(begun.problem)
             # it may come back, preempted
             if self._requests.setdefault(new.req_id, begun) is begun:
                 ahead.append((key, begun.ahead))
@@ -270,7 +270,7 @@ class DeviceWorkerState(WorkerState):
             if slot is None or index is None:
                 continue
             kept_tokens = 0
-            if request is not None and request.record and self._policy.kept:
+            if request is not None and request.record and self._rules.kept:
                 num_computed = states.num_computed_tokens_np[slot]
                 before = int(max(num_computed, states.prefill_len.np[slot]))
                 begin = int(index.arena.tables.begin[slot])
