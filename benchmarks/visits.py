@@ -5,6 +5,7 @@ several times.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,34 +35,50 @@ def epochs(
         a_step: problems of a training step.
         seed: of the choice of problems.
     """
+    visits = _visits_of_problems(rollouts)
+    num_epochs = min(most, max(map(len, visits.values())))
+    with_all_epochs = sorted(
+        problem for problem, texts in visits.items() if len(texts) >= num_epochs
+    )
+    random = np.random.default_rng(seed)
+    chosen = random.permutation(with_all_epochs)[:problems].tolist()
+    steps_an_epoch = math.ceil(len(chosen) / a_step)
+
+    laid_out = []
+    for epoch in range(num_epochs):
+        first_step = epoch * steps_an_epoch
+        in_epoch = []
+        for place, problem in enumerate(chosen):
+            step = first_step + place // a_step
+            for response in visits[problem][epoch]:
+                in_epoch.append(replace(response, step=step, run=0))
+        laid_out.append(in_epoch)
+    return laid_out
+
+
+def _visits_of_problems(
+    rollouts: Sequence[RecordedResponse],
+) -> dict[int, list[list[RecordedResponse]]]:
+    """Return the responses of each visit of each problem, visits in their order."""
     written: dict[int, dict[tuple[int, int], list[RecordedResponse]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for r in rollouts:
-        written[r.problem][r.step, r.run].append(r)
-    several = len({r.step for r in rollouts}) > 1
+    for response in rollouts:
+        policy = (response.step, response.run)
+        written[response.problem][policy].append(response)
+    several_policies = len({response.step for response in rollouts}) > 1
+
     visits = {}
-    for p, policies in written.items():
-        texts = [own for _, own in sorted(policies.items())]
-        if not several:
-            everything = list(itertools.chain.from_iterable(texts))
-            size = 8 if len(everything) >= 16 else 1
-            texts = [
-                everything[i : i + size]
-                for i in range(0, len(everything) - size + 1, size)
-            ]
-        visits[p] = texts[:most]
-    count = max(map(len, visits.values()))
-    with_all_epochs = sorted(p for p, texts in visits.items() if len(texts) == count)
-    chosen = (
-        np.random.default_rng(seed).permutation(with_all_epochs)[:problems].tolist()
-    )
-    steps = -(-len(chosen) // a_step)
-    return [
-        [
-            replace(r, step=epoch * steps + i // a_step, run=0)
-            for i, p in enumerate(chosen)
-            for r in visits[p][epoch]
-        ]
-        for epoch in range(count)
-    ]
+    for problem, by_policy in written.items():
+        texts = [by_policy[policy] for policy in sorted(by_policy)]
+        if not several_policies:
+            texts = _dealt_out(list(itertools.chain.from_iterable(texts)))
+        visits[problem] = texts
+    return visits
+
+
+def _dealt_out(responses: list[RecordedResponse]) -> list[list[RecordedResponse]]:
+    """Share one policy's responses to a problem out over visits; a rest is left out."""
+    size = 8 if len(responses) >= 16 else 1
+    num_visits = len(responses) // size
+    return [responses[visit * size : (visit + 1) * size] for visit in range(num_visits)]

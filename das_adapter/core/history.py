@@ -37,7 +37,7 @@ class HistoryRules:
         """Sum of what the slices of `shrink_slice` did, int64 [4] as `Shrunk`."""
 
     @property
-    def kept(self) -> bool:
+    def keeps_texts(self) -> bool:
         """Whether rollouts outlive their request: there is a history to share, to save
         and to map.
         """

@@ -118,27 +118,28 @@ def plan_one_length(
         *kept,
     )
 
+    passes_s_of_history = 0.0
+    if drafter is not None and drafter.follows:
+        # a model that follows reads in one pass what the history drafts
+        one_each = np.ones_like(max_tokens)
+        passes_s_of_history = drafter.passes_s(one_each, plain_s)
+
     best = StepPlan(none, none)
     for length, history_s in zip(tried, history_worth, strict=True):
         same = np.full_like(max_tokens, length)
-        # a model that follows reads in one pass what the history drafts
-        read = int(drafter is not None and drafter.follows)
-        shares = [(same, none, history_s, read)]
+        shares = [(same, none, history_s, passes_s_of_history)]
         if drafter is not None:
-            made = min(length, drafter.max_draft_tokens)
+            made = np.minimum(same, drafter.max_draft_tokens)
+            made_s = drafter.passes_s(made, plain_s)
             usable = np.minimum(model_tokens, length)
             model_s = model_worth[rows, usable]
             better_s = np.maximum(history_s, model_s)
-            shares.append((none, same, better_s, made))
+            shares.append((none, same, better_s, made_s))
         num_verified = running * length
         verifying_s = model.verifying_s(running, num_verified)
-        for history, by_model, saved_s, num_passes in shares:
-            passes_s = 0.0
-            if drafter is not None:
-                passes_of_each = np.full_like(max_tokens, num_passes)
-                passes_s = drafter.passes_s(passes_of_each, plain_s)
-            saved = float(np.add.reduce(saved_s))
-            gain = saved - passes_s - verifying_s
+        for history, by_model, worth_of_each_s, passes_s in shares:
+            total_worth_s = float(np.add.reduce(worth_of_each_s))
+            gain = total_worth_s - passes_s - verifying_s
             if gain > best.gain or not by_worth:
                 best = StepPlan(history, by_model, gain=gain, passes_s=passes_s)
     return best

@@ -142,7 +142,10 @@ class EngineController:
         self.live[request.req_id] = request
 
     def close(self, req_ids: Iterable[str]) -> None:
-        """Close those of these requests that are live; their texts become history."""
+        """Close those of these requests that are live: they have ended, or vLLM took
+        them out of the batch and may bring them back, which opens them again. Their
+        texts become history.
+        """
         for req_id in req_ids:
             request = self.live.pop(req_id, None)
             if request is None:

@@ -61,7 +61,7 @@ class HistorySource:
         response = text[live.start :]
         handle = self.index.open(key, before, prefix=response, ahead=live.ahead)
         slot = live.slot
-        if live.record and self._rules.kept:
+        if live.record and self._rules.keeps_texts:
             self._num_requests += 1
             if self.index.age(handle) is None:
                 self._lacking.add(slot)
@@ -73,12 +73,12 @@ class HistorySource:
         self._lengths[slot] = len(text)
 
     def close(self, live: LiveRequest) -> None:
-        """Close a request; what it wrote stays available to its siblings, if it may be
-        recorded.
+        """Close a request. Its siblings go on drafting from what it wrote, if it may be
+        recorded, until `refresh`.
         """
         self._lacking.discard(live.slot)
         handle = int(self._handles[live.slot])
-        self.index.close(handle, keep=live.record and self._rules.kept)
+        self.index.close(handle, keep=live.record and self._rules.keeps_texts)
 
     def begin_search(
         self,

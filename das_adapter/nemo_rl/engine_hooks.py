@@ -377,9 +377,7 @@ class AsyncEngineHooks(EngineHooks):
             return answers
         await asyncio.to_thread(self._session.sync, self.version)
         if self._start_order is not None:
-            expected = await asyncio.to_thread(
-                ledger.expected_lengths, ledger.LENGTHS_TIMEOUT_S
-            )
+            expected = await asyncio.to_thread(ledger.expected_lengths)
             self._start_order.refresh(expected, self.version)
         return answers
 

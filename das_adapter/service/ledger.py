@@ -27,14 +27,14 @@ _END_S = 30.0
 """How long a run waits for what an earlier run of its job has left."""
 _END_POLL_S = 0.05
 """How often a run looks whether an earlier one has ended."""
+_LENGTHS_S = 25.0
+"""How long a weight sync waits for the expected lengths."""
 _METRICS_S = 10.0
 """How long the trainer's logger waits for the figures of a step."""
 _REPORTED_STEPS = 8
 """Steps before the newest whose reports are kept."""
 _LEDGER = "das_ledger"
 HISTORY = "das_history"
-LENGTHS_TIMEOUT_S = 25.0
-"""How long a weight sync waits for the ledger's lengths."""
 NAMESPACE = "das_adapter"
 """Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace
 without a name.
@@ -171,7 +171,7 @@ def wait_for_answers(
     return found
 
 
-def expected_lengths(timeout_s: float) -> ExpectedLengths | None:
+def expected_lengths(timeout_s: float = _LENGTHS_S) -> ExpectedLengths | None:
     """Return the lengths that the ledger expects; None, with a line in the log, where
     it does not answer.
     """

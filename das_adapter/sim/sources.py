@@ -408,7 +408,7 @@ class Indexed(Source):
             text = self._response(row).tokens
             index.extend(handle, text[indexed:written])
             own_request = bool(requests.num_ahead[row] >= 0)
-            keep = self._rules.kept and own_request
+            keep = self._rules.keeps_texts and own_request
             index.close(handle, keep=keep)
 
     def sync(self, version: int, rows: Ints) -> None:
@@ -424,7 +424,7 @@ class Indexed(Source):
     def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
         """Make finished responses history: problem, int32 tokens, weight version."""
         rules = self._rules
-        if rules.kept:
+        if rules.keeps_texts:
             rules.add_and_seal(self._store, written)
             unfinished = True
             while unfinished:

@@ -174,9 +174,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         version = int(global_steps or 0)
         await asyncio.to_thread(self._session.sync, version, report=True)
         if self._start_order is not None:
-            expected = await asyncio.to_thread(
-                ledger.expected_lengths, ledger.LENGTHS_TIMEOUT_S
-            )
+            expected = await asyncio.to_thread(ledger.expected_lengths)
             self._start_order.refresh(expected, version)
 
     def _version(self) -> int:

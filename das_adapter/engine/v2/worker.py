@@ -270,7 +270,7 @@ class DeviceWorkerState(WorkerState):
             if slot is None or index is None:
                 continue
             kept_tokens = 0
-            if request is not None and request.record and self._rules.kept:
+            if request is not None and request.record and self._rules.keeps_texts:
                 num_computed = states.num_computed_tokens_np[slot]
                 before = int(max(num_computed, states.prefill_len.np[slot]))
                 begin = int(index.arena.tables.begin[slot])
