@@ -9,7 +9,7 @@ after it and when its drafts are taken, and for the search: that of more than fo
 requests, as far as it outlasts vLLM's scheduler. Shares are of an H100's roofline step
 of the 1.5B shape at a context of 2048 tokens.
 
-On V2 the requests are those of `v2_lengths.py`, with texts of one length:
+On V2 the requests are those of `modelled.py`, with texts of one length:
 `process_output` takes what a step brought and plans, `count_last` learns from it while
 the device works. Of both, `core` is what the policy takes, `record_offers` and
 `process_tokens` what the live texts take. All figures are of the quietest of three
@@ -199,9 +199,9 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
     """Return what the parts of each step took, microseconds; `unknown`: share of texts
     without a history.
     """
-    import v2_lengths
+    from modelled import EngineV2, Text
 
-    engine = v2_lengths.Engine(True, CHEAP)
+    engine = EngineV2(True, CHEAP)
     rng = np.random.default_rng(batch)
     planner = engine.planner
     rows = list[dict[str, float]]()
@@ -227,14 +227,11 @@ def choose(batch: int, unknown: float) -> list[dict[str, float]]:
 
     planner.process_output = process_output
     # it learns what steps cost
-    engine.rollout(0, [v2_lengths.Text(rng) for _ in range(batch)])
+    engine.rollout(0, [Text(rng) for _ in range(batch)])
     rows.clear()
     engine.rollout(
         1,
-        [
-            v2_lengths.Text(rng, 1000, (0.02, 0.05, 0.1, 0.2), unknown)
-            for _ in range(batch)
-        ],
+        [Text(rng, 1000, (0.02, 0.05, 0.1, 0.2), unknown) for _ in range(batch)],
     )
     assert not planner.engine.failed
     return rows[30:]

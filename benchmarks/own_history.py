@@ -24,10 +24,11 @@ class OwnHistory(SuffixIndex):
         self.store.add(problem, tokens, version)
 
     def seal(self, window: int = ALL) -> None:
-        """Draft from what was added, from now on; `window` as in
-        `HistoryStore.seal`.
+        """Draft from what was added, from now on; `window`: visits that each problem
+        keeps.
         """
-        self.store.seal(window)
+        self.store.window = window
+        self.store.seal()
         while self.store.work():
             pass
         self.refresh()

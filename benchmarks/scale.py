@@ -114,21 +114,21 @@ def sync(problems: int, tokens: int, known: int, syncs: int) -> dict[str, Any]:
     mapped = []
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        HistoryStore(directory) as store,
+        HistoryStore(directory, WINDOW) as store,
     ):
         for problem in range(known):
             store.add(2**32 + problem, rng.integers(0, 100_000, 40, dtype=np.int32), 0)
-        store.seal(WINDOW)
+        store.seal()
         engine = Engine(store.directory)
         for version in range(1, syncs + 1):
             rows = lengths(rng, version, problems)
             for problem in np.unique(rows["problem"]).tolist():
                 for text in texts(rng, tokens):
                     store.add(problem, text, version)
-                store.work(WINDOW)
-            while store.work(WINDOW) or store.staged:
+                store.work()
+            while store.work() or store.staged:
                 pass
-            published.append(timed(lambda: store.seal(WINDOW)))
+            published.append(timed(lambda: store.seal()))
             generation = store.generation
             mapped.append(timed(lambda: engine.refresh(generation, rows)))  # noqa: B023
         assert engine.index.problems >= known

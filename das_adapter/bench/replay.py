@@ -539,8 +539,12 @@ def _stock(rollouts: Rollouts) -> Found:
 @functools.cache
 def _past() -> HistoryStore:
     """Return the history of this process's engine."""
+    from das_adapter.config import HistoryConfig
+    from das_adapter.core.history import HistoryRules
+
     folder = Path(os.environ[FOLDER])
-    return HistoryStore(folder / "history")
+    rules = HistoryRules(HistoryConfig())
+    return HistoryStore(folder / "history", rules.window)
 
 
 _TURNS = itertools.count()

@@ -60,7 +60,7 @@ class HistoryRules:
         beyond the window are dropped. Arguments as in `add_trajectories`.
         """
         self.add_trajectories(store, trajectories)
-        store.seal(self.window)
+        store.seal()
 
     def add_trajectories(
         self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]

@@ -153,7 +153,7 @@ class Writer:
                     # thinning merges as well: no problem is written twice
                     self._thin_out()
                 else:
-                    more = self.store.work(self.rules.window, every=crowded)
+                    more = self.store.work(every=crowded)
                 time.sleep(_YIELD_S)  # whoever waits for the store has its turn
         if crowded and not self.store.staged:
             self.publish()
@@ -177,7 +177,7 @@ class Writer:
                 return 0
             staged_before = self.store.staged
             with self._anew_where_damaged():
-                self.store.seal(self.rules.window, tokens)
+                self.store.seal(tokens)
                 self.altered = False
                 self._logged_error = ""
                 self._may_exceed = True
@@ -202,7 +202,7 @@ class Writer:
             try:
                 # the janitor removes it if this process is killed
                 saved = store.directory / "restored.tmp"
-                self.store.save(saved, self.rules.window)
+                self.store.save(saved)
                 store.absorb(saved)
                 saved.unlink()
                 self.store = store
@@ -252,7 +252,7 @@ class Writer:
             self._published.append(file)
 
     def _open_store(self, directory: Path) -> HistoryStore:
-        store = HistoryStore(directory)
+        store = HistoryStore(directory, self.rules.window)
         make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)

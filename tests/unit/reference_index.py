@@ -93,6 +93,7 @@ class ReferenceIndex:
             max(1, int(CPP_SIBLING_WEIGHT * 2.0 ** (-age / CPP_HALF_LIFE_VISITS) + 0.5))
             for age in range(256)
         ]
+        self.window = 2**31
         self._staged: dict[int, list[Trajectory]] = {}
         self._history: dict[int, list[Trajectory]] = {}
         self._live: dict[
@@ -111,10 +112,10 @@ class ReferenceIndex:
                 Trajectory([START, *tokens], version)
             )
 
-    def seal(self, window: int = 2**31) -> None:
+    def seal(self) -> None:
         for problem, added in self._staged.items():
             trajectories = [*self._history.get(problem, []), *added]
-            kept = sorted({t.version for t in trajectories})[-window:]
+            kept = sorted({t.version for t in trajectories})[-self.window :]
             self._history[problem] = [t for t in trajectories if t.version in kept]
         self._staged = {}
 

@@ -60,7 +60,8 @@ def test_a_store_that_takes_a_saved_one_in_drafts_as_it_and_goes_on_like_it(
         assert any(drafts(other))
         for store in (one, other):
             store.add(2**63, [1, 2, 3, 4, 1, 2], 3)
-            store.seal(window=2)
+            store.window = 2
+            store.seal()
         assert (other.nbytes, other.tokens) == (one.nbytes, one.tokens)
         assert drafts(other) == drafts(one)
 

@@ -106,7 +106,8 @@ class SameDrafts(RuleBasedStateMachine):
     @rule(window=WINDOWS)
     def seal(self, window: int = ALL) -> None:
         for store in self.store:
-            store.seal(window)
+            store.window = window
+            store.seal()
         self.refresh(0)
 
     @rule()

@@ -194,7 +194,8 @@ def test_files_that_nobody_reads_any_more_are_mapped_no_more(
     mapped = []
     for version in range(10):
         store.add(1, POEM, version)
-        store.seal(window=1)
+        store.window = 1
+        store.seal()
         index.refresh()
         assert drafted(index) == POEM
         mapped.append(Path("/proc/self/maps").read_text().count(f"{store.directory}/"))
@@ -206,7 +207,8 @@ def test_files_beyond_the_window_go_two_generations_later(store: HistoryStore) -
     store.seal()
     old = names(store)
     store.add(1, POEM[::-1], 5)
-    store.seal(window=1)
+    store.window = 1
+    store.seal()
     assert store.tokens == len(POEM)
     index = SuffixIndex.attach(store.directory)
     assert drafted(index, 1) == POEM[::-1]
@@ -308,9 +310,9 @@ def test_with_scope_global_what_all_prompts_wrote_stays(
     texts = rng.permutation(6000).reshape(300, 20).astype(np.int32)
     for version, text in enumerate(texts[:280]):
         policy.add_and_seal(store, [(version, text.tobytes(), version)])
-        while store.work(policy.window):
+        while store.work():
             pass
-    store.save(tmp_path / "saved", policy.window)
+    store.save(tmp_path / "saved")
     with HistoryStore(tmp_path / "resumed") as resumed:
         resumed.absorb(tmp_path / "saved")
         for version, text in enumerate(texts[280:], 280):
@@ -351,7 +353,8 @@ def test_a_late_response_does_not_write_a_large_history_again(
 def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
     for version in range(4):
         store.add(1, POEM, version)
-        generation = store.seal(window=2)
+        store.window = 2
+        generation = store.seal()
         assert SuffixIndex.attach(store.directory).tokens == min(2, version + 1) * len(
             POEM
         )
@@ -365,7 +368,8 @@ def test_a_reader_two_generations_behind_still_maps_its_own(
     generations = []
     for version in range(4):
         store.add(1, [version] * 3 + rng.integers(10, 20, 30).tolist(), version)
-        generations.append(store.seal(window=1))  # nothing of the last step stays
+        store.window = 1
+        generations.append(store.seal())  # nothing of the last step stays
         settle(store)
     behind = store.generation - 2
     lagging = SuffixIndex.attach(store.directory)
@@ -375,7 +379,8 @@ def test_a_reader_two_generations_behind_still_maps_its_own(
     before = drafted(held)
     for version in range(4, 10):
         store.add(1, [version, 77, 78], version)
-        store.seal(window=1)
+        store.window = 1
+        store.seal()
     assert drafted(held) == before  # its files are unlinked, its mapping is not
     with pytest.raises(FileNotFoundError):
         held.refresh(generations[0])
@@ -641,7 +646,8 @@ def test_a_reader_follows_what_changed_and_a_new_one_finds_all(
     for version in (1, 2, 3):
         store.add(version, POEM[version:], version)
         store.add(5000 + version, POEM, version)
-        generation = store.seal(window=1)
+        store.window = 1
+        generation = store.seal()
     assert len(names(store, "whole")) == 1
     late = SuffixIndex.attach(store.directory)
     assert early.refresh() == late.generation == generation
@@ -731,7 +737,8 @@ def test_problems_are_given_to_another_store_and_draft_there_as_before(
     assert drafted(moved, 0, (1, 2)) == drafted(before, 0, (1, 2))
     assert drafted(moved, 1, tuple(POEM[:3])) == POEM[3:]
     there.add(1, POEM, 10)
-    there.seal(window=2)
+    there.window = 2
+    there.seal()
     moved.refresh()
     assert moved.tokens == before.tokens // 3 + 2 * len(POEM)
     there.close()

@@ -45,9 +45,13 @@ class HistoryStore:
     time. Any thread may call.
     """
 
-    def __init__(self, directory: FilePath) -> None:
+    def __init__(self, directory: FilePath, window: int = ALL) -> None:
         """Create the directory for this user alone, or take over what an earlier store
         left there.
+
+        Args:
+            directory: of the files.
+            window: visits that each problem keeps, the newest, once it is added to.
 
         Raises:
             DasError: another store writes there.
@@ -55,6 +59,7 @@ class HistoryStore:
                 damaged.
         """
         self.directory = Path(directory)
+        self.window = window
         self._lock = threading.RLock()
         self._last_added_s = 0.0
         """The time when a text was added last, by `time.monotonic`."""
@@ -83,16 +88,13 @@ class HistoryStore:
             self._core.add(problem, ids, version)
             self._last_added_s = time.monotonic()
 
-    def seal(self, window: int = ALL, tokens: int = 2**62) -> int:
-        """Publish what was added, at the end of a step; return the generation.
-
-        Args:
-            window: visits that each problem added to keeps, the newest.
-            tokens: tokens that are sealed at most, about; the others follow in `work`,
-                for the next generation.
+    def seal(self, tokens: int = 2**62) -> int:
+        """Publish what was added, at the end of a step; return the generation. At most
+        so many tokens are sealed, about; the others follow in `work`, for the next
+        generation.
         """
         with self._changing():
-            self._core.seal(window, max_tokens=tokens)
+            self._core.seal(self.window, max_tokens=tokens)
             self._core.publish(True)
             return self.generation
 
@@ -106,7 +108,7 @@ class HistoryStore:
                 )
             yield
 
-    def work(self, window: int = ALL, every: bool = False) -> bool:
+    def work(self, every: bool = False) -> bool:
         """Do a slice of the work between two seals; return whether there is more now.
 
         Problems are sealed that have as many trajectories as problems had in the
@@ -121,7 +123,9 @@ class HistoryStore:
             min_texts = 1 if seal_all else self._core.group
             sealed = 0
             if min_texts:
-                sealed = self._core.seal(window, min_texts, tuning.SEAL_SLICE_TOKENS)
+                sealed = self._core.seal(
+                    self.window, min_texts, tuning.SEAL_SLICE_TOKENS
+                )
             merged = 0
             if not sealed:
                 merged = self._core.merge(tuning.SEAL_SLICE_TOKENS)
@@ -178,12 +182,12 @@ class HistoryStore:
         with self._lock:
             return bool(self._core.has(problem, tokens_of(tokens), version))
 
-    def save(self, path: FilePath, window: int = ALL) -> None:
+    def save(self, path: FilePath) -> None:
         """Write the history to one file, for `absorb` of another store; what was added
         is sealed before. Other threads may change the history while it is written.
         """
         with self._lock:
-            self._core.seal(window)
+            self._core.seal(self.window)
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
