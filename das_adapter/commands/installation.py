@@ -142,18 +142,23 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     host, content = configs.load(path, overrides)
     arguments: dict[str, Any] = {}
+    model = None
     if host:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
             das, arguments = _of_host(host, content)
+            model = configs.policy_of(host, content)
         except OmegaConfBaseException as error:
             where = f"{path}, which overrides of the host's command line may follow"
             raise ConfigError(f"{where}: {error}") from None
     elif das := parse(content):
         check_files(das)
+    das, beside = configs.with_policy(das, model, arguments)
     block = das and configs.effective(das)
     runs = configs.placement(das, host, arguments)
+    if beside:
+        runs = {"policy": beside, **runs}
     if as_json:
         print_json({"host": host, "das": block, "runs": runs})
         return

@@ -25,6 +25,18 @@ def number(value: Value, unit: str, reason: str) -> Value:
 
 # How much is drafted, and for whom (core/policy.py)
 
+RECURRENT_DRAFT = number(
+    3,
+    "draft tokens, at most, of a policy with recurrent state, where the block leaves it"
+    " open",
+    "a guess: each takes a whole state of each request, 61 MiB with Qwen3.5-35B",
+)
+RECURRENT_DRAFT_MOST = number(
+    7,
+    "draft tokens, at most, of a policy with recurrent state",
+    "vLLM's fused kernel for Gated DeltaNet takes 8 tokens (MAX_FUSED_GDN_MTP_TOKENS)",
+)
+
 REPLAN_STEPS = number(
     64,
     "decode steps after which the worth of a token is computed anew, at the latest",

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from das_adapter import compat, tried
+from das_adapter.engine import recurrent
 from das_adapter.engine.settings import history_name, hosted, runs_v2, settings
 from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
@@ -64,6 +65,9 @@ def bind_worker(stock: Any) -> Any:
             admission.admit_by_worth.apply()
             admission.capture_plain_steps.apply()
             admission.allow_no_graphs.try_apply()
+            if recurrent.is_recurrent(self.vllm_config.model_config):
+                recurrent.capture_any_length.apply()
+                recurrent.begin_with_accepted_state.apply()
             drop_drafts_beside_chosen_tokens.apply()
             if config.keyed:
                 verify_by_equality.apply()

@@ -12,6 +12,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.engine.recurrent import shorter_drafts
 from das_adapter.engine.requests import RequestLabels
 from das_adapter.engine.runner import forget_v1, refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
@@ -22,6 +23,7 @@ from das_adapter.engine.settings import (
     runs_v2,
     settings,
     take_block_from_environment,
+    with_draft_tokens,
 )
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
@@ -104,6 +106,10 @@ def _made(
     choice = runner_for(args, config, HAS_TRITON)
     if choice.v1 is None and args.speculative_config is None:
         made = _with(args, choice.arguments, config, make)
+        shorter = shorter_drafts(config, made)
+        if shorter is not None:
+            args.speculative_config = None
+            return _made(args, with_draft_tokens(args, config, shorter), make)
         if runs_v2(made):
             logger.info(
                 "das: vLLM's V2 model runner: %s drafts on the device", config.drafter

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from das_adapter import compat, features
 from das_adapter.config import DasConfig
+from das_adapter.engine.recurrent import UNFIT_DEVICES, is_recurrent
 from das_adapter.engine.settings import hosted, runs_v2
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import (
@@ -191,7 +192,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
     over = getattr(parallel, "prefill_context_parallel_size", 1)
     ranks = parallel.tensor_parallel_size
     backend = parallel.distributed_executor_backend
-    recurrent = model.is_hybrid or model.is_attention_free
+    recurrent = is_recurrent(model)
     vllms_own = config.neural and not config.uses_history and not config.controlled
     refused = {
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
@@ -212,9 +213,15 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         "watermark_config": (
             config.keyed and getattr(vllm_config, "watermark_config", None) is not None
         ),
-        # After a step without drafts it goes on from before the last accepted tokens:
-        # on V1, and in most of V2.
-        "a policy with recurrent state": recurrent and config.controlled,
+        # After a step without drafts V1 goes on from before the last accepted tokens.
+        f"a policy with recurrent state on vLLM's V1 model runner (V2 runs it, from"
+        f" vLLM {compat.V2_RUNNER.oldest} on)": (
+            recurrent and config.controlled and not runs_v2(vllm_config)
+        ),
+        # Its passes would write the policy's own state.
+        "a policy with recurrent state": (
+            recurrent and config.controlled and config.by_model
+        ),
     }
     if config.copies_policy:
         refused |= {
@@ -255,7 +262,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             f" ({names}), which vLLM's V1 runner leaves out beside any drafter: other"
             " tokens would be written; allowed: das.drafter='none'"
         )
-    if recurrent and vllm_config.device_config.device_type == "cpu":
+    if recurrent and vllm_config.device_config.device_type in UNFIT_DEVICES:
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a"
             " CPU, where vLLM's convolutions keep what rejected draft tokens left:"

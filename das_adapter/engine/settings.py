@@ -152,10 +152,17 @@ def draft_less(args: Any, config: DasConfig) -> DasConfig:
             " of every request"
         )
     logger.warning("das: max_draft_tokens=%d beside LoRA adapters with %s", fit, sizes)
-    lowered = config.model_copy(update={"max_draft_tokens": fit})
-    block = lowered.to_dict()
+    return with_draft_tokens(args, config, fit)
+
+
+def with_draft_tokens(args: Any, config: DasConfig, most: int) -> DasConfig:
+    """Return a block with so many draft tokens at most, which all processes of an
+    engine (vLLM's `EngineArgs`) then have.
+    """
+    changed = config.model_copy(update={"max_draft_tokens": most})
+    block = changed.to_dict()
     args.additional_config = {**args.additional_config, SETTINGS_KEY: block}
-    return lowered
+    return changed
 
 
 def history_name(vllm_config: Any) -> str:

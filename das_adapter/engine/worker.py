@@ -17,6 +17,12 @@ from das_adapter.engine.alone import Standalone
 from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
 from das_adapter.engine.failures import log_failure
 from das_adapter.engine.policy_copy import PolicyCopy
+from das_adapter.engine.recurrent import (
+    recurrent_layers,
+    refuse_layers,
+    state_bytes,
+    tell_memory,
+)
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
@@ -106,8 +112,13 @@ class WorkerState:
 
     def loaded(self) -> None:
         """Take over what vLLM has just loaded: the policy, and a drafter with
-        weights.
+        weights. ConfigError: the policy has recurrent layers beside which no drafts can
+        stand.
         """
+        layers = recurrent_layers(self.runner.vllm_config)
+        if layers and self.config.drafter != "none":
+            refuse_layers(self.config, layers)
+            tell_memory(self.runner.vllm_config, state_bytes(layers))
         if self.draft_weights:
             self.draft_weights.follow_drafter()
         if self.draft_weights or self.standalone:

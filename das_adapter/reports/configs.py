@@ -16,6 +16,7 @@ from das_adapter.engine.runner import runner_for
 from das_adapter.engine.settings import without_host
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import draft_lengths, engine_args
+from das_adapter.reports import policies
 
 VERL = "veRL"
 NEMO_RL = "NeMo-RL"
@@ -103,6 +104,43 @@ def effective(das: DasConfig) -> dict[str, Any]:
     return whole
 
 
+def policy_of(host: str, content: Any) -> str | None:
+    """Return the path or name of the policy in a host's config; None: it has none."""
+    from omegaconf import OmegaConf
+
+    key = "actor_rollout_ref.model.path" if host == VERL else "policy.model_name"
+    found = OmegaConf.select(content, key)
+    return found if isinstance(found, str) else None
+
+
+def with_policy(
+    das: DasConfig | None, model: str | None, arguments: Mapping[str, Any]
+) -> tuple[DasConfig | None, str]:
+    """Return a block as engines take it beside a policy, and what is said of that;
+    empty: nothing.
+
+    Args:
+        das: the block; None: there is none.
+        model: path or name of the policy; None: it is not known.
+        arguments: engine arguments that the host's config gives.
+
+    Raises:
+        ConfigError: engines with this policy refuse the block.
+    """
+    if das is None or das.drafter == "none" or model is None:
+        return das, ""
+    content = policies.read(model)
+    if content is None:
+        policy = policies.named(model)
+    else:
+        policy = policies.recurrent(content)
+    if policy is None and content is None:
+        return das, f"not known: the config.json of {model} is not here"
+    if policy is None:
+        return das, ""
+    return policies.beside_policy(das, policy, _v1(das, arguments, triton=True))
+
+
 def placement(
     das: DasConfig | None,
     host: str | None,
@@ -185,9 +223,16 @@ def _runner(das: DasConfig, arguments: Mapping[str, Any], triton: bool) -> str |
             "not known, for lack of vLLM here: V1 where it is older than"
             f" {compat.V2_RUNNER.oldest}"
         )
+    why = _v1(das, arguments, triton)
+    return why and f"V1: {why}"
+
+
+def _v1(das: DasConfig, arguments: Mapping[str, Any], triton: bool) -> str | None:
+    """Return why engines run V1; None: they run V2, or there is no vLLM here."""
+    if compat.version("vllm") is None:
+        return None
     given = {
         "speculative_config": None,
         "async_scheduling": arguments.get("async_scheduling"),
     }
-    why = runner_for(SimpleNamespace(**given, **engine_args(das)), das, triton).v1
-    return why and f"V1: {why}"
+    return runner_for(SimpleNamespace(**given, **engine_args(das)), das, triton).v1

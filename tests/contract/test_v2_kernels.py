@@ -32,14 +32,17 @@ POEM = 90
 
 @pytest.mark.parametrize(
     ("which", "passed"),
-    [("not long", 40), pytest.param("long", 3, marks=pytest.mark.long)],
+    [("not long", 46), pytest.param("long", 3, marks=pytest.mark.long)],
 )
 def test_kernels_equal_their_reference_in_the_interpreter(
     newest_env: dict[str, str], which: str, passed: int
 ) -> None:
     import v2_cpu
 
-    interpreted = str(HERE / "interpreted_kernels.py")
+    interpreted = [
+        str(HERE / "interpreted_kernels.py"),
+        str(HERE / "interpreted_recurrent.py"),
+    ]
     run = subprocess.run(
         [
             sys.executable,
@@ -50,7 +53,7 @@ def test_kernels_equal_their_reference_in_the_interpreter(
             "no:cacheprovider",
             "-m",
             which,
-            interpreted,
+            *interpreted,
         ],
         env={**os.environ, **newest_env, **v2_cpu.ENV},
         capture_output=True,

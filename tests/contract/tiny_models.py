@@ -44,6 +44,61 @@ def mixture_of_experts() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+RECURRENT = {
+    name: value for name, value in SHAPE.items() if name != "num_hidden_layers"
+}
+
+
+def deltanet() -> Any:
+    """Qwen3-Next, with experts in its last layer: three layers of Gated DeltaNet, one of attention."""
+    config = transformers.Qwen3NextConfig(
+        **RECURRENT,
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=4,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+    return transformers.Qwen3NextForCausalLM(config)
+
+
+def mamba2() -> Any:
+    """Nemotron-H: two layers of Mamba2, one of attention, two of feed-forward."""
+    config = transformers.NemotronHConfig(
+        **RECURRENT,
+        layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=16,
+    )
+    return transformers.NemotronHForCausalLM(config)
+
+
+def short_convolutions() -> Any:
+    """LFM2: three layers of short convolutions, one of attention."""
+    config = transformers.Lfm2Config(
+        **RECURRENT,
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=3,
+        conv_bias=False,
+        # which vLLM reads
+        block_dim=64,
+        conv_dim=64,
+        block_auto_adjust_ff_dim=False,
+    )
+    return transformers.Lfm2ForCausalLM(config)
+
+
 PIXELS = 16
 """An image's side."""
 
@@ -118,12 +173,24 @@ def write(kind: str, directory: Path) -> str:
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(POLICY / name, directory)
+    if kind == "mamba2":
+        # as in NVIDIA's checkpoints
+        path = directory / "model.safetensors"
+        weights = load_file(path)
+        weights["backbone.embeddings.weight"] = weights.pop("backbone.embedding.weight")
+        save_file(weights, path, metadata={"format": "pt"})
     if kind == "images":
         write_image_processor(directory)
     return str(directory)
 
 
-KINDS = {"experts": mixture_of_experts, "images": images}
+KINDS = {
+    "experts": mixture_of_experts,
+    "images": images,
+    "deltanet": deltanet,
+    "mamba2": mamba2,
+    "short_convolutions": short_convolutions,
+}
 
 
 @functools.cache

@@ -72,9 +72,15 @@ def stand_in(interpreted: bool) -> None:
     """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run
     them all, and hold vLLM's against what stands in for them elsewhere.
     """
+    import recurrent_layers
     import v2_stand_ins
 
+    from das_adapter.engine.recurrent import UNFIT_DEVICES
+
     v2_stand_ins.install(compared=interpreted)
+    recurrent_layers.install()
+    # whose kernels go on from the last accepted token
+    UNFIT_DEVICES.clear()
     exchange_between_experts()
     if not interpreted:
         from device_reference import launch

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from das_adapter.core.backoff import RolloutRest
 from das_adapter.core.confidence import Confidence
-from das_adapter.engine import rehearsal
+from das_adapter.engine import recurrent, rehearsal
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.plan import DraftPlan
 from das_adapter.engine.rehearsal import TOKEN
@@ -284,6 +284,79 @@ def any_length(reading_along: bool) -> None:
         MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
 
 
+def changing_lengths() -> None:
+    """Draft as many tokens for all requests as no controller would, none among them,
+    and count the requests that carry no draft into the step after one in which some of
+    theirs were accepted.
+    """
+    steps = itertools.count()
+    output = StepPlanner.process_output
+    accepted = dict[str, int]()
+
+    def arbitrary(self: Any, arrived: Output) -> DraftPlan:
+        output(self, arrived)
+        verified = arrived.step.verified
+        for row, req_id in enumerate(arrived.step.req_ids):
+            has_none = verified is None or not verified[row]
+            count = has_none and accepted.get(req_id, 0) > 0
+            name = "plain after accepted"
+            COMPARED[name] = COMPARED.get(name, 0) + count
+            accepted[req_id] = len(arrived.sampled[row]) - 1
+        tokens = (5, 0, 0, 3, 0, 1, 5, 0)[next(steps) % 8]
+        return DraftPlan(tokens, budget=tokens * len(arrived.sampled))
+
+    StepPlanner.process_output = arbitrary  # type: ignore[method-assign]
+
+
+def preempted_now_and_then() -> None:
+    """Preempt all requests in every 23rd step, and draft as `changing_lengths`."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    changing_lengths()
+    steps = itertools.count(1)
+    schedule = Scheduler.schedule
+
+    def preempts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.running and next(steps) % 23 == 0:
+            self.reset_prefix_cache(reset_running_requests=True)
+        return schedule(self, *args, **kwargs)
+
+    Scheduler.schedule = preempts
+
+
+def accepted_counts_withheld() -> None:
+    """Let no recurrent layer know how many tokens were accepted."""
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+    changing_lengths()
+    after = MambaHybridModelState.postprocess_state
+
+    def forget(self: Any, *args: Any, **kwargs: Any) -> None:
+        after(self, *args, **kwargs)
+        self.num_accepted_tokens_gpu.fill_(1)
+
+    MambaHybridModelState.postprocess_state = forget
+
+
+def plain_without_draft() -> None:
+    """Compute requests without a draft as without speculation, as vLLM 0.31 does with
+    Gated DeltaNet.
+    """
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+    changing_lengths()
+    object.__setattr__(recurrent.begin_with_accepted_state, "apply", lambda: None)
+    build = GDNAttentionMetadataBuilder.build
+
+    def plain(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = kwargs.get("num_decode_draft_tokens_cpu")
+        if drafted is not None:
+            drafted[drafted == 0] = -1
+        return build(self, *args, **kwargs)
+
+    GDNAttentionMetadataBuilder.build = plain
+
+
 def warmed_up(act: Callable[[], None]) -> None:
     """Do something else, and warm the engine's kernels up as vLLM does on a GPU: with
     requests of its own. Count the texts without tokens that an engine without a host
@@ -431,6 +504,7 @@ SABOTAGE = {
         f"failing once in {place}": functools.partial(failing_once, *found)
         for place, found in PLACES.items()
     },
+    "accepted counts withheld": accepted_counts_withheld,
     "any draft length": functools.partial(any_length, False),
     "any draft length, noted verification": functools.partial(
         noted, functools.partial(any_length, False)
@@ -439,6 +513,7 @@ SABOTAGE = {
     "any draft length, warmed up": functools.partial(
         warmed_up, functools.partial(any_length, False)
     ),
+    "changing lengths of all": changing_lengths,
     "drafter without weights": drafter_without_weights,
     "drafter without weights at one place": functools.partial(
         weights_at_one_place, True
@@ -447,6 +522,8 @@ SABOTAGE = {
     "failing drafter, noted verification": functools.partial(noted, failing_drafter),
     "failing search": failing_search,
     "garbage drafts": garbage_drafts,
+    "plain without draft": plain_without_draft,
+    "preempted now and then": preempted_now_and_then,
     "replayed passes": replayed_passes,
     "slow policy": slow_policy,
     "slow policy, no rehearsal": functools.partial(without_rehearsal, slow_policy),

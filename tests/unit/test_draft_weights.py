@@ -450,9 +450,13 @@ def test_drafts_are_drawn_with_keyed_noise_where_a_drafter_has_what_that_takes(
         "speculate": "always",
     }
     policy = Model(layer=part(1))
-    HostWorkerState(
-        SimpleNamespace(drafter=drafter, get_model=lambda: policy), parse(das)
-    ).loaded()
+    layers = SimpleNamespace(static_forward_context={})
+    runner = SimpleNamespace(
+        drafter=drafter,
+        get_model=lambda: policy,
+        vllm_config=SimpleNamespace(compilation_config=layers),
+    )
+    HostWorkerState(runner, parse(das)).loaded()
     taken_over = {"set_inputs_first_pass", "_sample_draft_tokens"} & vars(
         drafter
     ).keys()

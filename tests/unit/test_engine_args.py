@@ -358,6 +358,7 @@ def test_slots_for_drafting_leave_a_step_the_tokens_that_it_has_without_drafts(
             "scheduler_config": sizes,
             "speculative_config": speculative,
             "parallel_config": None,
+            "model_config": SimpleNamespace(is_hybrid=False, is_attention_free=False),
         }
         return SimpleNamespace(**found, use_v2_model_runner=True)
 

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from das_adapter.config import parse
+from das_adapter.engine import recurrent
 from das_adapter.engine.runner import refuse
 from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
@@ -176,18 +178,23 @@ def test_what_it_can_do_is_allowed() -> None:
 def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) -> None:
     drafts = parse({})
     always = parse({"drafter": "mtp", "budget": "unlimited", "speculate": "always"})
-    for v2 in (False, True):
-        policy = engine({trait: True})
-        policy.use_v2_model_runner = v2
-        with pytest.raises(
-            ConfigError,
-            match=(
-                r"das\.drafter='history' does not work with a policy with recurrent"
-                r" state"
-            ),
-        ):
-            refuse(drafts, policy)
-        refuse(always, policy)
+    v1 = engine({trait: True})
+    v2 = engine({trait: True})
+    v2.use_v2_model_runner = True
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"das\.drafter='history' does not work with a policy with recurrent"
+            r" state on vLLM's V1 model runner"
+        ),
+    ):
+        refuse(drafts, v1)
+    refuse(drafts, v2)
+    refuse(always, v1)
+    refuse(always, v2)
+    for drafter in ("self", "history+self", "history+mtp"):
+        with pytest.raises(ConfigError, match="a policy with recurrent state"):
+            refuse(parse({"drafter": drafter}), v2)
     with pytest.raises(
         ConfigError,
         match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU",
@@ -217,3 +224,77 @@ def test_vllms_rust_front_end_is_refused(
             prepare_standalone(args, config)
     else:
         prepare_standalone(args, config)
+
+
+def recurrent_engine(**given: Any) -> Any:
+    """vLLM's config of an engine with a recurrent policy."""
+    found = engine({"is_hybrid": True})
+    found.scheduler_config = SimpleNamespace(max_num_seqs=8)
+    for name, value in given.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("block", "fewer"),
+    [
+        ({}, 3),
+        ({"max_draft_tokens": None}, 3),
+        ({"max_draft_tokens": 7}, None),
+        ({"max_draft_tokens": 1}, None),
+        ({"drafter": "mtp"}, None),
+    ],
+)
+def test_a_recurrent_policy_has_short_drafts(
+    block: dict[str, Any], fewer: int | None
+) -> None:
+    config = parse(block)
+    assert recurrent.shorter_drafts(config, recurrent_engine()) == fewer
+    assert recurrent.shorter_drafts(config, engine({})) is None
+
+
+def test_more_states_than_a_recurrent_policy_allows_are_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"das\.max_draft_tokens: found 8, allowed .* recurrent state: at most 7",
+    ):
+        recurrent.shorter_drafts(parse({"max_draft_tokens": 8}), recurrent_engine())
+
+
+def recurrent_layer(builder: str) -> Any:
+    """A recurrent layer with that builder of metadata, and two states of 1 KiB."""
+    backend = SimpleNamespace(get_builder_cls=lambda: type(builder, (), {}))
+    return SimpleNamespace(
+        mamba_type=object(),
+        get_attn_backend=lambda: backend,
+        get_state_shape=lambda: ((4, 64), (2, 256)),
+        get_state_dtype=lambda: (torch.float32, torch.bfloat16),
+    )
+
+
+def test_layers_that_go_on_from_rejected_tokens_are_refused_by_name() -> None:
+    known = [recurrent_layer(name) for name in recurrent.BUILDERS]
+    policy = recurrent_engine()
+    layers = {"0": known[0], "1": object(), "2": known[1]}
+    policy.compilation_config = SimpleNamespace(static_forward_context=layers)
+    assert recurrent.recurrent_layers(policy) == known[:2]
+    recurrent.refuse_layers(parse({}), known)
+    with pytest.raises(
+        ConfigError,
+        match=r"recurrent layers \(1 of SimpleNamespace\) .* allowed: das\.drafter",
+    ):
+        recurrent.refuse_layers(
+            parse({}), [*known, recurrent_layer("Mamba1AttentionMetadataBuilder")]
+        )
+
+
+def test_the_memory_of_states_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [recurrent_layer(recurrent.BUILDERS[0])] * 1024
+    num_bytes = recurrent.state_bytes(layers)
+    assert num_bytes == 2 * 2**20
+    caplog.set_level("INFO")
+    recurrent.tell_memory(recurrent_engine(num_speculative_tokens=3), num_bytes)
+    assert (
+        "recurrent state: 8.0 MiB a request on each rank, of which 6.0 MiB are for"
+        " max_draft_tokens=3; 0.1 GiB where max_num_seqs=8 requests run"
+    ) in caplog.text

@@ -15,6 +15,7 @@ import numpy as np
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu import structured_outputs
 
+from das_adapter.engine.recurrent import is_recurrent
 from das_adapter.engine.v2.verification import draw_without_drafts
 from das_adapter.patching import patch
 
@@ -106,6 +107,8 @@ class Survival:
     def __init__(self, runner: Any, failed: Callable[[Exception], None]) -> None:
         """`failed`: is told why a step was taken again."""
         self._runner = runner
+        # which the step may have changed
+        self._has_state = is_recurrent(runner.vllm_config.model_config)
         self._failed = failed
         self.drafts_no_more = False
         """Whether steps verify no drafts and make none."""
@@ -136,7 +139,7 @@ class Survival:
             try:
                 return stock(scheduled, *args, **kwargs)
             except Exception as error:
-                if not may_be_repeated(error):
+                if self._has_state or not may_be_repeated(error):
                     raise
                 self._failed(error)
                 scheduled = without_news(scheduled)

@@ -1,0 +1,151 @@
+"""Policies with recurrent state on vLLM's V2 model runner: whatever was drafted and
+accepted before, a step begins with the state of the last token that is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jobs import Round
+from requested import (
+    ALWAYS,
+    PLAIN,
+    drafted_on_v2,
+    nightly,
+    requests,
+    shortened,
+    stock,
+    synced,
+    tokens,
+    two_rounds,
+)
+
+KINDS = ("deltanet", "mamba2", "short_convolutions")
+DEVICE = {"history": {"device_bytes": "2MiB"}}
+HISTORY = {"drafter": "history", "max_draft_tokens": 5, **ALWAYS, **DEVICE}
+LIKELY = [{"temperature": 0.3}]
+ROUNDS = synced(
+    two_rounds(requests(shortened([*PLAIN, *LIKELY], 40), 9, ignore_eos=True))
+)
+
+
+def drafted(
+    v2_engine: Any,
+    policy: str,
+    das: dict[str, Any],
+    rounds: list[Round] = ROUNDS,
+    **job: Any,
+) -> list[dict[str, Any]]:
+    """Return what an engine says whose tokens are those of stock vLLM, and which has
+    accepted drafts.
+    """
+    engine = {"model": policy, "enable_prefix_caching": False, **job.pop("engine", {})}
+    reference = v2_engine(das=None, engine=engine, rounds=stock(rounds))
+    result = v2_engine(das=das, engine=engine, rounds=rounds, **job)
+    drafted_on_v2(result, reference)
+    assert result[-1]["stats"]["accepted_tokens"] > 3
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_changing_lengths_write_stock_vllms_tokens(
+    v2_engine: Any, policies: Any, kind: str
+) -> None:
+    result = drafted(
+        v2_engine, policies(kind), HISTORY, sabotage="changing lengths of all"
+    )
+    stats = result[-1]["stats"]
+    assert stats["draft_tokens"] > stats["accepted_tokens"] + 10
+    # rows without a draft after one of which some were accepted
+    assert result[-1]["compared"]["plain after accepted"] > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "sabotage"),
+    [
+        *((kind, "accepted counts withheld") for kind in KINDS),
+        ("deltanet", "plain without draft"),
+    ],
+)
+def test_a_state_of_another_token_writes_other_tokens(
+    v2_engine: Any, policies: Any, kind: str, sabotage: str
+) -> None:
+    """What the other tests would find."""
+    engine = {"model": policies(kind), "enable_prefix_caching": False}
+    reference = v2_engine(das=None, engine=engine, rounds=stock(ROUNDS))
+    result = v2_engine(das=HISTORY, engine=engine, rounds=ROUNDS, sabotage=sabotage)
+    assert result[-1]["stats"]["accepted_tokens"] > 0
+    assert result[-1]["tokens"] != reference[-1]["tokens"]
+
+
+@pytest.mark.parametrize("kind", ["deltanet", *nightly("mamba2")])
+def test_the_controller_drafts_three_tokens_at_most(
+    v2_engine: Any, policies: Any, kind: str
+) -> None:
+    """And prompts come in chunks: with short convolutions stock vLLM's own tokens
+    depend on them.
+    """
+    result = drafted(
+        v2_engine,
+        policies(kind),
+        DEVICE,
+        engine={"max_num_batched_tokens": 24},
+        sabotage="slow policy",
+    )
+    stats = result[-1]["stats"]
+    assert stats["draft_tokens"] <= 3 * stats["drafted_forwards"]
+
+
+@pytest.mark.parametrize("kind", ["deltanet", *nightly("mamba2", "short_convolutions")])
+def test_preempted_requests_come_back_with_their_state(
+    v2_engine: Any, policies: Any, kind: str
+) -> None:
+    engine = {"model": policies(kind), "enable_prefix_caching": False}
+    reference = v2_engine(das=None, engine=engine, rounds=stock(ROUNDS))
+    result = v2_engine(
+        das=HISTORY, engine=engine, rounds=ROUNDS, sabotage="preempted now and then"
+    )
+    assert tokens(result) == tokens(reference)
+    assert result[-1]["preemptions"] > 5
+    assert result[-1]["stats"]["accepted_tokens"] > 10
+
+
+CACHED = synced(two_rounds(requests(shortened(LIKELY, 32), 3, ignore_eos=True)))
+
+
+@pytest.mark.parametrize("kind", ["deltanet", *nightly("mamba2", "short_convolutions")])
+def test_cached_prefixes_keep_the_state_at_their_end(
+    v2_engine: Any, policies: Any, kind: str
+) -> None:
+    """Texts end blocks, in which the state moves on."""
+    drafted(
+        v2_engine,
+        policies(kind),
+        HISTORY,
+        CACHED,
+        engine={
+            "enable_prefix_caching": True,
+            "block_size": 32,
+            "max_model_len": 128,
+            "max_num_seqs": 3,
+        },
+        sabotage="changing lengths of all",
+    )
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["the verification", *nightly("the plan that comes with a step", "a look-up")],
+)
+def test_a_failing_draft_costs_no_token_and_no_state(
+    v2_engine: Any, policies: Any, place: str
+) -> None:
+    engine = {"model": policies("deltanet"), "enable_prefix_caching": False}
+    reference = v2_engine(das=None, engine=engine, rounds=stock(ROUNDS))
+    result = v2_engine(
+        das=HISTORY, engine=engine, rounds=ROUNDS, sabotage=f"failing once in {place}"
+    )
+    assert tokens(result) == tokens(reference)
+    assert "broken on purpose" in result[0]["stats"]["error"]
+    assert result[1]["stats"]["accepted_tokens"] > 10
