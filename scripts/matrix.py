@@ -55,6 +55,7 @@ V2_TESTS = (
         f"tests/contract/test_v2_{name}.py"
         for name in ("losslessness", "kernels", "copy")
     ),
+    "tests/contract/test_recurrent.py",
     "tests/contract/test_survival.py",
 )
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"

