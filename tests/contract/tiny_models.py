@@ -44,6 +44,8 @@ def mixture_of_experts() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+PIXELS = 16
+"""An image's side."""
 RECURRENT = {
     name: value for name, value in SHAPE.items() if name != "num_hidden_layers"
 }
@@ -97,10 +99,6 @@ def short_convolutions() -> Any:
         block_auto_adjust_ff_dim=False,
     )
     return transformers.Lfm2ForCausalLM(config)
-
-
-PIXELS = 16
-"""An image's side."""
 
 
 def images() -> Any:

@@ -248,9 +248,9 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
         "NEMO_RL_DIR",
         str(Path(pytest.importorskip("nemo_rl", reason=reason).__file__).parents[1]),
     )
-    found = shown(recipe, "+policy.generation.das.max_draft_tokens=8")
+    found = shown(recipe, "+policy.generation.das.max_draft_tokens=4")
     assert found["host"] == "NeMo-RL"
-    assert (found["das"]["drafter"], found["das"]["max_draft_tokens"]) == ("history", 8)
+    assert (found["das"]["drafter"], found["das"]["max_draft_tokens"]) == ("history", 4)
     assert found["runs"]["routing"].endswith("das-adapter's generation class")
     shared = shown(recipe, "++policy.generation.vllm_cfg.expert_parallel_size=8")[
         "runs"
