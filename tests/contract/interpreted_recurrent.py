@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,10 @@ import vllm.v1.worker.cpu.model_runner  # it replaces parts of torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
 from vllm.third_party.flash_linear_attention.ops import fused_sigmoid_gating
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
+
+from das_adapter.engine import recurrent
 
 REQUESTS = 3
 DRAFTED = 3
@@ -183,3 +188,62 @@ def test_deltanet(drafts: bool) -> None:
         )
         equal(mine, stock)
         equal(ours, theirs)
+
+
+def common(tokens: list[int], prefills: list[bool] | None = None) -> Any:
+    """What all builders of metadata are given, of requests with so many tokens."""
+    starts = torch.tensor([0, *np.cumsum(tokens)], dtype=torch.int32)
+    count = len(tokens)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((count,), 8, dtype=torch.int32),
+        num_reqs=count,
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(tokens),
+        max_seq_len=8,
+        block_table_tensor=torch.zeros(count, 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        is_prefilling=None if prefills is None else torch.tensor(prefills),
+    )
+
+
+def test_graphs_of_any_draft_length_are_captured() -> None:
+    stock = BaseMambaAttentionMetadataBuilder.build_for_cudagraph_capture
+    ours = recurrent.capture_any_length.replacement(stock)
+    builder = SimpleNamespace(
+        num_spec_tokens=DRAFTED,
+        decode_cudagraph_max_bs=8,
+        build=lambda _, given, num_accepted_tokens: (given, num_accepted_tokens),
+    )
+    for tokens in (1, 2, 1 + DRAFTED):
+        given, accepted = ours(builder, common([tokens] * 2))
+        assert accepted.tolist() == [tokens] * 2
+        assert given.query_start_loc.tolist() == [0, tokens, 2 * tokens]
+    with pytest.raises(AssertionError):
+        stock(builder, common([1, 1]))
+    with pytest.raises(AssertionError, match="decode-only"):
+        ours(builder, common([2 + DRAFTED] * 2))
+
+
+def test_before_0_32_requests_without_drafts_begin_with_their_accepted_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = list[Any]()
+
+    def stock(*given: Any) -> None:
+        told.append(given[4] if given[4] is None else given[4].tolist())
+
+    patch = recurrent.begin_with_accepted_state
+    assert patch.replacement(stock) is stock
+    monkeypatch.setattr(recurrent.compat, "version", lambda _: "0.31.0")
+    build = patch.replacement(stock)
+    builder = SimpleNamespace(num_spec=DRAFTED)
+    drafted = torch.tensor([-1, 0, 2, -1, -1, -1])
+    tokens = [1, 1, 3, 1, 9, 0]
+    decodes = [False, False, False, True, True, False]
+    build(builder, 0, common(tokens, decodes), None, drafted)
+    build(builder, 0, common(tokens), None, drafted)
+    build(builder, 0, common(tokens, decodes), None, None)
+    assert told == [[1, 1, 2, -1, -1, -1], [1, 1, 2, 1, -1, -1], None]
+    assert drafted.tolist() == [-1, 0, 2, -1, -1, -1]
