@@ -417,9 +417,8 @@ def test_a_drafters_graphs_are_of_its_own_passes(longest: int, found: set[int]) 
 
 
 def test_where_no_model_drafts_nothing_is_kept_of_limits() -> None:
-    runner = SimpleNamespace(
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=8))
-    )
+    model = SimpleNamespace(max_model_len=8, is_hybrid=False, is_attention_free=False)
+    runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model))
     # it asks for no vocabulary
     assert DeviceWorkerState(runner, DasConfig(drafter="none")).speculation is None
 
