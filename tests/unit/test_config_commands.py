@@ -244,6 +244,8 @@ def test_a_nemo_rl_config_is_merged_and_checked_as_nemo_rl_does(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "put a checkout of NVIDIA-NeMo/RL on PYTHONPATH"
+    # engines of other tests in this process may have chosen V1
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     monkeypatch.setenv(
         "NEMO_RL_DIR",
         str(Path(pytest.importorskip("nemo_rl", reason=reason).__file__).parents[1]),

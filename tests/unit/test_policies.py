@@ -36,6 +36,12 @@ NEMOTRON = {
 """Of Nemotron-3-Nano-30B."""
 
 
+@pytest.fixture(autouse=True)
+def any_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of other tests in this process may have chosen V1."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
 def block(**keys: Any) -> DasConfig:
     """A block that drafts."""
     found = parse(keys)
