@@ -52,18 +52,24 @@ def shorter_drafts(config: DasConfig, vllm_config: Any) -> int | None:
     """
     if config.drafter == "none" or not is_recurrent(vllm_config.model_config):
         return None
+    most = most_draft_tokens(config, "a policy with recurrent state")
+    return most if most < config.num_draft_tokens else None
+
+
+def most_draft_tokens(config: DasConfig, policy: str) -> int:
+    """Return how many tokens a draft has at most with a policy with recurrent state,
+    which an error calls `policy`. ConfigError: the block asks for more.
+    """
     asked = config.max_draft_tokens
     if asked is None:
-        if config.num_draft_tokens > tuning.RECURRENT_DRAFT:
-            return tuning.RECURRENT_DRAFT
-        return None
+        return min(config.num_draft_tokens, tuning.RECURRENT_DRAFT)
     if asked > tuning.RECURRENT_DRAFT_MOST:
         raise ConfigError(
-            f"das.max_draft_tokens: found {asked}, allowed with a policy with recurrent"
-            f" state: at most {tuning.RECURRENT_DRAFT_MOST}, because each request keeps"
-            " a whole state for each of them"
+            f"das.max_draft_tokens: found {asked}, allowed with {policy}: at most"
+            f" {tuning.RECURRENT_DRAFT_MOST}, because each request keeps a whole state"
+            " for each of them"
         )
-    return None
+    return config.num_draft_tokens
 
 
 def recurrent_layers(vllm_config: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
-from das_adapter.core import tuning
+from das_adapter.engine.recurrent import most_draft_tokens
 from das_adapter.errors import ConfigError
 
 DELTANET = "Gated DeltaNet"
@@ -60,7 +60,8 @@ NAMES = {
     r"Kimi-Linear": "KimiLinearForCausalLM",
 }
 """Architectures by what a model's name has in it: without its config.json nothing else
-tells."""
+tells.
+"""
 DRAFTED = (DELTANET, MAMBA2, SHORT_CONVOLUTIONS)
 """Kinds beside which drafts can stand; engines find the layers themselves
 (`engine.recurrent`).
@@ -161,8 +162,6 @@ def beside_policy(
         ConfigError: they refuse it.
     """
     found = f"{policy.architecture}, a policy with recurrent state ({policy.kind})"
-    if das.drafter == "none":
-        return das, found
     refused = f"das.drafter={das.drafter!r} does not work with {found}"
     if policy.kind not in DRAFTED:
         raise ConfigError(f"{refused}; allowed: das.drafter='none'")
@@ -173,12 +172,7 @@ def beside_policy(
             f"{refused} on vLLM's V1 model runner (V2 runs it, from vLLM"
             f" {compat.V2_RUNNER.oldest} on), which engines run: {v1}"
         )
-    most = das.max_draft_tokens or min(das.num_draft_tokens, tuning.RECURRENT_DRAFT)
-    if most > tuning.RECURRENT_DRAFT_MOST:
-        raise ConfigError(
-            f"das.max_draft_tokens: found {most}, allowed with {found}: at most"
-            f" {tuning.RECURRENT_DRAFT_MOST}"
-        )
+    most = most_draft_tokens(das, found)
     if policy.state_mib is not None:
         each = policy.state_mib
         found += (

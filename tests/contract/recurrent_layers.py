@@ -3,7 +3,7 @@ convolutions as vLLM's Triton kernels compute them, which go on from the state a
 last accepted token. vLLM's kernels for a CPU do not, or take bfloat16 alone.
 
 Each token is computed by itself: the sums do not depend on how many are computed at
-once. `test_recurrent_kernels.py` holds them against the kernels.
+once. `interpreted_recurrent.py` holds them against the kernels.
 """
 
 from __future__ import annotations

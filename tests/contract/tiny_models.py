@@ -52,7 +52,7 @@ RECURRENT = {
 
 
 def deltanet() -> Any:
-    """Qwen3-Next, with experts in its last layer: three layers of Gated DeltaNet, one of attention."""
+    """Qwen3-Next: three layers of Gated DeltaNet, one of attention and experts."""
     config = transformers.Qwen3NextConfig(
         **RECURRENT,
         num_hidden_layers=4,
