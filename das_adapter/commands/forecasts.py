@@ -116,6 +116,11 @@ def estimate(
         f"{engines}, with nothing left for {answer['idle']:.0%} of the rollouts without"
         " drafts"
     )
+    if "state_mib" in answer:
+        states = [f"{arm} {mib:.0f}" for arm, mib in answer["state_mib"].items()]
+        click.echo(
+            f"Recurrent state, MiB a request on each device: {', '.join(states)}"
+        )
     ratios = []
     for arm, figures in answer["arms"].items():
         if arm != "off":

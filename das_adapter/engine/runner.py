@@ -219,9 +219,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             recurrent and config.controlled and not runs_v2(vllm_config)
         ),
         # Its passes would write the policy's own state.
-        "a policy with recurrent state": (
-            recurrent and config.controlled and config.by_model
-        ),
+        "a policy with recurrent state": recurrent and config.copies_policy,
     }
     if config.copies_policy:
         refused |= {

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.core.policy_sizes import policy_sizes
 from das_adapter.sim.config import parse
 from das_adapter.sim.fleet import BLOCK
+from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import RecordedResponse
 from das_adapter.sim.simulate import Progress, Simulation, summary
@@ -40,7 +42,8 @@ def would_it_pay(
         steps whose problems had been visited equally often before, by epoch), `das`
         (the block, or `drafter: none` where drafts save too little), `idle` (as in
         `StepResult`, without drafts), `engines` and the `kv_tokens` of each, as plain
-        containers.
+        containers. Beside a policy with recurrent state also `short`, whose drafts have
+        one token, and `state_mib`: MiB of each arm's request on a device.
 
     Raises:
         DasError: a value that does not fit, with its key.
@@ -54,6 +57,9 @@ def would_it_pay(
             "drafter": "history",
             "history": {"run_ahead": "auto"},
         }
+    policy = policy_sizes(sizes(parse(settings, "estimate").model))
+    if policy.state is not None:
+        blocks["short"] = {"drafter": "history", "max_draft_tokens": 1}
     longest = max(len(response.tokens) for response in responses)
     content = {
         **settings,
@@ -66,7 +72,7 @@ def would_it_pay(
     runs = simulation.run_all(progress)
     arms = summary(runs)
     recommended = _recommended(arms)
-    return {
+    found = {
         "arms": arms,
         "epochs": _by_epoch(runs),
         "das": blocks[recommended],
@@ -74,6 +80,12 @@ def would_it_pay(
         "engines": simulation.engines,
         "kv_tokens": simulation.kv_blocks * BLOCK,
     }
+    if simulation.state_bytes:
+        state_mib = simulation.state_bytes / 2**20
+        found["state_mib"] = {
+            name: state_mib * simulation.num_states(name) for name in blocks
+        }
+    return found
 
 
 def _idle_share(run: Run) -> float:
