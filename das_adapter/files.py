@@ -26,6 +26,8 @@ def open_without_waiting(path: str | os.PathLike[str], flags: int) -> int:
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", os.fspath(path))
     kind = stat.filemode(mode)
     raise OSError(errno.EINVAL, f"found {kind}, allowed: a file", os.fspath(path))
 

@@ -195,6 +195,10 @@ class NodeHistory:
             shutil.rmtree(self.writer.directory, ignore_errors=True)
 
     @ray.method(concurrency_group="checkpoints")
+    def ping(self) -> None:
+        """Answer: a checkpoint asks before it waits for more."""
+
+    @ray.method(concurrency_group="checkpoints")
     def flush(self) -> int:
         """Send all texts here to their homes, and lengths to the ledger, and wait for
         that, for a checkpoint; return how many files of texts are still on their
@@ -441,26 +445,33 @@ class NodeHistory:
         """Load what the run starts with; what can't be read now is tried again at the
         next weight sync.
         """
+        if not self._start:
+            return
         try:
-            files: list[Path] = []
-            if self._start:
-                start = Path(self._start)
-                files = checkpoint.index_files(start)
+            files = checkpoint.index_files(Path(self._start))
             files.sort(key=lambda path: -path.stat().st_size)
-            for path in files:  # the largest first
-                if path in self._loaded:
-                    continue
-                try:
-                    self._load_file(path)
-                    # everything is in each file, less in that of a late node
-                    if self._is_global:
-                        break
-                except DasError as error:  # it is damaged
-                    self.writer.report(error)
-                self._loaded.add(path)
-            self._start = None
         except OSError as error:
             self.writer.report(error)
+            return
+        is_complete = True
+        for path in files:  # the largest first
+            if path in self._loaded:
+                continue
+            try:
+                self._load_file(path)
+                self._loaded.add(path)
+                # everything is in each file, less in that of a late node
+                if self._is_global:
+                    is_complete = True
+                    break
+            except DasError as error:  # it is damaged
+                self.writer.report(error)
+                self._loaded.add(path)
+            except OSError as error:
+                self.writer.report(error)
+                is_complete = False
+        if is_complete:
+            self._start = None
 
     def _load_file(self, path: Path) -> None:
         """Load the problems of a saved file that are at home here."""
