@@ -417,3 +417,65 @@ def test_a_flush_does_not_wait_for_another_that_hangs() -> None:
     assert thread.is_alive()
     hangs.set()
     thread.join()
+
+
+def test_files_stay_until_all_their_texts_are_published(tmp_path: Path) -> None:
+    """A writer that is killed between two generations takes them again."""
+    writer = opened(tmp_path)
+    for problem in range(4):
+        put_batch(writer.directory, "engine", [written(problem)])
+    for file, texts in writer.read_files():
+        writer.keep_texts(file, texts)
+    writer.publish(tokens=31)
+    assert 0 < writer.store.staged < 120
+    assert len(writer.waiting_files(BATCH)) == 4
+    writer.publish()
+    assert not writer.store.staged and not writer.waiting_files(BATCH)
+    writer.store.close()
+
+
+def test_files_stay_where_publishing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1)])
+    for file, texts in writer.read_files():
+        writer.keep_texts(file, texts)
+
+    def fails(tokens: int) -> int:
+        assert len(writer.waiting_files(BATCH)) == 1
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.store, "seal", fails)
+        with pytest.raises(OSError, match="no space"):
+            writer.publish()
+    assert len(writer.waiting_files(BATCH)) == 1
+    assert take(writer) == 30
+    writer.store.close()
+
+
+def test_what_the_history_takes_itself_is_no_taken_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it thins itself out."""
+    disk = SimpleNamespace(total=800, free=300)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    assert spool.available_bytes(tmp_path, 0) == 300 - 100
+    assert spool.available_bytes(tmp_path, 0, held_bytes=400) == 700 - 100
+
+
+def test_a_history_that_begins_anew_leaves_the_engines_their_lock(
+    tmp_path: Path,
+) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1)])
+    take(writer)
+    writer.store.close()
+    users = writer.directory / spool.USERS
+    users.touch()
+    before = users.stat().st_ino
+    (writer.directory / "manifest").write_bytes(b"damaged")
+    again = opened(tmp_path)
+    assert again.store.tokens == 0 and users.stat().st_ino == before
+    again.store.close()
