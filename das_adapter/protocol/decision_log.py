@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter
+
 from das_adapter.errors import DasError
+from das_adapter.files import parse_or_skip
+from das_adapter.trouble import log_once, reason
 
 logger = logging.getLogger("das_adapter")
 
@@ -94,6 +98,11 @@ _RECORDS: dict[str, type] = {
 }
 """By the letter that stands at the begin of a line."""
 _LETTERS = {record_type: letter for letter, record_type in _RECORDS.items()}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    letter: TypeAdapter(record_type, config=ConfigDict(allow_inf_nan=False))
+    for letter, record_type in _RECORDS.items()
+}
+"""What checks the fields of a record."""
 
 
 class DecisionLog:
@@ -102,9 +111,10 @@ class DecisionLog:
     """
 
     def __init__(self, directory: str):
-        """Begin a log in a directory; OSError: the directory can't be made."""
+        """Begin a log in a directory. Where that can't be made the log has ended, with
+        a line in the log of the engine, which starts without.
+        """
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         begin = time.strftime("%Y%m%dT%H%M%S")
         # hosts may share the directory
         random = uuid.uuid4()
@@ -113,6 +123,10 @@ class DecisionLog:
         self.path = folder / name
         self._lines: list[str] = []
         self._ended = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            self._end(error)
 
     def add(self, record: Record) -> None:
         """Write a record, if not at once: after counts or a weight sync everything so
@@ -143,8 +157,16 @@ class DecisionLog:
         try:
             self._write(lines)
         except OSError as error:
-            self._ended = True
-            logger.error("das: the decision log %s ends here: %r", self.path, error)
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Write no more, and say why."""
+        self._ended = True
+        logger.error(
+            "das: das.log_dir: the decision log %s ends here: %s",
+            self.path,
+            reason(error),
+        )
 
     def _write(self, lines: list[str]) -> None:
         with self.path.open("a") as file:
@@ -182,11 +204,18 @@ def read(directory: Path) -> list[LoggedRollout]:
     """Read every rollout of the decision logs in a directory or under it, in the order
     of their beginning.
 
+    A file that can't be read, or a line that is no record, is left out, with a line in
+    the log.
+
     Raises:
-        DasError: there is no log, there are those of several runs, or a line is no
-            record.
+        DasError: there is no log, or there are those of several runs.
     """
-    files = directory.rglob("decisions-*.jsonl")
+    files = []
+    for path in directory.rglob("decisions-*.jsonl"):
+        if path.is_file():
+            files.append(path)
+        else:
+            log_once(f"report: left out, because it is no file: {path}")
     paths = sorted(files, key=_begin_of)
     if not paths:
         raise DasError(
@@ -248,18 +277,28 @@ def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file."""
-    text = path.read_text(errors="replace")
+    """Yield the records of a file, without lines that are none."""
+    content = parse_or_skip(path, bytes, "report: left out:")
+    text = (content or b"").decode(errors="replace")
     # the last line may be cut, or being written
     whole, _, _ = text.rpartition("\n")
-    whole_lines = whole.splitlines()
-    for number, line in enumerate(whole_lines, 1):
+    num_odd = 0
+    first_odd = ""
+    for number, line in enumerate(whole.split("\n"), 1):
+        if not line:
+            continue
         try:
-            letter, *values = json.loads(line)
-            record_type = _RECORDS[letter]
-            record = record_type(*values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DasError(
-                f"report: {path}, line {number}: found {line:.80}, no record: {error!r}"
-            ) from None
-        yield record
+            yield _record(line)
+        except Exception as error:  # what is damaged may raise anything
+            num_odd += 1
+            first_odd = first_odd or f"line {number}: {reason(error)}: {line:.80}"
+    if num_odd:
+        log_once(f"report: {path}: left out {num_odd} lines, the first: {first_odd}")
+
+
+def _record(line: str) -> Record:
+    """Return the record of a line; it may raise anything where there is none."""
+    letter, *values = json.loads(line)
+    adapter = _ADAPTERS[letter]
+    record: Record = adapter.validate_python(tuple(values), strict=False)
+    return record

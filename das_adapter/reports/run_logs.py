@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from das_adapter.errors import DasError
+from das_adapter.files import read_file
 
 _STEP = (
     "step",
@@ -59,7 +60,7 @@ def read(path: Path) -> RunLog:
             number = _training_step(row)
             if number is not None:
                 steps.setdefault(number, {}).update(_figures(row))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # what is damaged may raise anything
         raise DasError(f"{path}: {error}; {_ALLOWED}") from None
     if not any(steps.values()):
         raise DasError(f"{path}: found no figures of training steps; {_ALLOWED}")
@@ -106,7 +107,7 @@ def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield a file's rows."""
-    text = path.read_text(encoding="utf-8")
+    text = read_file(path).decode("utf-8")
     if path.suffix == ".csv":
         return csv.DictReader(io.StringIO(text))
     if path.suffix == ".json":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,19 +121,68 @@ def test_the_command_writes_the_page_or_prints_the_figures(tmp_path: Path) -> No
     assert not (tmp_path / "run" / "report").exists()
 
 
-def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -> None:
+def test_a_directory_without_logs_is_named(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"no decisions-\*.jsonl"):
         read(tmp_path)
-    (tmp_path / "decisions-x.jsonl").write_text('["c", {}]\n["z", 1]\n')
-    with pytest.raises(DasError, match=r'line 2: found \["z", 1\], no record'):
-        read(tmp_path)
-    result = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "no record" in " ".join(result.output.split())
+
+
+ODD_LINES = (
+    '["z", 1]',
+    "[]",
+    "7",
+    "{}",
+    "[" * 100_000,
+    '["s", "soon", 4, 10, 6, 3, 0.5, null]',
+    '["s", NaN, 4, 10, 6, 3, 0.5, null]',
+    '["s", 1e999, 4, 10, 6, 3, 0.5, null]',
+    '["s", 1.0, 4]',
+    '["v", 3, [1], 0.0, null]',
+    '["c", 3]',
+    "\x00\x00",
+)
+
+
+def test_lines_that_are_no_records_are_left_out_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = logged(tmp_path, steps=3).path
+    before = read(tmp_path)
+    lines = path.read_text().splitlines()
+    for at, odd in enumerate(ODD_LINES):
+        lines.insert(2 * at, odd)
+    path.write_text("\n".join(lines) + "\n")
+    assert read(tmp_path) == before
+    assert len(caplog.records) == 1
+    assert f"{path}: left out {len(ODD_LINES)} lines" in caplog.text
+
+
+@pytest.mark.parametrize("odd", ["a pipe", "a directory", "bytes"])
+def test_one_odd_file_among_the_logs_is_left_out(tmp_path: Path, odd: str) -> None:
+    logged(tmp_path, steps=3)
+    before = read(tmp_path)
+    path = tmp_path / "decisions-20260101T000000-odd.jsonl"
+    if odd == "a pipe":
+        os.mkfifo(path)
+    elif odd == "a directory":
+        path.mkdir()
+    else:
+        path.write_bytes(bytes(range(256)) * 8)
+    assert read(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["/proc/none/logs", "/dev/null/logs", "a\0b"])
+def test_an_engine_starts_without_a_log_that_can_not_be_made(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = DecisionLog(path)
+    log.add(StepRecord(100.0, 4, 10, 6, 3, 0.5, None))
+    log.flush()
+    assert len(caplog.records) == 1
+    assert "das.log_dir" in caplog.text and "ends here" in caplog.text
 
 
 def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = logged(tmp_path, steps=3).path
     there = tmp_path / "there"
@@ -141,7 +191,8 @@ def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(
     assert result.exit_code == 1 and f"File exists: '{there}'" in result.output
     log.write_bytes(b"\xff\xfe\n")
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert result.exit_code == 1 and f"{log.name}, line 1" in result.output
+    assert result.exit_code == 1 and "found no decode step" in result.output
+    assert log.name in caplog.text and "line 1" in caplog.text
 
 
 def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
