@@ -410,7 +410,7 @@ def read_mapping(source: str) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path:"
-            f" {error}"
+            f" {_unreadable(error)}"
         ) from None
     if not isinstance(block, Mapping):
         raise ConfigError(
@@ -418,6 +418,18 @@ def read_mapping(source: str) -> Mapping[str, Any]:
             " history`"
         )
     return block
+
+
+def _unreadable(error: Exception) -> str:
+    """Say why a text can't be read as YAML."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8"
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return "it is no YAML"
+    return f"it is no YAML: line {mark.line + 1}, {getattr(error, 'problem', '')}"
 
 
 def block_of(parent: Any, where: str) -> Any:
