@@ -30,7 +30,8 @@ from das_adapter.commands.output import (
 def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by
+    It is RUN_DIR/report/report.html. Its figures are those of training; what
+    validations took is said apart. While the run goes on it shows what is logged by
     then. With --json the figures of each training step are printed, and no page is
     written.
     """
@@ -38,12 +39,13 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     from das_adapter.reports import report as page
     from das_adapter.reports import run_series
 
-    rollouts = decision_log.read(run_dir)
+    logged = decision_log.read(run_dir)
     if as_json:
-        print_json(run_series.by_training_step(rollouts))
+        print_json(run_series.by_training_step(page.training(logged)))
         return
-    file = page.write(rollouts, out or run_dir / "report")
-    for head, text in page.sentences(rollouts):
+    name = run_dir.resolve().name
+    file = page.write(logged, out or run_dir / "report", name)
+    for head, text in page.sentences(logged):
         click.echo(f"{head}: {text}")
     click.echo(str(file))
 

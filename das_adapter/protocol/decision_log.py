@@ -50,6 +50,13 @@ class StepRecord(NamedTuple):
     """Seconds that the latency model predicted; None before there was one."""
     passes: int = 0
     """Forward passes of the model that drafts, at its end."""
+    validating: int = 0
+    """Requests of a validation among them."""
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether all its requests are of a validation."""
+        return 0 < self.requests <= self.validating
 
 
 class RequestRecord(NamedTuple):
@@ -62,6 +69,8 @@ class RequestRecord(NamedTuple):
     accepted: int
     begin: float
     end: float
+    record: bool = True
+    """Whether it belongs to a training rollout; else to a validation."""
 
 
 class WeightSyncRecord(NamedTuple):
@@ -85,12 +94,23 @@ class CountsRecord(NamedTuple):
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
 
 
-Record = StepRecord | RequestRecord | WeightSyncRecord | CountsRecord
+class RunRecord(NamedTuple):
+    """What the engine of a log runs: the begin of each file."""
+
+    model: str
+    drafter: str
+    vllm: str
+    das_adapter: str
+    """Versions."""
+
+
+Record = StepRecord | RequestRecord | WeightSyncRecord | CountsRecord | RunRecord
 _RECORDS: dict[str, type] = {
     "s": StepRecord,
     "r": RequestRecord,
     "v": WeightSyncRecord,
     "c": CountsRecord,
+    "b": RunRecord,
 }
 """By the letter that stands at the begin of a line."""
 _LETTERS = {record_type: letter for letter, record_type in _RECORDS.items()}
@@ -101,8 +121,12 @@ class DecisionLog:
     missing, and the oldest where a run is long.
     """
 
-    def __init__(self, directory: str):
-        """Begin a log in a directory; OSError: the directory can't be made."""
+    def __init__(self, directory: str, run: RunRecord | None = None):
+        """Begin a log in a directory, with what each of its files begins with.
+
+        Raises:
+            OSError: the directory can't be made.
+        """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         begin = time.strftime("%Y%m%dT%H%M%S")
@@ -112,20 +136,14 @@ class DecisionLog:
         name = f"decisions-{begin}-{log_id}.jsonl"
         self.path = folder / name
         self._lines: list[str] = []
+        self._head = None if run is None else _line(run)
         self._ended = False
 
     def add(self, record: Record) -> None:
         """Write a record, if not at once: after counts or a weight sync everything so
         far is on disk.
         """
-        record_type = type(record)
-        letter = _LETTERS[record_type]
-        fields: list[Any] = [letter]
-        for value in record:
-            if isinstance(value, float):
-                value = round(value, 6)
-            fields.append(value)
-        line = json.dumps(fields, separators=(",", ":"))
+        line = _line(record)
         self._lines.append(line)
         ends_rollout = isinstance(record, WeightSyncRecord | CountsRecord)
         is_full = len(self._lines) >= _LINES_TOGETHER
@@ -148,6 +166,8 @@ class DecisionLog:
 
     def _write(self, lines: list[str]) -> None:
         with self.path.open("a") as file:
+            if self._head is not None and not file.tell():
+                lines = [self._head, *lines]
             for line in lines:
                 file.write(line)
                 file.write("\n")
@@ -155,6 +175,16 @@ class DecisionLog:
         if num_bytes >= MAX_FILE_BYTES:
             before = self.path.with_suffix(_BEFORE)
             self.path.replace(before)
+
+
+def _line(record: Record) -> str:
+    """Return the line of a record."""
+    fields: list[Any] = [_LETTERS[type(record)]]
+    for value in record:
+        if isinstance(value, float):
+            value = round(value, 6)
+        fields.append(value)
+    return json.dumps(fields, separators=(",", ":"))
 
 
 @dataclass
@@ -169,6 +199,8 @@ class LoggedRollout:
     """`CountsRecord.stats`."""
     end: WeightSyncRecord | None = None
     """The weight sync that followed; None: the log ends before it."""
+    run: RunRecord | None = None
+    """What the engine runs; None: the log does not say."""
 
     @property
     def version(self) -> int:
@@ -240,10 +272,12 @@ def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
             current.requests.append(record)
         elif isinstance(record, CountsRecord):
             current.counts.append(record.stats)
+        elif isinstance(record, RunRecord):
+            current.run = record
         else:
             current.end = record
             yield current
-            current = LoggedRollout(log)
+            current = LoggedRollout(log, run=current.run)
     yield current
 
 

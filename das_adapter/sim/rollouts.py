@@ -347,21 +347,21 @@ def _texts(
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these keys that a row has."""
+    """Return the value of the first of these keys under which a row has text, token
+    ids or messages.
+    """
     for name in names:
-        if row.get(name) is not None:
+        if isinstance(row.get(name), str | list):
             return row[name]
     raise ValueError(f"found {_fields(row)}, needed: one of {', '.join(names)}")
 
 
-def _ids(content: Any, tokenize: Tokenize | None) -> Int32:
+def _ids(content: str | list[Any], tokenize: Tokenize | None) -> Int32:
     """Return the token ids of a text, of messages, or of token ids."""
-    if isinstance(content, list | tuple):
+    if isinstance(content, list):
         if all(isinstance(token, int) for token in content):
             return np.array(content, dtype=np.int32)
         content = "\n".join(_content(message) for message in content)
-    if not isinstance(content, str):
-        raise ValueError(f"found {content!r:.60}, expected text or token ids")
     if tokenize is None:
         raise ValueError(
             "it holds text and no token ids: name the policy's tokenizer (--tokenizer)"

@@ -50,6 +50,7 @@ def estimated(path: Path, *options: str) -> Any:
         {"prompt": "1+2=", "response": "3", "reward": 1.0},
         {"prompt": "1+2=", "completion": "3", "advantage": 0.1},
         {"prompt": "1+2=", "completion_ids": [51]},
+        {"problem": 7, "prompt": "1+2=", "response": "3"},
         {"prompt_ids": list(b"1+2="), "response_ids": [51]},
         {
             "prompt": [{"role": "user", "content": "1+2="}],
@@ -163,7 +164,10 @@ def test_a_folder_above_the_dumps_is_no_dump(tmp_path: Path) -> None:
             "found step='z', expected a number",
         ),
         ({"prompt": "x", "output": [[1]]}, "found [1], expected a message or a token"),
-        ({"prompt": 5, "output": "y"}, "found 5, expected text or token ids"),
+        (
+            {"prompt": 5, "output": "y"},
+            "found the fields prompt, output, needed: one of input, ",
+        ),
     ],
 )
 @pytest.mark.usefixtures("_bytes_are_tokens")
