@@ -104,13 +104,41 @@ class RunRecord(NamedTuple):
     """Versions."""
 
 
-Record = StepRecord | RequestRecord | WeightSyncRecord | CountsRecord | RunRecord
+class ResponseRecord(NamedTuple):
+    """A response of an engine without a host, as its scheduler has finished it."""
+
+    engine: str
+    tokens: int
+    hash: int
+    """`protocol.metrics.response_hash`."""
+    begin: float
+    end: float
+
+
+class WeightUpdateRecord(NamedTuple):
+    """The weights of an engine without a host have changed."""
+
+    engine: str
+    at: float
+
+
+Record = (
+    StepRecord
+    | RequestRecord
+    | WeightSyncRecord
+    | CountsRecord
+    | RunRecord
+    | ResponseRecord
+    | WeightUpdateRecord
+)
 _RECORDS: dict[str, type] = {
     "s": StepRecord,
     "r": RequestRecord,
     "v": WeightSyncRecord,
     "c": CountsRecord,
     "b": RunRecord,
+    "t": ResponseRecord,
+    "u": WeightUpdateRecord,
 }
 """By the letter that stands at the begin of a line."""
 _LETTERS = {record_type: letter for letter, record_type in _RECORDS.items()}
@@ -145,7 +173,9 @@ class DecisionLog:
         """
         line = _line(record)
         self._lines.append(line)
-        ends_rollout = isinstance(record, WeightSyncRecord | CountsRecord)
+        ends_rollout = isinstance(
+            record, WeightSyncRecord | CountsRecord | WeightUpdateRecord
+        )
         is_full = len(self._lines) >= _LINES_TOGETHER
         if ends_rollout or is_full:
             self.flush()
@@ -218,11 +248,47 @@ def read(directory: Path) -> list[LoggedRollout]:
         DasError: there is no log, there are those of several runs, or a line is no
             record.
     """
+    paths = _files(directory)
+    rollouts: list[LoggedRollout] = []
+    for log, paths_of_log in itertools.groupby(paths, key=_log_of):
+        for rollout in _rollouts(log, paths_of_log):
+            if rollout.steps:
+                rollouts.append(rollout)
+    return sorted(rollouts, key=_begin_of_rollout)
+
+
+def read_responses(
+    directory: Path,
+) -> tuple[list[ResponseRecord], list[WeightUpdateRecord]]:
+    """Read what engines without a host have logged of their responses, and of the
+    updates of their weights.
+
+    Raises:
+        DasError: as of `read`.
+    """
+    found = list[ResponseRecord]()
+    updates = list[WeightUpdateRecord]()
+    for path in _files(directory):
+        for record in _records(path):
+            if isinstance(record, ResponseRecord):
+                found.append(record)
+            elif isinstance(record, WeightUpdateRecord):
+                updates.append(record)
+    return found, updates
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a run's logs in a directory or under it, in the order of
+    their beginning.
+
+    Raises:
+        DasError: there are none, or those of several runs.
+    """
     files = directory.rglob("decisions-*.jsonl")
     paths = sorted(files, key=_begin_of)
     if not paths:
         raise DasError(
-            f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
+            f"no decisions-*.jsonl under {directory}: set das.log_dir in the"
             " run's config"
         )
     folders = [str(path.parent) for path in paths]
@@ -230,15 +296,10 @@ def read(directory: Path) -> list[LoggedRollout]:
     if len(runs) > 1:
         names = ", ".join(runs)
         raise DasError(
-            f"report: found logs of {len(runs)} runs under {directory}, choose one, the"
+            f"found logs of {len(runs)} runs under {directory}, choose one, the"
             f" last is the newest: {names}"
         )
-    rollouts: list[LoggedRollout] = []
-    for log, paths_of_log in itertools.groupby(paths, key=_log_of):
-        for rollout in _rollouts(log, paths_of_log):
-            if rollout.steps:
-                rollouts.append(rollout)
-    return sorted(rollouts, key=_begin_of_rollout)
+    return paths
 
 
 def _begin_of_rollout(rollout: LoggedRollout) -> float:
@@ -274,7 +335,7 @@ def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
             current.counts.append(record.stats)
         elif isinstance(record, RunRecord):
             current.run = record
-        else:
+        elif isinstance(record, WeightSyncRecord):
             current.end = record
             yield current
             current = LoggedRollout(log, run=current.run)

@@ -7,12 +7,15 @@ host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from das_adapter import files
 from das_adapter.errors import DasError
+from das_adapter.protocol import decision_log
+from das_adapter.protocol.metrics import HASH_VALUES
 
 _STEP = (
     "step",
@@ -65,6 +68,8 @@ def read(path: Path) -> RunLog:
         DasError: there are no figures in it.
     """
     places = _event_places(path)
+    if not places and next(path.rglob("decisions-*.jsonl"), None) is not None:
+        return RunLog(_of_responses(path), exact=True)
     if places:
         rows: Iterable[Mapping[str, Any]] = _events(places)
         name = "step"
@@ -84,6 +89,40 @@ def read(path: Path) -> RunLog:
             f"{path}: found no figures of training steps; expected {_WANTED}"
         )
     return RunLog(steps, exact=not places)
+
+
+def _of_responses(directory: Path) -> dict[int, dict[str, float]]:
+    """Return the figures of engines without a host, by the number of weight updates
+    before a response ended.
+
+    Raises:
+        DasError: the logs are those of engines that a host looks after.
+    """
+    responses, updates = decision_log.read_responses(directory)
+    if not responses:
+        raise DasError(
+            f"{directory}: found decision logs without responses, as of engines that"
+            f" veRL or NeMo-RL looks after; expected {_WANTED}"
+        )
+    updated = defaultdict[str, list[float]](list)
+    for update in updates:
+        updated[update.engine].append(update.at)
+    by_step = defaultdict[int, list[decision_log.ResponseRecord]](list)
+    for response in responses:
+        step = sum(at <= response.end for at in updated[response.engine])
+        by_step[step].append(response)
+    return {step: _figures_of(by_step[step]) for step in sorted(by_step)}
+
+
+def _figures_of(responses: Sequence[decision_log.ResponseRecord]) -> dict[str, float]:
+    """Return the figures of the responses of one step, under das-adapter's names."""
+    begin = min(response.begin for response in responses)
+    end = max(response.end for response in responses)
+    total = sum(response.hash for response in responses)
+    return {
+        "das/token_hash": float(total % HASH_VALUES),
+        "das/rollout_s": end - begin,
+    }
 
 
 def _event_places(path: Path) -> list[Path]:
