@@ -30,6 +30,7 @@ from das_adapter.config_errors import (
     wrong,
 )
 from das_adapter.errors import ConfigError
+from das_adapter.files import no_yaml
 
 _Neural = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
 _WithHistory = Literal[
@@ -410,7 +411,7 @@ def read_mapping(source: str) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path:"
-            f" {_unreadable(error)}"
+            f" {no_yaml(error)}"
         ) from None
     if not isinstance(block, Mapping):
         raise ConfigError(
@@ -418,18 +419,6 @@ def read_mapping(source: str) -> Mapping[str, Any]:
             " history`"
         )
     return block
-
-
-def _unreadable(error: Exception) -> str:
-    """Say why a text can't be read as YAML."""
-    if isinstance(error, UnicodeDecodeError):
-        return "it is no text in UTF-8"
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return "it is no YAML"
-    return f"it is no YAML: line {mark.line + 1}, {getattr(error, 'problem', '')}"
 
 
 def block_of(parent: Any, where: str) -> Any:

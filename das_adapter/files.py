@@ -92,6 +92,18 @@ def _is_named(path: Path, suffixes: Sequence[str]) -> bool:
     return inner.suffix in suffixes and path.is_file()
 
 
+def no_yaml(error: Exception) -> str:
+    """Say why a text can't be read as YAML."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text in UTF-8"
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return "it is no YAML"
+    return f"it is no YAML: line {mark.line + 1}, {getattr(error, 'problem', '')}"
+
+
 class _NoRows(Exception):
     """Says what a file is that has no rows."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from das_adapter.commands.output import (
-    DIRECTORY,
     EXISTING,
     as_json,
     examples,
@@ -20,7 +19,7 @@ from das_adapter.commands.output import (
 @click.command(
     epilog=examples("das-adapter report runs/das", "das-adapter report runs/das --json")
 )
-@click.argument("run_dir", type=DIRECTORY)
+@click.argument("run_dir", type=EXISTING)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
