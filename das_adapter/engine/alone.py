@@ -22,6 +22,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core import tuning
 from das_adapter.core.index.private import is_private, make_private
 from das_adapter.core.index.store import is_served
+from das_adapter.engine.responses import ResponseLog, response_log
 from das_adapter.errors import DasError
 from das_adapter.files import open_without_waiting
 from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
@@ -275,6 +276,10 @@ class Standalone:
         self._finished: list[Trajectory] = []
         """Whole trajectories since the last refresh."""
         self._live_tokens = 0
+        self._log: ResponseLog | None = None
+        """Where weight updates are logged; None: nowhere, or on another rank."""
+        if state.config.log_dir is not None and self._first:
+            self._log = response_log(state.runner.vllm_config)
         self._shared: SharedHistory | None = None
         if state.config.shares_history and self._first:
             self._shared = SharedHistory(directory, state.config.history)
@@ -308,6 +313,8 @@ class Standalone:
         """Do what a host does at a weight sync."""
         if self._due:
             self._version += 1
+            if self._log is not None:
+                self._log.add_weight_update()
         self.synced = self._due
         self._due = False
         self._unread = False

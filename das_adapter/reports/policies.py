@@ -63,6 +63,8 @@ NAMES = {
 """Architectures by what a model's name has in it: without its config.json nothing else
 tells.
 """
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config.json that count routed experts."""
 DRAFTED = (DELTANET, MAMBA2, SHORT_CONVOLUTIONS)
 """Kinds beside which drafts can stand; engines find the layers themselves
 (`engine.recurrent`).
@@ -91,9 +93,11 @@ def read(model: str) -> dict[str, Any] | None:
     """
     path = Path(model) / "config.json"
     if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
+        try:
+            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
+        except ImportError:
+            return None
         try:
             cached = try_to_load_from_cache(model, "config.json")
         except HFValidationError:
@@ -106,6 +110,23 @@ def read(model: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     return content if isinstance(content, dict) else None
+
+
+def has_experts(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a policy with routed experts."""
+    text = {**content, **(content.get("text_config") or {})}
+    return any(text.get(key) for key in EXPERTS)
+
+
+def has_mrope(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a policy with multimodal rotary
+    positions.
+    """
+    text = {**content, **(content.get("text_config") or {})}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope_section" in (text.get(key) or {}):
+            return True
+    return False
 
 
 def recurrent(content: Mapping[str, Any]) -> Policy | None:

@@ -98,8 +98,8 @@ for _name, (_values, _more) in _RECURRENT.items():
 
 def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a model, under the names of a Hugging Face config: of a name
-    in the table (instruct, base and math variants have the sizes of the plain one), of
-    a `config.json` or its directory; sizes stay as they are.
+    in the table (instruct, base, thinking, math and coder variants have the sizes of
+    the plain one), of a `config.json` or its directory; sizes stay as they are.
 
     Raises:
         DasError: it is none of these, a size is missing, or its layers are not those
@@ -132,15 +132,15 @@ def _of_name(model: str) -> dict[str, Any]:
     Raises:
         DasError: it is not in the table.
     """
-    plain = re.sub("-(Instruct|Base|Math)", "", model)
+    plain = re.sub(r"-(Instruct|Base|Math|Coder|Thinking|\d{4}$)", "", model)
     searched = plain.rpartition("/")[2].lower()
     for name, known in MODELS.items():
         short = name.partition("/")[2].lower()
         if short == searched:
             return dict(known)
     raise DasError(
-        f"model: found {model!r}, allowed: the path of a config.json, or one of"
-        f" {', '.join(MODELS)}"
+        f"model: found {model!r}, allowed: the path of its config.json (`hf download"
+        f" {model} config.json` prints where it is), or one of {', '.join(MODELS)}"
     )
 
 

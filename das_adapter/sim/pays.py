@@ -4,9 +4,10 @@ without drafts and with those of das-adapter.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,68 @@ from das_adapter.sim.simulate import Progress, Simulation, summary
 
 MIN_SAVED_SHARE = 0.03
 """Share of the rollout's time that must be saved before drafts are recommended."""
+
+FEW_RESPONSES = 300
+"""Responses under which a dump says little about a run."""
+LOOP_SHARE = 0.1
+"""Share of its bytes to which zlib compresses the token ids of a response that says the
+same over and over; of other text it is a third to a half.
+"""
+LOOP_TOKENS = 100
+"""Tokens from which on a response can be such a loop."""
+MANY_LOOPS = 0.05
+"""Share of the responses from which on loops are told."""
+
+
+class Contents(NamedTuple):
+    """How much a dump holds."""
+
+    rollouts: int
+    problems: int
+    steps: int
+    tokens: int
+
+
+def contents(responses: Sequence[RecordedResponse]) -> Contents:
+    """Count what a dump holds."""
+    return Contents(
+        len(responses),
+        len({response.problem for response in responses}),
+        len({response.step for response in responses}),
+        sum(len(response.tokens) for response in responses),
+    )
+
+
+def doubts(responses: Sequence[RecordedResponse]) -> list[str]:
+    """Say what of a dump makes its answer doubtful."""
+    found = []
+    if len(responses) < FEW_RESPONSES:
+        found.append(
+            f"{len(responses)} responses are few: dump some steps of a run, at least"
+            f" {FEW_RESPONSES} responses"
+        )
+    loops = sum(map(_loops, responses))
+    if loops > MANY_LOOPS * len(responses):
+        found.append(
+            f"{loops} of {len(responses)} responses repeat themselves over and over:"
+            " drafts cover such text, which a trained policy does not write for long"
+        )
+    of_tools = [r.tool_characters for r in responses if r.tool_characters]
+    if of_tools:
+        found.append(
+            f"{sum(of_tools)} characters of tools (<tool_response>) in {len(of_tools)}"
+            " responses are left out, since no engine writes them; the time until a"
+            " tool answers is no part of the figures"
+        )
+    return found
+
+
+def _loops(response: RecordedResponse) -> bool:
+    """Return whether a response says the same over and over."""
+    if len(response.tokens) < LOOP_TOKENS:
+        return False
+    content = response.tokens.tobytes()
+    return len(zlib.compress(content, 1)) < LOOP_SHARE * len(content)
 
 
 def would_it_pay(

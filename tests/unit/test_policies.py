@@ -97,7 +97,7 @@ def test_without_its_config_a_policy_is_known_by_its_name(
     das, said = configs.with_policy(block(), name, {})
     assert das is not None
     if kind is None:
-        assert said == f"not known: the config.json of {name} is not here"
+        assert said.startswith(f"not known: the config.json of {name} is not here")
     else:
         assert kind in said and das.num_draft_tokens == 3
 

@@ -7,11 +7,17 @@ import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
+from das_adapter.config import DasConfig
+from das_adapter.core.policy import DraftPolicy
+from das_adapter.core.steps import TimedStep
+from das_adapter.engine.controller import EngineController
 from das_adapter.engine.settings import settings
 from das_adapter.errors import DasError
 from das_adapter.protocol import decision_log
@@ -231,3 +237,24 @@ def test_engines_without_a_host_have_logs_of_their_own_or_of_the_run_that_they_n
     assert engine("6_dp0") == engine("6_dp1")
     hosted = engine("5", das_refresher="host")  # a host gives each run its directory
     assert Path(hosted) == tmp_path
+
+
+def test_steps_and_requests_of_a_validation_are_marked(tmp_path: Path) -> None:
+    policy = DraftPolicy(DasConfig(), longest_response=100)
+    slots = [policy.begin(7, 0, 100, record) for record in (True, False, False)]
+    assert policy.num_validating(np.array(slots[:1])) == 0
+    assert policy.num_validating(np.array(slots)) == 2
+    log = DecisionLog(str(tmp_path))
+    engine: Any = SimpleNamespace(
+        policy=policy, log=log, rehearsing=False, history=None, _tell=lambda: None
+    )
+    engine.live = {"a": SimpleNamespace(slot=slots[1], problem=7, began=1.0)}
+    engine.live["a"].record = False
+    of_validation = np.array(slots[1:])
+    step = TimedStep(of_validation, np.ones(2, dtype=np.int64), 2, 0.5)
+    EngineController.timed(engine, step, 10.0)
+    EngineController.close(engine, ["a"])
+    log.flush()
+    (rollout,) = read(tmp_path)
+    assert rollout.steps[0].validating == 2 and rollout.steps[0].is_validation
+    assert not rollout.requests[0].record
