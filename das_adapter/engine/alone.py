@@ -334,6 +334,8 @@ class Standalone:
             response = self._state.response(req_id)
             if response is None or response.text is None:
                 continue
+            if not response.is_of_tokens:
+                continue
             self._live_tokens += len(response.text)
             if not response.record or not self._first:
                 continue
