@@ -26,8 +26,8 @@ StepSeconds = Callable[[Floats], Floats]
 
 
 @dataclass
-class _BaselineSteps:
-    """Baseline steps of equally many requests."""
+class _Steps:
+    """Steps of equally many requests."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -89,8 +89,10 @@ class _Batch:
     """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
     """Tokens of requests that ended."""
-    baseline: dict[int, _BaselineSteps] = field(default_factory=dict)
+    baseline: dict[int, _Steps] = field(default_factory=dict)
     """Baseline steps, by their requests."""
+    asked: dict[int, _Steps] = field(default_factory=dict)
+    """Steps in which a drafter was asked, by their requests; its passes apart."""
 
     @property
     def mean_context(self) -> float:
@@ -120,11 +122,25 @@ class _Batch:
             return _total_s(self.rounds, step_s)
         tokens = np.append(self.written, self.finished)
         all_s = seconds_of(tokens, self.max_requests, step_s)
-        baseline_steps = {}
-        for requests, steps in self.baseline.items():
-            baseline_steps[requests] = steps.steps
-        baseline_s = _total_s(baseline_steps, step_s)
+        baseline_s = _total_s(_counts(self.baseline), step_s)
         return all_s - baseline_s
+
+    def no_longer_than_asked(self, step_s: StepSeconds) -> StepSeconds:
+        """Return times of plain steps, shortened to what the steps took in which a
+        drafter was asked, where that is less: these do the same, and more. Baseline
+        steps that were slow for another reason, such as other work beside an engine's
+        start, would have it seem that drafts saved what they did not.
+        """
+        asked_s = sum([steps.seconds for steps in self.asked.values()])
+        plain_s = _total_s(_counts(self.asked), step_s)
+        if plain_s <= asked_s:
+            return step_s
+        share = asked_s / plain_s
+
+        def shortened_s(requests: Floats) -> Floats:
+            return share * step_s(requests)
+
+        return shortened_s
 
 
 class _Sample(NamedTuple):
@@ -199,6 +215,8 @@ class PlainTime:
         rounds = batch.rounds.get(requests, 0.0)
         mean_tokens = num_tokens / requests
         batch.rounds[requests] = rounds + mean_tokens
+        of_requests = batch.asked.setdefault(requests, _Steps())
+        of_requests.add(1.0, seconds - passes_s, step.context)
 
     def _record_baseline_step(self, step: TimedStep) -> None:
         requests = len(step.slots)
@@ -230,7 +248,7 @@ class PlainTime:
         requests = len(slots)
         batch = self.batch
         batch.record_tokens(slots, int(steps))
-        of_requests = batch.baseline.setdefault(requests, _BaselineSteps())
+        of_requests = batch.baseline.setdefault(requests, _Steps())
         of_requests.add(steps, seconds, context)
         self.passed_s += seconds
 
@@ -266,7 +284,7 @@ class PlainTime:
         """
         plain_s = 0.0
         for batch in self._batches:
-            step_s = self._plain_step_s(batch.mean_context)
+            step_s = self._plain_step_s(batch)
             if step_s is not None:
                 plain_s += batch.plain_s(step_s)
         baseline = self._all_baseline()
@@ -280,7 +298,7 @@ class PlainTime:
 
     def batch_saved_s(self, batch: _Batch) -> float:
         """Return the seconds that drafts saved in one batch."""
-        step_s = self._plain_step_s(batch.mean_context)
+        step_s = self._plain_step_s(batch)
         if step_s is None:
             return 0.0
         plain_s = batch.plain_s(step_s)
@@ -320,42 +338,32 @@ class PlainTime:
         )
 
     def of_stock(self) -> float | None:
-        """Return the time of all steps relative to stock's; None: too little is
-        known.
+        """Return the time of all steps relative to stock's; None: too little is known.
+        Baseline steps are stock's: where no drafter was asked, it is 1.
         """
         self.baseline.fit()
         if not self.known:
             return None
-        model = self.baseline.model
-        plain_s = 0.0
         baseline = self._all_baseline()
-        seconds = baseline.seconds
-        for batch in self._batches:
-            seconds += batch.seconds
-            step_s = self._baseline_step_s(batch.mean_context)
-            plain_s += batch.plain_s(step_s)
-            for requests, steps in batch.baseline.items():
-                mean_context = steps.context / steps.steps
-                baseline_s = model.step(requests, requests, False, mean_context)
-                plain_s += steps.steps * baseline_s
-        if not plain_s:
+        asked_s = sum([batch.seconds for batch in self._batches])
+        stock_s = self.plain_s()
+        if not stock_s:
             return None
-        interruptions = float(np.mean(self._ratios()))
-        stock_s = interruptions * plain_s
-        return float(seconds / stock_s)
+        return float((baseline.seconds + asked_s) / stock_s)
 
-    def _all_baseline(self) -> _BaselineSteps:
+    def _all_baseline(self) -> _Steps:
         """Return the sum of all baseline steps."""
-        total = _BaselineSteps()
+        total = _Steps()
         for batch in self._batches:
             for part in batch.baseline.values():
                 total.add(part.steps, part.seconds, part.context)
         return total
 
-    def _plain_step_s(self, context: float) -> StepSeconds | None:
-        """Return what plain steps take whose requests have so many tokens of context
-        each; interruptions have the share that they had in the baseline steps.
+    def _plain_step_s(self, batch: _Batch) -> StepSeconds | None:
+        """Return what plain steps take with a batch's context; interruptions have the
+        share that they had in the baseline steps.
         """
+        context = batch.mean_context
         if not self.known:
             if not self.engine.known:
                 return None
@@ -369,7 +377,7 @@ class PlainTime:
             seconds = baseline_step_s(requests)
             return seconds * interruptions
 
-        return step_s
+        return batch.no_longer_than_asked(step_s)
 
     def _baseline_step_s(self, context: float) -> StepSeconds:
         """Return what baseline steps take whose requests have so many tokens of context
@@ -407,6 +415,11 @@ class PlainTime:
         predicted_s = np.maximum(1e-9, predicted_s)
         ratios = seconds / predicted_s
         return np.minimum(tuning.INTERRUPTED_STEP, ratios)
+
+
+def _counts(steps: Mapping[int, _Steps]) -> dict[int, float]:
+    """Return how many steps there are, by their requests."""
+    return {requests: of_requests.steps for requests, of_requests in steps.items()}
 
 
 def _total_s(steps: Mapping[int, float], step_s: StepSeconds) -> float:

@@ -290,13 +290,16 @@ def figures(
     metrics |= _drafting_figures(parts)
     metrics |= _run_ahead_figures(parts)
     metrics |= _engine_figures(parts)
-    metrics |= _rollout_figures(parts)
     for name, combine in _OF_ENGINES.items():
         values = _reported(parts, name)
         if values:
             combined = combine(values)
             metrics[f"das/{name}"] = float(combined)
-    return metrics
+    rollout = _rollout_figures(parts)
+    if rollout:
+        # where a host times the rollout, engines' decode steps alone say less
+        metrics.pop("das/of_stock", None)
+    return metrics | rollout
 
 
 def _reported(parts: Sequence[Report], name: str) -> list[Any]:
@@ -423,6 +426,7 @@ def _rollout_figures(parts: Sequence[Report]) -> Figures:
         token_hash += clock["token_hash"]
     rollout_s = 0.0
     tail_s = 0.0
+    of_stock: Figures = {}
     if all_ends:
         ends = np.sort(all_ends)
         end = ends[-1]
@@ -432,11 +436,45 @@ def _rollout_figures(parts: Sequence[Report]) -> Figures:
         rollout_s = float(end - begin)
         rollout_s = max(0.0, rollout_s)
         tail_s = float(end - tail_begin)
-    return {
+        stock_s = _stock_rollout_s(clocks, float(begin))
+        if stock_s:
+            of_stock = {"das/of_stock": rollout_s / stock_s}
+    return of_stock | {
         "das/rollout_s": rollout_s,
         "das/tail_s": tail_s,
         "das/token_hash": float(token_hash % HASH_VALUES),
     }
+
+
+def _stock_rollout_s(clocks: Sequence[Report], begin: float) -> float | None:
+    """Return how long the rollout would have been without drafts, prompts and the
+    host's share included: each engine would have ended later by what its drafts saved;
+    None: of one that is not known.
+
+    What validations saved meanwhile is not told apart. So no engine saves a larger
+    share of its rollout than of all its decode steps.
+    """
+    engine_s: dict[Any, float] = {}
+    saved_s: dict[Any, float] = {}
+    ratio: dict[Any, float] = {}
+    for number, clock in enumerate(clocks):
+        engine = clock.get("engine", number)
+        if clock.get("of_stock") is None:
+            return None
+        ratio[engine] = max(ratio.get(engine, 0.0), clock["of_stock"])
+        saved_s[engine] = saved_s.get(engine, 0.0) + clock["time_saved_s"]
+        ends = clock["ends"]
+        if len(ends):
+            lasted_s = float(max(ends)) - begin
+            engine_s[engine] = max(engine_s.get(engine, 0.0), lasted_s)
+    stock_s = 0.0
+    for engine, lasted_s in engine_s.items():
+        bound_s = lasted_s * (1.0 / ratio[engine] - 1.0)
+        least_s = min(0.0, bound_s)
+        most_s = max(0.0, bound_s)
+        saved = min(most_s, max(least_s, saved_s[engine]))
+        stock_s = max(stock_s, lasted_s + saved)
+    return stock_s
 
 
 def faults(parts: Sequence[Report]) -> dict[str, str]:

@@ -610,3 +610,32 @@ def test_a_server_of_one_request_after_another_is_compared_with_their_time_alone
         account.time.end_request(0)
         account.time.begin_batch()
     assert account.time.of_stock() == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_slow_start_does_not_have_drafts_save_what_they_did_not() -> None:
+    """Baseline steps took four times as long, beside other work, as steps that write
+    1.5 tokens take later: fewer steps alone save no more than a third.
+    """
+    time = PlainTime(StepTimes())
+    for _ in range(2 * tuning.JUDGED_SAMPLES):
+        time.record_step(timed_step(ONE, 0.035, False, asked=False), None)
+    time.restart()
+    for got in [ONE, 2 * ONE] * 50:
+        time.record_step(timed_step(got, 0.008, True), None)
+    assert time.of_stock() == pytest.approx(1 / 1.5, rel=0.01)
+    assert time.saved_s() == pytest.approx(50 * 0.008, rel=0.01)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.9])
+def test_a_rollout_in_which_no_drafter_is_asked_took_what_stock_takes(
+    slower: float,
+) -> None:
+    """Also where its steps take longer than those before."""
+    account = make()
+    rollout(account, asking=1.0)
+    account.sync()
+    for _ in range(200):
+        step = timed_step(ONE, slower * PLAIN.step(8, 8, False), False, asked=False)
+        account.time.record_step(step, None)
+    assert account.time.of_stock() == 1.0
+    assert account.time.saved_s() == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -332,3 +334,49 @@ def test_a_rollout_begins_with_the_request_that_began_first() -> None:
     for begin in (7.0, 5.0, 6.0):
         clock.count_response(Label(1, 1, True), begin, 9.0, b"")
     assert clock.read_and_reset()["begin"] == 5.0
+
+
+def rollout_of(
+    ends: list[float],
+    saved_s: float,
+    of_stock: float | None,
+    engine: str = "a",
+    begin: float = 100.0,
+) -> dict[str, Any]:
+    """The report of an engine whose responses ended so many seconds after the begin."""
+    return {
+        **Counters().read_and_reset(),
+        **RolloutClock().read_and_reset(),
+        "begin": begin,
+        "ends": [begin + end for end in ends],
+        "time_saved_s": saved_s,
+        "of_stock": of_stock,
+        "engine": engine,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        # 10 s, of which 2 s read prompts: 8 s of decode steps in the place of 16 s
+        ([rollout_of([4, 10], 8.0, 0.5)], 10 / 18),
+        # a validation saved as much again
+        ([rollout_of([4, 10], 16.0, 0.5)], 0.5),
+        # the engine that ended first would have ended last
+        ([rollout_of([6], 6.0, 0.4), rollout_of([8], 1.0, 0.8, "b")], 8 / 12),
+        # two reports of an engine to one step
+        ([rollout_of([5], 5.0, 0.4), rollout_of([10], 5.0, 0.4)], 0.5),
+        # drafts that cost time
+        ([rollout_of([10], -1.0, 1.2)], 10 / 9),
+        ([rollout_of([10], -4.0, 1.25)], 1.25),
+    ],
+)
+def test_a_rollout_is_compared_with_stocks_prompts_included(
+    reports: list[dict[str, Any]], expected: float
+) -> None:
+    assert figures(reports)["das/of_stock"] == pytest.approx(expected)
+
+
+def test_a_rollout_of_which_an_engine_knows_too_little_is_not_compared() -> None:
+    reports = [rollout_of([6], 6.0, 0.4), rollout_of([8], 0.0, None, "b")]
+    assert "das/of_stock" not in figures(reports)
