@@ -38,6 +38,8 @@ def test_the_site_builds_without_a_warning_or_a_broken_link(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("index.html", "SECURITY.html", "pictures/chart_epochs.svg"):
         assert (tmp_path / name).stat().st_size > 1000
+    first = (tmp_path / "index.html").read_text()
+    assert "Try it on a laptop" in first and 'src="pictures/chart_epochs.svg"' in first
     for page in tmp_path.glob("*.html"):
         assert not re.findall(
             r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page.read_text()
