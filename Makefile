@@ -55,7 +55,7 @@ test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with
 	$(PYTEST) -n 2 --no-loadscope-reorder
 	$(if $(NEWER),DAS_TEST_NEWEST=$(NEWER) $(BIN)/python -m pytest -n 2 $(ON_NEWER))
 
-long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
+long: $(TESTED) $(VENV)/vision  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
 	$(PYTEST) -m long --ignore tests/e2e -n 2 --no-loadscope-reorder
 	$(PYTEST) -m long tests/e2e
 	$(BIN)/python -m pytest tests/unit -n 2 --hypothesis-profile=long
@@ -111,6 +111,11 @@ $(VENV)/newer: constraints/newer.txt constraints/newest.txt scripts/newer.py | $
 # What NeMo-RL's driver imports.
 $(VENV)/nemo_rl: constraints/nemo-rl.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints/nemo-rl.txt
+	touch $@
+
+# What vLLM's Qwen3.5 imports.
+$(VENV)/vision: constraints/vision.txt | $(VENV)/.built
+	$(PIP) --no-deps --target $@ --upgrade -r constraints/vision.txt
 	touch $@
 
 # Trainers without what they depend on: the environment has as much of it as the tests need. SkyRL asks for Python 3.12.

@@ -86,7 +86,9 @@ constexpr uint64_t kWholeMagic = 0x334c4c4158534144;
 class Bytes {
  public:
   Bytes(std::string path, bool map, bool own) : path_(std::move(path)), mapped_(map) {
-    file_.number = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | (own ? O_NOFOLLOW : 0));
+    // what is no file, such as a pipe, is not waited for
+    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | (own ? O_NOFOLLOW : 0);
+    file_.number = ::open(path_.c_str(), flags);
     if (file_.number < 0) fail(path_);
     struct stat status;
     if (fstat(file_.number, &status)) fail(path_);

@@ -8,6 +8,7 @@ import click
 
 from das_adapter import __version__
 from das_adapter.commands import forecasts, installation, runs
+from das_adapter.commands.output import examples
 from das_adapter.errors import DasError
 
 
@@ -41,10 +42,16 @@ def _error_class(ctx: click.Context) -> type[click.ClickException]:
     return click.ClickException
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    epilog=examples("das-adapter doctor", "das-adapter COMMAND --help"),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__)
 def main() -> None:
-    """Lossless speculative rollouts for veRL and NeMo-RL."""
+    """Lossless speculative rollouts, drafted from the run's own history: for veRL,
+    NeMo-RL, TRL, SkyRL and every other trainer that runs vLLM.
+    """
 
 
 for _module in (installation, runs, forecasts):

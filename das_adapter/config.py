@@ -30,6 +30,7 @@ from das_adapter.config_errors import (
     wrong,
 )
 from das_adapter.errors import ConfigError
+from das_adapter.tables import no_yaml
 
 _Neural = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
 _WithHistory = Literal[
@@ -406,7 +407,7 @@ def read_mapping(source: str) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(
             f"found {source!r}, allowed: a das: block as JSON, or a YAML file's path:"
-            f" {error}"
+            f" {no_yaml(error)}"
         ) from None
     if not isinstance(block, Mapping):
         raise ConfigError(

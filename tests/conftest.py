@@ -10,6 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from das_adapter import trouble
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # A busy machine is no failure, and a revision passes or fails every time; make long
@@ -55,6 +57,12 @@ def _loggers_pass_warnings() -> None:
         logger.disabled = False
         if not logger.isEnabledFor(logging.WARNING):
             logger.setLevel(logging.WARNING)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said() -> None:
+    """What the log of an earlier test had is told again in the next."""
+    trouble.said = trouble.Said()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

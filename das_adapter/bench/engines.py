@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from das_adapter.core import tuning
+from das_adapter.core.policy_sizes import policy_sizes, recurrent_state
+
 _QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -26,6 +29,22 @@ _QWEN2: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "eos_token_id": 0,
     "bos_token_id": 0,
+}
+_QWEN3_NEXT: dict[str, Any] = _QWEN2 | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    # experts in the last layer: vLLM takes no policy without
+    "mlp_only_layers": list(range(11)),
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 _TIED = {"tie_word_embeddings": True}
 _FLOAT32 = {"torch_dtype": "float32"}
@@ -53,9 +72,12 @@ def _sizes(
 SHAPES: dict[str, dict[str, Any]] = {
     "7b": _QWEN2 | _sizes(28, 3584, 18944, 28, 4, 152064),
     "1.5b": _QWEN2 | _TIED | _sizes(28, 1536, 8960, 12, 2, 151936),
+    "hybrid": _QWEN3_NEXT | _sizes(12, 2048, 5120, 16, 2, 151936),
     "tiny": _QWEN2 | _TIED | _FLOAT32 | _sizes(2, 128, 128, 2, 1, 997),
 }
-"""Configs of Qwen2.5's sizes, by shape; `tiny` only tests this program."""
+"""Configs of Qwen2.5's sizes, and of Qwen3-Next's layers, by shape; `tiny` only tests
+this program.
+"""
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
 FOLDER = "DAS_BENCH_FOLDER"
@@ -158,12 +180,28 @@ TINY = Plan(
 """Plan that only tests this program, on a CPU."""
 
 
+def is_recurrent(shape: dict[str, Any]) -> bool:
+    """Return whether a policy of this shape has recurrent layers."""
+    return recurrent_state(shape) is not None
+
+
 def cache_bytes(shape: dict[str, Any]) -> int:
     """Return the bytes of a token in a KV cache in bfloat16."""
-    head_size = shape["hidden_size"] // shape["num_attention_heads"]
-    num_heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    sizes = policy_sizes(shape)
     # keys and values, two bytes each
-    return int(4 * num_heads * head_size)
+    return 4 * sizes.attention_layers * sizes.kv_heads * sizes.head_width
+
+
+def state_bytes(shape: dict[str, Any], requests: int) -> int:
+    """Return the bytes of the recurrent states of so many requests, with the longest
+    drafts; 0: there are none.
+    """
+    state = recurrent_state(shape)
+    if state is None:
+        return 0
+    num_states = 1 + tuning.RECURRENT_DRAFT_MOST
+    # vLLM pads a state to whole blocks of the KV cache
+    return 2 * requests * num_states * state.num_bytes
 
 
 def engine(
@@ -205,8 +243,12 @@ def engine(
         "max_num_seqs": max(*plan.batches, plan.replayed),
     }
     if cache:
-        args["kv_cache_memory_bytes"] = cache * cache_bytes(shape)
+        states = state_bytes(shape, args["max_num_seqs"])
+        args["kv_cache_memory_bytes"] = cache * cache_bytes(shape) + states
         args["gpu_memory_utilization"] = _FREE
+    if is_recurrent(shape):
+        # as verified steps have it between their tokens
+        args["mamba_ssm_cache_dtype"] = "float32"
     if plan.tiny:
         args["kv_cache_memory_bytes"] = 2**26
         args["enforce_eager"] = True

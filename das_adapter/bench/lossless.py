@@ -27,10 +27,12 @@ from das_adapter.bench.engines import (
     cache_bytes,
     engine,
     generate,
+    is_recurrent,
     on_v1,
     process,
     prompts,
     sampling,
+    state_bytes,
     stats_of,
     threads,
 )
@@ -71,14 +73,15 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
         "responses": REQUESTS,
         "drafters": drafters,
     }
-    blocks: dict[str, Block] = {}
-    for weights in apart(plan, formats, plan):
-        blocks[f"self, {weights}"] = {
-            "drafter": "self",
-            "self": {"weights": weights},
-        }
-    for name in ("history", "draft_model", "history+draft_model"):
-        blocks[name] = {"drafter": name}
+    blocks: dict[str, Block] = {"history": {"drafter": "history"}}
+    if not is_recurrent(SHAPES[plan.shape]):
+        for weights in apart(plan, formats, plan):
+            blocks[f"self, {weights}"] = {
+                "drafter": "self",
+                "self": {"weights": weights},
+            }
+        for name in ("draft_model", "history+draft_model"):
+            blocks[name] = {"drafter": name}
     at_once = apart(plan, _engines_at_once, plan)
     with tempfile.TemporaryDirectory(prefix="das-bench-") as directory:
         folder = Path(directory)
@@ -183,6 +186,7 @@ def _engines_at_once(plan: Plan) -> int:
     num_weights = num_layers * layer_weights + table_weights
     weights_bytes = 2 * num_weights
     kv_bytes = 1.5 * _cache(plan) * cache_bytes(shape)
+    kv_bytes += state_bytes(shape, max(*plan.batches, plan.replayed))
     each_bytes = weights_bytes + OTHER_BYTES + kv_bytes
     device = torch.cuda.get_device_properties(0)
     room_bytes = 0.95 * device.total_memory
@@ -283,6 +287,8 @@ def _checkpoints(plan: Plan, directory: Path) -> None:
     # of 150,000 tokens some dozen are likely
     torch.nn.init.constant_(model.norm.weight, 3.0)
     policy.save_pretrained(directory / "policy")
+    if is_recurrent(shape):
+        return
     layers = max(1, config.num_hidden_layers // 4)
     model.layers = model.layers[:layers]
     policy.config.num_hidden_layers = layers

@@ -15,12 +15,18 @@ from das_adapter.commands.output import (
     FILE,
     as_json,
     bar,
+    examples,
     print_json,
     print_table,
 )
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "das-adapter estimate rollouts/ --hardware H100 --gpus 8"
+        " --model Qwen/Qwen2.5-7B --tokenizer Qwen/Qwen2.5-7B-Instruct",
+    )
+)
 @click.argument("path", type=EXISTING, metavar="DUMP")
 @click.option(
     "--tokenizer",
@@ -86,8 +92,9 @@ def estimate(
     """Estimate what dumped rollouts would take on a cluster.
 
     Without drafts and with them; and which block to begin with. DUMP, a file or a
-    directory: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or
-    .npz / .jsonl of responses.
+    directory: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, TRL's
+    completions*.parquet (GRPOConfig(log_completions=True)), or rows of prompt and
+    response (.jsonl, .json, .csv, .parquet, .npz).
     """
     import yaml
 
@@ -105,9 +112,17 @@ def estimate(
     with bar(num_arms) as progress:
         dump = rollouts.read(path, tokenizer)
         answer = pays.would_it_pay(dump, settings, agreement, progress)
+    read = pays.contents(dump)
+    doubts = pays.doubts(dump)
     if as_json:
-        print_json(answer)
+        print_json({"read": read._asdict(), "doubts": doubts, **answer})
         return
+    click.echo(
+        f"Read rollouts: {read.rollouts:,}; problems: {read.problems:,}; steps:"
+        f" {read.steps:,}; tokens: {read.tokens:,}."
+    )
+    for doubt in doubts:
+        click.echo(f"Note: {doubt}.")
     _print_arms("epoch", answer["epochs"].items())
     engines = (
         f"{answer['engines']} engines, {answer['kv_tokens']} tokens of KV cache each"
@@ -116,6 +131,11 @@ def estimate(
         f"{engines}, with nothing left for {answer['idle']:.0%} of the rollouts without"
         " drafts"
     )
+    if "state_mib" in answer:
+        states = [f"{arm} {mib:.0f}" for arm, mib in answer["state_mib"].items()]
+        click.echo(
+            f"Recurrent state, MiB a request on each device: {', '.join(states)}"
+        )
     ratios = []
     for arm, figures in answer["arms"].items():
         if arm != "off":
@@ -130,7 +150,9 @@ def estimate(
     click.echo(f"Recommended:\n{block.rstrip()}")
 
 
-@click.command()
+@click.command(
+    epilog=examples("das-adapter simulate simulation.yaml --vary hardware.gpus=8,16")
+)
 @click.argument("path", type=FILE, metavar="CONFIG")
 @click.option(
     "--vary", multiple=True, metavar="KEY=V1,V2", help="Simulate every combination."
@@ -184,7 +206,15 @@ def _print_arms(heading: str, groups: Iterable[tuple[str, dict[str, Any]]]) -> N
     """Print the figures of arms. `groups`: names, which stand under the heading, each
     with its arms.
     """
-    columns = (heading, "arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd")
+    columns = (
+        heading,
+        "arm",
+        "rollout s",
+        "rollout ratio",
+        "step s",
+        "step ratio",
+        "tok/fwd",
+    )
     shown_figures = (
         "rollout_s",
         "rollout_of_first",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,21 @@ from das_adapter.commands.output import (
     FILE,
     as_json,
     bar,
+    examples,
     print_json,
     print_table,
 )
 
 
-@click.command()
+@click.command(epilog=examples("das-adapter doctor", "das-adapter doctor --patches"))
+@click.option(
+    "--patches",
+    is_flag=True,
+    help="Also list what is changed in other packages, and until when.",
+)
 @as_json
-def doctor(as_json: bool) -> None:
-    """Check the installation; list what is changed in other packages.
+def doctor(patches: bool, as_json: bool) -> None:
+    """Check the installation, and say what to do next.
 
     Exit code 1 if something is broken, with the reason.
     """
@@ -33,20 +39,29 @@ def doctor(as_json: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         findings = list(checks.examine())
         changes = checks.changes()
+    verdict = checks.verdict(findings)
     if as_json:
-        print_json({"findings": [vars(f) for f in findings], "changes": changes})
+        shown = [vars(finding) for finding in findings]
+        print_json({"findings": shown, "changes": changes, "verdict": verdict})
     else:
         rows = [(found.name, found.state, found.detail) for found in findings]
         print_table(("what", "state", "detail"), rows, left=3, overflow="fold")
-        click.echo(
-            "\nChanged in these packages, the parameters that this relies on, and until"
-            " when:"
-        )
-        for change in changes:
-            place = f"{change['target']}({change['needs']})"
-            click.echo(f"  {change['patch']:32} {place}, until {change['until']}")
+        if patches:
+            _print_changes(changes)
+        click.echo("\n" + "\n".join(verdict))
     is_broken = any(found.state == "broken" for found in findings)
     sys.exit(is_broken)
+
+
+def _print_changes(changes: Sequence[Mapping[str, Any]]) -> None:
+    """Print what is changed in other packages."""
+    click.echo(
+        "\nChanged in these packages, the parameters that this relies on, and until"
+        " when:"
+    )
+    for change in changes:
+        place = f"{change['target']}({change['needs']})"
+        click.echo(f"  {change['patch']:32} {place}, until {change['until']}")
 
 
 @click.command("cpu-setup", hidden=True)
@@ -75,7 +90,9 @@ def install() -> None:
     """Install das-adapter into the environments of a host."""
 
 
-@install.command("nemo-rl")
+@install.command(
+    "nemo-rl", epilog=examples("das-adapter install nemo-rl --venvs /opt/ray_venvs")
+)
 @click.option(
     "--venvs",
     type=DIRECTORY,
@@ -122,7 +139,15 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
         )
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "das-adapter config das.yaml",
+        "das-adapter config grpo.yaml policy.generation.das.drafter=none",
+        "das-adapter config .../verl/trainer/config/ppo_trainer.yaml"
+        " actor_rollout_ref.rollout.name=vllm"
+        " +actor_rollout_ref.rollout.custom.das.drafter=history",
+    )
+)
 @click.argument("path", type=FILE, metavar="FILE")
 @click.argument("overrides", nargs=-1)
 @as_json
@@ -130,9 +155,11 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check a `das:` block as the host would at its start, and show what it comes to.
 
     That is: every key that has an effect, and what would run where. Exit code 1, with
-    what is wrong, if the block is refused. FILE is a block, a veRL config or a NeMo-RL
-    config, which the host reads: call it in the environment of the host's driver.
-    OVERRIDES are what follows it on the host's command line, such as KEY=VALUE.
+    what is wrong, if the block is refused: by the host, or by its engines, as far as
+    the policy's config.json is here. FILE is a block, as DAS_CONFIG names it for TRL
+    and other trainers on vLLM, a veRL config or a NeMo-RL config, which the host reads:
+    call it in the environment of the host's driver. OVERRIDES are what follows it on
+    the host's command line, such as KEY=VALUE.
     """
     import yaml
 
@@ -155,7 +182,7 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     elif das := parse(content):
         check_files(das)
     das, beside = configs.with_policy(das, model, arguments)
-    block = das and configs.effective(das)
+    block = das and configs.effective(das, hosted=host is not None)
     runs = configs.placement(das, host, arguments)
     if beside:
         runs = {"policy": beside, **runs}
@@ -200,10 +227,9 @@ def _of_host(host: str, content: Any) -> tuple[Any, Any]:
         das = verl.check(content)
         if das is not None:
             compat.check_plugin()
-        return das, given
+        return das, verl.engine_arguments(content) | dict(given)
     das = nemo_rl.check(node)
-    ranks = nemo_rl.data_parallel_size(node)
-    return das, {"data_parallel_size": ranks, **given}
+    return das, nemo_rl.engine_arguments(node) | dict(given)
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

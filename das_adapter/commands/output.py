@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import click
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -26,12 +27,22 @@ as_json = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print the figures as JSON, and nothing else.",
+    help="Print the answer as JSON, and nothing else.",
 )
 """The option of every command that reports."""
 EXISTING = click.Path(exists=True, path_type=Path)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+_WHOLE = {"no_wrap": True}
+"""Layout of columns whose cells are not wrapped."""
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help: lines that can be typed."""
+    head = "Example:" if len(lines) == 1 else "Examples:"
+    return "\n".join(["\b", head, *(f"  {line}" for line in lines)])
 
 
 def print_json(figures: Any) -> None:
@@ -43,16 +54,22 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, **layout: Any
 ) -> None:
     """Print a table; the first `left` columns are aligned to the left. `layout`: of
-    rich's columns; none: cells are not wrapped.
+    rich's columns; none: cells are whole, however wide that is.
     """
-    table = Table(box=None, pad_edge=False)
-    layout = layout or {"no_wrap": True}
+    layout = layout or _WHOLE
+    gap = 1 if layout == _WHOLE else 2
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for number, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if number < left else "right"
         table.add_column(column, justify=justify, **layout)
     for row in rows:
         table.add_row(*row)
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    if layout == _WHOLE:
+        # neither a pipe's 80 columns nor a small terminal may cut a figure
+        needed = Measurement.get(console, console.options, table).maximum
+        console.width = max(console.width, needed)
+    console.print(table)
 
 
 @contextlib.contextmanager

@@ -8,16 +8,18 @@ from pathlib import Path
 import click
 
 from das_adapter.commands.output import (
-    DIRECTORY,
     EXISTING,
     as_json,
+    examples,
     print_json,
     print_table,
 )
 
 
-@click.command()
-@click.argument("run_dir", type=DIRECTORY)
+@click.command(
+    epilog=examples("das-adapter report runs/das", "das-adapter report runs/das --json")
+)
+@click.argument("run_dir", type=EXISTING)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -27,7 +29,8 @@ from das_adapter.commands.output import (
 def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by
+    It is RUN_DIR/report/report.html. Its figures are those of training; what
+    validations took is said apart. While the run goes on it shows what is logged by
     then. With --json the figures of each training step are printed, and no page is
     written.
     """
@@ -35,17 +38,25 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     from das_adapter.reports import report as page
     from das_adapter.reports import run_series
 
-    rollouts = decision_log.read(run_dir)
+    logged = decision_log.read(run_dir)
     if as_json:
-        print_json(run_series.by_training_step(rollouts))
+        print_json(run_series.by_training_step(page.training(logged)))
         return
-    file = page.write(rollouts, out or run_dir / "report")
-    for head, text in page.sentences(rollouts):
+    name = run_dir.resolve().name
+    file = page.write(logged, out or run_dir / "report", name)
+    for head, text in page.sentences(logged):
         click.echo(f"{head}: {text}")
     click.echo(str(file))
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "das-adapter compare runs/off.jsonl runs/das.jsonl",
+        "das-adapter compare off/checkpoint-600/trainer_state.json"
+        " das/checkpoint-600/trainer_state.json",
+        "das-adapter compare logs/off logs/das",
+    )
+)
 @click.argument("run_a", type=EXISTING)
 @click.argument("run_b", type=EXISTING)
 @click.option(
@@ -55,12 +66,14 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
 )
 @as_json
 def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
-    """Compare two runs: tokens, rewards, rollout time, acceptance.
+    """Compare two runs: tokens, rewards, rollout time, acceptance length.
 
     RUN_A and RUN_B: what the trainer's logger wrote: veRL's file logger (.jsonl),
-    TensorBoard's event files or a directory with them, or a Weights & Biases export of
-    one run (.csv, .json, .jsonl). Exit code 1 if tokens differ in a step, 2 after an
-    error, 3 if they can't be compared, because a run does not log das/token_hash.
+    TensorBoard's event files or a directory with them, TRL's trainer_state.json, or the
+    history of a Weights & Biases run (.csv, .json, .jsonl, .parquet); or the directory
+    of the decision logs (das.log_dir) of engines without a host, such as TRL's. Exit
+    code 1 if tokens differ in a step, 2 after an error, 3 if they can't be compared,
+    because a run does not log das/token_hash.
     """
     from das_adapter.reports import compare as runs
     from das_adapter.reports import run_logs

@@ -46,7 +46,17 @@ _DATA_SHEETS = {
     "b200": (8.0, 2250.0, 180, 900, 8, 2.0),  # NVIDIA DGX B200 (2024); NVLink 1.8 TB/s
     # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
     "gb200": (8.0, 2500.0, 186, 900, 72, 2.0),
+    # NVIDIA H800, A800 SXM (2023): as H100 and A100, NVLink 400 GB/s
+    "h800": (3.35, 989.0, 80, 200, 8, 2.0),
+    "a800": (2.039, 312.0, 80, 200, 8, 1.0),
     "l40s": (0.864, 362.0, 48, 32, 1, 2.0),  # NVIDIA L40S (2023); PCIe 4.0 x16
+    "l4": (0.3, 121.0, 24, 32, 1, 2.0),  # NVIDIA L4 (2023); PCIe 4.0 x16
+    "a6000": (0.768, 155.0, 48, 32, 1, 1.0),  # NVIDIA RTX A6000 (2020); PCIe 4.0 x16
+    # NVIDIA's architecture papers of Ampere GA102, Ada, Blackwell: FP16 with FP32
+    # accumulation, dense; PCIe 4.0 x16, the last 5.0
+    "rtx3090": (0.936, 71.0, 24, 32, 1, 1.0),
+    "rtx4090": (1.008, 165.2, 24, 32, 1, 2.0),
+    "rtx5090": (1.792, 209.5, 32, 64, 1, 2.0),
     # AMD Instinct MI300X (2023); 7 links of 128 GB/s
     "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0),
 }
@@ -69,15 +79,18 @@ DEVICES = {name: _device(sheet) for name, sheet in _DATA_SHEETS.items()}
 
 
 def device(name: str) -> Device:
-    """Return a device by its name, in any case.
+    """Return a device by its name, in any case, or by what its driver calls it.
 
     Raises:
         DasError: the table lacks it.
     """
-    known = DEVICES.get(name.lower())
+    known = recognise(name)
     if known is None:
         allowed = ", ".join(DEVICES)
-        raise DasError(f"hardware.gpu: found {name!r}, allowed: {allowed}")
+        raise DasError(
+            f"hardware.gpu: found {name!r}, allowed: {allowed}; or the one of these"
+            " whose memory bandwidth is nearest"
+        )
     return known
 
 
@@ -85,7 +98,9 @@ def recognise(name: str) -> Device | None:
     """Return the device that a driver calls so ("NVIDIA H100 80GB HBM3"), None if the
     table lacks it.
     """
-    words = re.findall(r"[a-z]+\d+[a-z]*", name.lower())
+    # the name of a GeForce has its number apart
+    joined = re.sub(r"rtx[ _-](\d)", r"rtx\1", name.lower())
+    words = re.findall(r"[a-z]+\d+[a-z]*", joined)
     for word in words:
         if word in DEVICES:
             return DEVICES[word]

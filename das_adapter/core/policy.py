@@ -318,6 +318,11 @@ class DraftPolicy:
         else:
             self._requests.record_baseline_steps(outcome.slots, outcome.got)
 
+    def num_validating(self, slots: Ints) -> int:
+        """Return how many of these slots' requests belong to no training rollout."""
+        of_training = self._requests.record[slots]
+        return int(len(of_training) - np.count_nonzero(of_training))
+
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took, or the sum of several baseline steps.
         Return the seconds that the latency model expected of the step; None: there is

@@ -14,10 +14,8 @@ import numpy.typing as npt
 from das_adapter.core import tuning
 from das_adapter.core.hardware import Device
 from das_adapter.core.latency import StepModel, fit
+from das_adapter.core.policy_sizes import policy_sizes
 from das_adapter.core.steps import Floats
-
-FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
-"""Model types of Hugging Face configs whose sizes `Roofline.from_config` reads."""
 
 COPY_SHARE = {"int4": 0.27, "int8": 0.51, "fp8": 0.5}
 """Bytes of a policy copy's linear weights, scales included, as a share of the policy's
@@ -52,6 +50,10 @@ class Roofline:
     """Bytes of the input embeddings, of which a token reads one row; not in
     `weight_bytes`. 0: they are the head's.
     """
+    state_bytes: float = 0.0
+    """Bytes of a request's recurrent state, which a step reads once, and writes after
+    each token. 0: the policy has none.
+    """
 
     @classmethod
     def from_config(
@@ -61,8 +63,9 @@ class Roofline:
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
     ) -> Roofline:
-        """Build it from a Hugging Face config of a decoder, dense or with routed
-        experts in every layer (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE).
+        """Build it from a Hugging Face config of a decoder whose `model_type` is in
+        `policy_sizes.FAMILIES`: dense or with routed experts, with recurrent layers or
+        without.
 
         Args:
             config: `config.json` as a mapping.
@@ -73,53 +76,29 @@ class Roofline:
 
         Raises:
             KeyError: the config lacks a size.
+            DasError: its `model_type` is another.
         """
-        hidden = config["hidden_size"]
-        layers = config["num_hidden_layers"]
-        vocab = config["vocab_size"]
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        width = config.get("head_dim") or hidden // heads
-        expert_width = config.get("moe_intermediate_size")
-        inner_width = expert_width or config["intermediate_size"]
-        experts = config.get("num_experts") or config.get("num_local_experts") or 0
-        # weights of one layer, or of one expert in it
-        projections = 2 * heads + 2 * kv_heads
-        attention = hidden * width * projections
-        feed_forward = 3 * hidden * inner_width
-        of_layer = attention
-        chosen = 0
-        if experts:
-            chosen = config["num_experts_per_tok"]
-        else:
-            of_layer = attention + feed_forward
-        # weights of all layers
-        linear = layers * of_layer
-        chosen_experts = layers * chosen * feed_forward
-        head = hidden * vocab
-        of_token = linear + chosen_experts + head
-        linear_bytes = bytes_per_weight * linear
-        head_bytes = 2 * hidden * vocab
-        table_bytes = head_bytes / tensor_parallel
-        if config.get("tie_word_embeddings"):
-            table_bytes = 0.0
-        kv_devices = min(tensor_parallel, kv_heads)  # a head is not divided
-        expert_bytes = 0.0
-        expert_share = 0.0
-        if experts:
-            all_bytes = bytes_per_weight * layers * experts * feed_forward
-            expert_bytes = all_bytes / tensor_parallel
-            expert_share = chosen / experts
+        sizes = policy_sizes(config)
+        linear_bytes = bytes_per_weight * sizes.linear
+        head_bytes = 2 * sizes.hidden * sizes.vocab
+        table_bytes = 0.0 if sizes.tied else head_bytes / tensor_parallel
+        kv_devices = min(tensor_parallel, sizes.kv_heads)  # a head is not divided
+        kv_width = sizes.attention_layers * sizes.kv_heads * sizes.head_width
+        query_width = sizes.attention_layers * sizes.heads * sizes.head_width
+        state_bytes = 0.0
+        if sizes.state is not None:
+            state_bytes = sizes.state.num_bytes / tensor_parallel
         return cls(
             weight_bytes=(linear_bytes + head_bytes) / tensor_parallel,
             linear_bytes=linear_bytes / tensor_parallel,
-            kv_bytes=4 * layers * kv_heads * width / kv_devices,
-            dense_flops=2 * of_token / tensor_parallel,
-            attention_flops=4 * layers * heads * width / tensor_parallel,
+            kv_bytes=4 * kv_width / kv_devices,
+            dense_flops=2 * sizes.of_token / tensor_parallel,
+            attention_flops=4 * query_width / tensor_parallel,
             hardware=hardware,
-            expert_bytes=expert_bytes,
-            expert_share=expert_share,
+            expert_bytes=bytes_per_weight * sizes.experts / tensor_parallel,
+            expert_share=sizes.chosen_share,
             table_bytes=table_bytes,
+            state_bytes=state_bytes,
         )
 
     def seconds(
@@ -140,7 +119,8 @@ class Roofline:
         tokens_each = d + 1
         weights_s = self.weights_s(b * tokens_each, share)
         kv_s = self.kv_bytes * b * s / self.hardware.bandwidth
-        read_s = weights_s + kv_s
+        state_s = self._state_s * b * (1 + tokens_each)
+        read_s = weights_s + kv_s + state_s
         compute_s = tokens_each * self._compute(b, s)
         slower_s = np.maximum(read_s, compute_s)
         return np.asarray(slower_s)
@@ -163,9 +143,10 @@ class Roofline:
             token_s = float(self._compute(1, context))
             return StepModel(
                 base=read_s,
-                token=0.0,
-                bend=token_s,
+                token=self._state_s,
+                bend=max(0.0, token_s - self._state_s),
                 knee=read_s / token_s,
+                request=self._state_s,
                 context=kv_s,
             )
         doublings = np.arange(tuning.ROOFLINE_DOUBLINGS + 1.0)
@@ -178,7 +159,17 @@ class Roofline:
             drafted=np.zeros(len(tokens), dtype=bool),
             seconds=np.maximum(weights_s, compute_s),
         )
-        return replace(model, context=kv_s)
+        return replace(
+            model,
+            token=model.token + self._state_s,
+            request=self._state_s,
+            context=kv_s,
+        )
+
+    @property
+    def _state_s(self) -> float:
+        """Seconds in which a request's recurrent state is read, or written."""
+        return self.state_bytes / self.hardware.bandwidth
 
     def weights_s(self, tokens: npt.ArrayLike, share: float | None = None) -> Floats:
         """Return the seconds in which the weights are read for so many tokens, a policy

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import subprocess
 import sys
 import time
 import uuid
@@ -22,9 +21,13 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core import tuning
 from das_adapter.core.index.private import is_private, make_private
+from das_adapter.core.index.store import is_served
+from das_adapter.engine.responses import ResponseLog, response_log
 from das_adapter.errors import DasError
+from das_adapter.files import open_without_waiting
 from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 from das_adapter.protocol.metrics import EngineStats
+from das_adapter.protocol.processes import Starter
 from das_adapter.protocol.spool import (
     ANSWER,
     ASK,
@@ -37,16 +40,13 @@ from das_adapter.protocol.spool import (
     put_batch,
     put_file,
 )
+from das_adapter.trouble import Peer
 
 logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 30.0
 """Maximum time that a weight sync waits for the writer; after that the engine drafts
 from what it has mapped.
-"""
-IMPATIENCE_S = 1.0
-"""Maximum time that a weight sync waits for the writer while the last sync had no
-answer.
 """
 AGAIN_S = 2.0
 """Time after which a request is left again, and another writer started: the last one
@@ -55,12 +55,6 @@ did not start.
 """
 POLL_S = 0.002
 """Time between two looks for the writer's answer."""
-
-
-def is_removed(file: IO[bytes]) -> bool:
-    """Return whether an open file has been removed from its directory."""
-    status = os.fstat(file.fileno())
-    return status.st_nlink == 0
 
 
 class SharedHistory:
@@ -90,15 +84,21 @@ class SharedHistory:
         """Locked while this engine lives: neither the writer nor a janitor removes the
         directory.
         """
-        self.trouble = ""
-        """Why the last weight sync left the engine with an older history, or the writer
-        did not start; empty: it did not.
-        """
+        self._writer = Peer()
+        self._starter: Starter | None = None
+        """Starts a writer, and was not ready in time."""
         try:
             self._enter()
             self._start_writer()
-        except (DasError, OSError, subprocess.SubprocessError) as error:
+        except (DasError, OSError) as error:
             self._report(error)
+
+    @property
+    def trouble(self) -> str:
+        """Why the last weight sync left the engine with an older history, or the writer
+        did not start; empty: it did not.
+        """
+        return self._writer.trouble
 
     def add(self, trajectory: Trajectory) -> None:
         """Add a finished trajectory to what the next batch brings."""
@@ -109,14 +109,15 @@ class SharedHistory:
         mapped stays.
         """
         try:
-            self._gathered.flush()
-            answer = self._ask()
-        except (DasError, OSError, subprocess.SubprocessError) as error:
+            patience_s = self._patience_s()
+            self._gathered.flush(patience_s)
+            answer = self._ask(patience_s)
+        except (DasError, OSError) as error:
             self._report(error)
             return None
         for line in answer.log:
             logger.warning("%s", line)
-        self.trouble = ""
+        self._writer.answered()
         return Published(str(self._directory), answer.generation)
 
     def _enter(self) -> None:
@@ -127,18 +128,42 @@ class SharedHistory:
             self._directory = directory_for(self._name, self._config.max_bytes)
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
+        path = self._directory / USERS
+        until = time.monotonic() + self._patience_s()
         # until nobody has removed it
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        while not self._users or is_removed(self._users):
-            path = self._directory / USERS
-            private = os.open(path, flags, 0o600)
-            self._users = open(private, "ab")
-            fcntl.flock(self._users, fcntl.LOCK_SH)
+        while not self._users or not _is_at(self._users, path):
+            if self._users:
+                self._users.close()
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = open_without_waiting(path, flags)
+            self._users = open(descriptor, "ab")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # whoever removes it, or looks, may hang
+                self._users.close()
+                self._users = None
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another process holds {path}") from None
+                time.sleep(POLL_S)
+
+    def _patience_s(self) -> float:
+        """Return how long a weight sync waits: less, where the last one waited in
+        vain.
+        """
+        if self._number == 0:  # no weight sync yet
+            return PATIENCE_S
+        return self._writer.patience_s(PATIENCE_S)
 
     def _start_writer(self) -> None:
-        """Start the process that writes; where another one writes there, it ends at
-        once.
+        """Start the process that writes, unless there is one, which may hang, or one is
+        being started. Raises as `Starter.wait`, also for the one before.
         """
+        if self._starter:
+            if self._starter.is_running:
+                return
+            self._wait_for_starter()
+        if is_served(self._directory):
+            return
         # Whoever may write into the working directory must not choose which modules it
         # runs: it is not in the path with -P, if no entry of PYTHONPATH is empty.
         command = [
@@ -152,37 +177,38 @@ class SharedHistory:
         python_path = os.environ.get("PYTHONPATH", "")
         entries = filter(None, python_path.split(os.pathsep))
         path = os.pathsep.join(entries)
-        # It outlives this process, and must not keep its output open.
-        subprocess.run(
+        self._starter = Starter(
             [*command, *arguments],
-            timeout=PATIENCE_S,
-            check=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            f"the process that writes {self._directory}",
+            {**os.environ, "PYTHONPATH": path},
         )
+        self._wait_for_starter()
+
+    def _wait_for_starter(self) -> None:
+        """Wait for what starts the writer, and forget it unless it runs still."""
+        starter = self._starter
+        if starter is None:
+            return
+        try:
+            starter.wait(PATIENCE_S)
+        finally:
+            if not starter.is_running:
+                self._starter = None
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
         """Put trajectories into the spool."""
         self._enter()
-        put_batch(self._directory, self._engine, batch)
+        put_batch(self._directory, self._engine, batch, self._config.max_bytes)
 
-    def _ask(self) -> Answer:
-        """Ask for a generation, and wait for the answer; TimeoutError: there was
-        none.
+    def _ask(self, patience_s: float) -> Answer:
+        """Ask for a generation, and wait so long for the answer; TimeoutError: there
+        was none; DasError: there is no writer, and why.
         """
         self._number += 1
         self._leave_ask()
         name = f"{ANSWER}-{self._engine}"
         path = self._directory / FOLDER / name
-        patience_s = PATIENCE_S
-        again_s = AGAIN_S
-        if self.trouble:
-            again_s = 0.0
-            if self._number > 1:
-                patience_s = IMPATIENCE_S
+        again_s = 0.0 if self.trouble else AGAIN_S
         now = time.monotonic()
         end = now + patience_s
         asked = now
@@ -190,14 +216,15 @@ class SharedHistory:
             if now > asked + again_s:
                 self._start_writer()
                 self._leave_ask()
-                asked = now
+                asked = time.monotonic()
+                end += asked - now
                 again_s = AGAIN_S
             try:
                 answer = Answer.read(path)
                 path.unlink()
                 if answer.number == self._number:
                     return answer
-            except (FileNotFoundError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError):
                 time.sleep(POLL_S)
             now = time.monotonic()
         raise TimeoutError(f"no answer within {patience_s} s")
@@ -211,10 +238,17 @@ class SharedHistory:
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
-        before = self.trouble
-        self.trouble = repr(error)
-        if before != self.trouble:
-            logger.error("das: history: %r; engines go on with what is mapped", error)
+        end = "; engines go on with what is mapped"
+        self._writer.failed("das: history", error, end)
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether an open file is the one at a path, and was not removed there."""
+    opened = os.fstat(file.fileno())
+    try:
+        return os.path.samestat(opened, path.lstat())
+    except OSError:
+        return False
 
 
 class Standalone:
@@ -242,6 +276,10 @@ class Standalone:
         self._finished: list[Trajectory] = []
         """Whole trajectories since the last refresh."""
         self._live_tokens = 0
+        self._log: ResponseLog | None = None
+        """Where weight updates are logged; None: nowhere, or on another rank."""
+        if state.config.log_dir is not None and self._first:
+            self._log = response_log(state.runner.vllm_config)
         self._shared: SharedHistory | None = None
         if state.config.shares_history and self._first:
             self._shared = SharedHistory(directory, state.config.history)
@@ -275,6 +313,8 @@ class Standalone:
         """Do what a host does at a weight sync."""
         if self._due:
             self._version += 1
+            if self._log is not None:
+                self._log.add_weight_update()
         self.synced = self._due
         self._due = False
         self._unread = False
@@ -293,6 +333,8 @@ class Standalone:
         for req_id in req_ids:
             response = self._state.response(req_id)
             if response is None or response.text is None:
+                continue
+            if not response.is_of_tokens:
                 continue
             self._live_tokens += len(response.text)
             if not response.record or not self._first:

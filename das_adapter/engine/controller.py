@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter import __version__, compat
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
 from das_adapter.core.account import State, collapsed
@@ -57,6 +58,16 @@ _ADDED = (
 """Figures that add up over rollouts."""
 
 
+def _run(config: DasConfig, vllm_config: Any) -> decision_log.RunRecord:
+    """Return what an engine runs."""
+    return decision_log.RunRecord(
+        model=str(getattr(vllm_config.model_config, "model", "")),
+        drafter=config.drafter,
+        vllm=compat.version("vllm") or "",
+        das_adapter=__version__,
+    )
+
+
 class EngineController:
     """The policy of drafts of one engine, with the live requests, the history and the
     logs. A runner opens and closes requests here, calls `policy` in each decode step as
@@ -92,7 +103,9 @@ class EngineController:
             else None
         )
         self.drafts = drafts
-        self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
+        self.log: DecisionLog | None = None
+        if config.log_dir and leads:
+            self.log = DecisionLog(config.log_dir, _run(config, vllm_config))
         self.rehearsing = False
         """Whether drafts are tried before the first request."""
         self._log_of_run = self.log
@@ -156,7 +169,9 @@ class EngineController:
             if self.log is not None:
                 times = request.began, time.time()
                 self.log.add(
-                    decision_log.RequestRecord(request.problem, *ended, *times)
+                    decision_log.RequestRecord(
+                        request.problem, *ended, *times, request.record
+                    )
                 )
 
     # The rehearsal
@@ -197,6 +212,7 @@ class EngineController:
                 step.seconds,
                 predicted,
                 step.passes,
+                self.policy.num_validating(step.slots),
             )
             self.log.add(decision_log.StepRecord(begin, *record))
         self._tell()

@@ -10,8 +10,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.engine.reasoning import lost_grammar
 from das_adapter.engine.recurrent import shorter_drafts
 from das_adapter.engine.requests import RequestLabels
 from das_adapter.engine.runner import forget_v1, refuse, runner_for, set_v1
@@ -42,8 +42,8 @@ SHARDED = "_das_sharded"
 batch.
 """
 UNMASKED = "_das_unmasked"
-"""Attribute of vLLM's speculative config: whether structured outputs that begin behind
-a model's reasoning do not hold for what else the step brings that ends it.
+"""Attribute of vLLM's speculative config: what structured outputs behind a model's
+reasoning need, to hold for what else the step brings that ends it; None: nothing.
 """
 LABELS = "_das_labels"
 """Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no
@@ -202,19 +202,8 @@ def _checked(made: Any, config: DasConfig) -> Any:
     parallel = made.parallel_config
     sharded = getattr(parallel, "enable_batch_sharded_sampling", False)
     setattr(speculative, SHARDED, sharded)
-    setattr(speculative, UNMASKED, _unmasked(made))
+    setattr(speculative, UNMASKED, lost_grammar(made))
     return made
-
-
-def _unmasked(made: Any) -> bool:
-    """Return whether structured outputs may not hold for a whole step, see
-    `UNMASKED`.
-    """
-    installed = compat.version("vllm")
-    if installed is None or compat.numbers(installed) >= (0, 25):
-        return False
-    asked = made.structured_outputs_config
-    return bool(asked.reasoning_parser and not asked.enable_in_reasoning)
 
 
 @patch(
@@ -264,7 +253,7 @@ def judge_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's
     sampler applies them to drafted positions, and allows min_tokens above 1 on V1,
     where it counts draft tokens that may be rejected, logprob_token_ids where ranks
-    draw for parts of the batch, which then get none, and, before 0.25, structured
+    draw for parts of the batch, which then get none, and, before 0.27, structured
     outputs behind reasoning, which do not hold for the rest of the step that ends it.
     Remove this patch when vLLM's verification applies all five to drafted positions.
     """
@@ -283,10 +272,11 @@ def judge_row_processors(stock: Any) -> Any:
                 "found logprob_token_ids, allowed beside drafts without"
                 " enable_batch_sharded_sampling"
             )
-        if getattr(speculative_config, UNMASKED, False) and self.structured_outputs:
+        needed = getattr(speculative_config, UNMASKED, None)
+        if needed and self.structured_outputs:
             refused = (
                 "found structured_outputs, allowed beside drafts and with a"
-                " reasoning_parser from vLLM 0.25 on"
+                f" reasoning_parser {needed}"
             )
         if refused:
             from vllm.exceptions import VLLMValidationError

@@ -122,6 +122,43 @@ def tell_memory(vllm_config: Any, num_bytes: int) -> None:
     )
 
 
+def tell_room(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Say in the log how many requests' states the KV cache holds (vLLM's
+    `KVCacheConfig`), and warn where fewer requests run at once because of the slots for
+    drafts.
+    """
+    state_blocks = 0
+    plain_blocks = 0
+    for group in kv_cache_config.kv_cache_groups:
+        num_slots = getattr(group.kv_cache_spec, "num_speculative_blocks", None)
+        if num_slots is not None:
+            state_blocks += 1 + num_slots
+            plain_blocks += 1
+    if state_blocks == plain_blocks:
+        return
+    room = kv_cache_config.num_blocks // state_blocks
+    plain_room = kv_cache_config.num_blocks // plain_blocks
+    requests = vllm_config.scheduler_config.max_num_seqs
+    if room >= min(requests, plain_room):
+        logger.info(
+            "das: the KV cache has room for the recurrent states of %d requests,"
+            " without drafts of %d",
+            room,
+            plain_room,
+        )
+        return
+    logger.warning(
+        "das: the KV cache has room for the recurrent states of %d requests, without"
+        " drafts of %d, and max_num_seqs is %d: where that many are sent at once, some"
+        " wait because of the drafts; take a smaller das.max_draft_tokens (found %d),"
+        " or das.drafter='none' (das-adapter estimate says what takes least time)",
+        room,
+        plain_room,
+        requests,
+        vllm_config.num_speculative_tokens,
+    )
+
+
 @patch(
     "vllm.v1.attention.backends.mamba_attn:"
     "BaseMambaAttentionMetadataBuilder.build_for_cudagraph_capture",

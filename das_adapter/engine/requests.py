@@ -237,6 +237,9 @@ class LiveRequest:
     """Tokens when it joined the batch (V2 runner alone)."""
     text: list[int] | None = None
     """Tokens that it has written, where the host needs them."""
+    is_of_tokens: bool = True
+    """Whether its prompt is tokens; behind embeddings nobody can draft from its text.
+    """
 
     @classmethod
     def of(
@@ -250,6 +253,8 @@ class LiveRequest:
         """
         prompt = request.prompt_token_ids
         label = label_of(request)
+        embeddings = getattr(request, "prompt_embeds", None)
+        is_of_tokens = prompt is not None and embeddings is None
         if prompt is None:  # it has embeddings in their place
             prompt = [0] * len(request.prompt_embeds)
         most_tokens = longest
@@ -274,6 +279,7 @@ class LiveRequest:
             ahead=np.frombuffer(ahead, dtype=np.int32),
             stops=stops,
             ends_outside=ends_outside,
+            is_of_tokens=is_of_tokens,
         )
 
     def is_whole(self, last: int) -> bool:

@@ -181,64 +181,100 @@ def forget_v1() -> None:
     _chosen.clear()
 
 
-def refuse(config: DasConfig, vllm_config: Any) -> None:
+class Engine(NamedTuple):
+    """What an engine has that a drafter may not work with; the defaults work with
+    all.
+    """
+
+    pipeline_ranks: int = 1
+    prefill_ranks: int = 1
+    """Of prefill context parallelism."""
+    context_ranks: int = 1
+    """Of decode context parallelism."""
+    tensor_ranks: int = 1
+    backend: Any = None
+    """vLLM's `distributed_executor_backend`."""
+    data_ranks: int = 1
+    has_experts: bool = False
+    has_adapters: bool = False
+    balances_experts: bool = False
+    has_watermark: bool = False
+    is_recurrent: bool = False
+    is_multimodal: bool = False
+    has_mrope: bool = False
+    """Multimodal rotary positions."""
+    runs_v2: bool = True
+
+
+def _engine(vllm_config: Any) -> Engine:
+    """Return what an engine has, by vLLM's config."""
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    return Engine(
+        pipeline_ranks=parallel.pipeline_parallel_size,
+        prefill_ranks=getattr(parallel, "prefill_context_parallel_size", 1),
+        context_ranks=getattr(parallel, "decode_context_parallel_size", 1),
+        tensor_ranks=parallel.tensor_parallel_size,
+        backend=parallel.distributed_executor_backend,
+        data_ranks=parallel.data_parallel_size,
+        has_experts=getattr(model, "is_moe", True),
+        has_adapters=vllm_config.lora_config is not None,
+        balances_experts=parallel.enable_eplb,
+        has_watermark=getattr(vllm_config, "watermark_config", None) is not None,
+        is_recurrent=is_recurrent(model),
+        is_multimodal=model.is_multimodal_model,
+        has_mrope=model.uses_mrope,
+        runs_v2=runs_v2(vllm_config),
+    )
+
+
+def refuse_engine(config: DasConfig, engine: Engine) -> None:
     """Refuse, with a ConfigError, what a drafter can't do with this model or this
     number of ranks.
     """
     if config.drafter == "none":
         return
-    parallel = vllm_config.parallel_config
-    model = vllm_config.model_config
-    over = getattr(parallel, "prefill_context_parallel_size", 1)
-    ranks = parallel.tensor_parallel_size
-    backend = parallel.distributed_executor_backend
-    recurrent = is_recurrent(model)
+    ranks = engine.tensor_ranks
     vllms_own = config.neural and not config.uses_history and not config.controlled
     refused = {
-        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": (
-            parallel.pipeline_parallel_size > 1
-        ),
+        f"pipeline_parallel_size={engine.pipeline_ranks}": engine.pipeline_ranks > 1,
         # One rank of an engine has the history, and the ranks that share its prompts
         # draft apart.
-        f"prefill_context_parallel_size={over}": (
-            over > 1 and not (config.neural and not config.uses_history)
+        f"prefill_context_parallel_size={engine.prefill_ranks}": (
+            engine.prefill_ranks > 1 and not (config.neural and not config.uses_history)
         ),
         # Each rank has a scheduler of its own there, which knows only what its own rank
         # has drafted.
-        f"tensor_parallel_size={ranks} under {backend!r}": (
-            ranks > 1 and backend == "external_launcher" and not vllms_own
+        f"tensor_parallel_size={ranks} under {engine.backend!r}": (
+            ranks > 1 and engine.backend == "external_launcher" and not vllms_own
         ),
         # Its sampler draws the tokens by the watermark's key; keyed noise would leave
         # it out without a word.
-        "watermark_config": (
-            config.keyed and getattr(vllm_config, "watermark_config", None) is not None
-        ),
+        "watermark_config": config.keyed and engine.has_watermark,
         # After a step without drafts V1 goes on from before the last accepted tokens.
         f"a policy with recurrent state on vLLM's V1 model runner (V2 runs it, from"
         f" vLLM {compat.V2_RUNNER.oldest} on)": (
-            recurrent and config.controlled and not runs_v2(vllm_config)
+            engine.is_recurrent and config.controlled and not engine.runs_v2
         ),
         # Its passes would write the policy's own state.
-        "a policy with recurrent state": (
-            recurrent and config.controlled and config.by_model
-        ),
+        "a policy with recurrent state": engine.is_recurrent and config.copies_policy,
     }
     if config.copies_policy:
         refused |= {
-            "LoRA adapters": vllm_config.lora_config is not None,
-            "enable_eplb=True": parallel.enable_eplb,
+            "LoRA adapters": engine.has_adapters,
+            "enable_eplb=True": engine.balances_experts,
         }
     if config.neural and config.controlled:
-        refused |= {"a multimodal policy": model.is_multimodal_model}
+        refused |= {"a multimodal policy": engine.is_multimodal}
     if config.controlled and config.by_model:
-        shards = getattr(parallel, "decode_context_parallel_size", 1)
+        shards = engine.context_ranks
         refused |= {
             f"decode_context_parallel_size={shards} on vLLM's V1 runner": (
-                shards > 1 and not runs_v2(vllm_config)
+                shards > 1 and not engine.runs_v2
             ),
-            "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
-            f"experts over data_parallel_size={parallel.data_parallel_size}": (
-                parallel.data_parallel_size > 1 and getattr(model, "is_moe", True)
+            "a policy with multimodal rotary positions (M-RoPE)": engine.has_mrope,
+            f"experts over data_parallel_size={engine.data_ranks}": (
+                engine.data_ranks > 1 and engine.has_experts
             ),
         }
     for found, wrong in refused.items():
@@ -246,13 +282,23 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             continue
         works_uncontrolled = config.neural and not config.uses_history
         ways = ""
-        if works_uncontrolled and parallel.pipeline_parallel_size == 1:
+        if works_uncontrolled and engine.pipeline_ranks == 1:
             ways = "; das.budget=unlimited with das.speculate=always does"
         raise ConfigError(
             f"das.drafter={config.drafter!r} does not work with {found}{ways}"
         )
+
+
+def refuse(config: DasConfig, vllm_config: Any) -> None:
+    """Refuse, with a ConfigError, what a drafter can't do in an engine with vLLM's
+    config.
+    """
+    if config.drafter == "none":
+        return
+    engine = _engine(vllm_config)
+    refuse_engine(config, engine)
     plug_ins: list[str] = []
-    if not runs_v2(vllm_config):
+    if not engine.runs_v2:
         entries = importlib.metadata.entry_points(group="vllm.logits_processors")
         plug_ins = sorted(entry.name for entry in entries)
     if plug_ins:
@@ -262,7 +308,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
             f" ({names}), which vLLM's V1 runner leaves out beside any drafter: other"
             " tokens would be written; allowed: das.drafter='none'"
         )
-    if recurrent and vllm_config.device_config.device_type in UNFIT_DEVICES:
+    if engine.is_recurrent and vllm_config.device_config.device_type in UNFIT_DEVICES:
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a"
             " CPU, where vLLM's convolutions keep what rejected draft tokens left:"

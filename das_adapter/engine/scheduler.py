@@ -16,6 +16,7 @@ from das_adapter import compat
 from das_adapter.engine import plan
 from das_adapter.engine.failures import place
 from das_adapter.engine.plan import SILENCE, DraftPlan
+from das_adapter.engine.responses import response_log
 from das_adapter.engine.settings import alone, runs_v2, settings
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import draft_lengths
@@ -24,6 +25,8 @@ ONE_BY_ONE = "_das_one_by_one"
 """Attribute of vLLM's scheduler: whether the front end is told tokens one by one where
 it looks for stop strings.
 """
+RESPONSES = "_das_responses"
+"""Attribute of vLLM's scheduler: the log of its responses; None: there is none."""
 _WITH_THE_FIRST = ("new_prompt_logprobs_tensors", "events", "prefill_stats")
 _WITH_THE_LAST = ("finish_reason", "stop_reason", "kv_transfer_params")
 """Fields of vLLM's `EngineCoreOutput` beside its tokens."""
@@ -114,6 +117,8 @@ def reserve_draft_slots(stock: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         config = settings(self.vllm_config)
+        if config is not None:
+            setattr(self, RESPONSES, response_log(self.vllm_config))
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(
                 self.num_lookahead_tokens,
@@ -204,8 +209,9 @@ def send_the_plan(stock: Any) -> Any:
 )
 def follow_steps(stock: Any) -> Any:
     """Without it the scheduler of an engine on the V2 runner does not hear which draft
-    length its worker has chosen, and, before vLLM 0.32, a response keeps the tokens
-    that its last draft brought behind a stop string. Remove this patch when vLLM lets a
+    length its worker has chosen, an engine without a host does not log its responses,
+    and, before vLLM 0.32, a response keeps the tokens that its last draft brought
+    behind a stop string. Remove this patch when vLLM lets a
     worker choose the draft length, and 0.32 is the oldest supported.
     """
 
@@ -218,7 +224,12 @@ def follow_steps(stock: Any) -> Any:
         lookup = getattr(self, "dynamic_sd_lookup", None)
         if chosen is not None and isinstance(lookup, PlanLookup):
             lookup.chosen = chosen
+        responses = getattr(self, RESPONSES, None)
+        running = [] if responses is None else list(self.running)
         answers = stock(self, scheduler_output, model_runner_output)
+        if responses is not None:
+            idle = not any(self.get_request_counts())
+            responses.add_finished(running, idle=idle)
         if getattr(self, ONE_BY_ONE, False):
             for answer in answers.values():
                 parts = []

@@ -4,6 +4,7 @@ next.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +15,12 @@ from vllm.platforms import current_platform
 from das_adapter.config import DasConfig
 from das_adapter.core.hardware import recognise
 from das_adapter.core.latency import ASSUMED, ASSUMED_ON_GPU, StepModel
+from das_adapter.core.policy_sizes import FAMILIES
 from das_adapter.core.requests import EMPTY_INTS
-from das_adapter.core.roofline import COPY_SHARE, FAMILIES, Prior, Roofline
+from das_adapter.core.roofline import COPY_SHARE, Prior, Roofline
 from das_adapter.core.steps import TimedStep
+
+logger = logging.getLogger("vllm.das_adapter")
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
 """Bytes of a weight, by vLLM's name of the quantisation."""
@@ -137,12 +141,16 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Prior |
     if device is None or sizes.get("model_type") not in FAMILIES:
         return None
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    roof = Roofline.from_config(
-        sizes,
-        device,
-        ranks,
-        _WEIGHT_BYTES[model.quantization],
-    )
+    try:
+        roof = Roofline.from_config(
+            sizes,
+            device,
+            ranks,
+            _WEIGHT_BYTES[model.quantization],
+        )
+    except KeyError as error:
+        logger.info("das: no roofline: the policy's config lacks %s", error)
+        return None
     passes = None
     if config.copies_policy:
         share = COPY_SHARE[config.self.weights]

@@ -106,6 +106,18 @@ def data_parallel_size(generation: Mapping[str, Any]) -> int:
     return max(1, expert_ranks // tensor_ranks)
 
 
+def engine_arguments(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine arguments that NeMo-RL makes of `policy.generation`, beside
+    those under `vllm_kwargs`, as far as a drafter may not work with them.
+    """
+    return {
+        "tensor_parallel_size": _parallel_size(generation, "tensor"),
+        "pipeline_parallel_size": _parallel_size(generation, "pipeline"),
+        "data_parallel_size": data_parallel_size(generation),
+        "enable_expert_parallel": _parallel_size(generation, "expert") > 1,
+    }
+
+
 def _parallel_size(generation: Mapping[str, Any], kind: str) -> int:
     """Return how many ranks a kind of parallelism has: tensor, expert or pipeline."""
     vllm_cfg = generation.get("vllm_cfg") or {}

@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter
+
 from das_adapter.errors import DasError
+from das_adapter.files import parse_or_skip
+from das_adapter.trouble import log_once, reason
 
 logger = logging.getLogger("das_adapter")
 
@@ -50,6 +54,13 @@ class StepRecord(NamedTuple):
     """Seconds that the latency model predicted; None before there was one."""
     passes: int = 0
     """Forward passes of the model that drafts, at its end."""
+    validating: int = 0
+    """Requests of a validation among them."""
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether all its requests are of a validation."""
+        return 0 < self.requests <= self.validating
 
 
 class RequestRecord(NamedTuple):
@@ -62,6 +73,8 @@ class RequestRecord(NamedTuple):
     accepted: int
     begin: float
     end: float
+    record: bool = True
+    """Whether it belongs to a training rollout; else to a validation."""
 
 
 class WeightSyncRecord(NamedTuple):
@@ -85,15 +98,59 @@ class CountsRecord(NamedTuple):
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
 
 
-Record = StepRecord | RequestRecord | WeightSyncRecord | CountsRecord
+class RunRecord(NamedTuple):
+    """What the engine of a log runs: the begin of each file."""
+
+    model: str
+    drafter: str
+    vllm: str
+    das_adapter: str
+    """Versions."""
+
+
+class ResponseRecord(NamedTuple):
+    """A response of an engine without a host, as its scheduler has finished it."""
+
+    engine: str
+    tokens: int
+    hash: int
+    """`protocol.metrics.response_hash`."""
+    begin: float
+    end: float
+
+
+class WeightUpdateRecord(NamedTuple):
+    """The weights of an engine without a host have changed."""
+
+    engine: str
+    at: float
+
+
+Record = (
+    StepRecord
+    | RequestRecord
+    | WeightSyncRecord
+    | CountsRecord
+    | RunRecord
+    | ResponseRecord
+    | WeightUpdateRecord
+)
 _RECORDS: dict[str, type] = {
     "s": StepRecord,
     "r": RequestRecord,
     "v": WeightSyncRecord,
     "c": CountsRecord,
+    "b": RunRecord,
+    "t": ResponseRecord,
+    "u": WeightUpdateRecord,
 }
 """By the letter that stands at the begin of a line."""
 _LETTERS = {record_type: letter for letter, record_type in _RECORDS.items()}
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    letter: TypeAdapter(record_type, config=ConfigDict(allow_inf_nan=False))
+    for letter, record_type in _RECORDS.items()
+}
+"""What checks the fields of a record."""
 
 
 class DecisionLog:
@@ -101,10 +158,12 @@ class DecisionLog:
     missing, and the oldest where a run is long.
     """
 
-    def __init__(self, directory: str):
-        """Begin a log in a directory; OSError: the directory can't be made."""
+    def __init__(self, directory: str, run: RunRecord | None = None) -> None:
+        """Begin a log in a directory, with what each of its files begins with. Where
+        the directory can't be made the log has ended, with a line in the log of the
+        engine, which starts without.
+        """
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
         begin = time.strftime("%Y%m%dT%H%M%S")
         # hosts may share the directory
         random = uuid.uuid4()
@@ -112,22 +171,22 @@ class DecisionLog:
         name = f"decisions-{begin}-{log_id}.jsonl"
         self.path = folder / name
         self._lines: list[str] = []
+        self._head = None if run is None else _line(run)
         self._ended = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            self._end(error)
 
     def add(self, record: Record) -> None:
         """Write a record, if not at once: after counts or a weight sync everything so
         far is on disk.
         """
-        record_type = type(record)
-        letter = _LETTERS[record_type]
-        fields: list[Any] = [letter]
-        for value in record:
-            if isinstance(value, float):
-                value = round(value, 6)
-            fields.append(value)
-        line = json.dumps(fields, separators=(",", ":"))
+        line = _line(record)
         self._lines.append(line)
-        ends_rollout = isinstance(record, WeightSyncRecord | CountsRecord)
+        ends_rollout = isinstance(
+            record, WeightSyncRecord | CountsRecord | WeightUpdateRecord
+        )
         is_full = len(self._lines) >= _LINES_TOGETHER
         if ends_rollout or is_full:
             self.flush()
@@ -143,11 +202,21 @@ class DecisionLog:
         try:
             self._write(lines)
         except OSError as error:
-            self._ended = True
-            logger.error("das: the decision log %s ends here: %r", self.path, error)
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Write no more, and say why."""
+        self._ended = True
+        logger.error(
+            "das: das.log_dir: the decision log %s ends here: %s",
+            self.path,
+            reason(error),
+        )
 
     def _write(self, lines: list[str]) -> None:
         with self.path.open("a") as file:
+            if self._head is not None and not file.tell():
+                lines = [self._head, *lines]
             for line in lines:
                 file.write(line)
                 file.write("\n")
@@ -155,6 +224,16 @@ class DecisionLog:
         if num_bytes >= MAX_FILE_BYTES:
             before = self.path.with_suffix(_BEFORE)
             self.path.replace(before)
+
+
+def _line(record: Record) -> str:
+    """Return the line of a record."""
+    fields: list[Any] = [_LETTERS[type(record)]]
+    for value in record:
+        if isinstance(value, float):
+            value = round(value, 6)
+        fields.append(value)
+    return json.dumps(fields, separators=(",", ":"))
 
 
 @dataclass
@@ -169,6 +248,8 @@ class LoggedRollout:
     """`CountsRecord.stats`."""
     end: WeightSyncRecord | None = None
     """The weight sync that followed; None: the log ends before it."""
+    run: RunRecord | None = None
+    """What the engine runs; None: the log does not say."""
 
     @property
     def version(self) -> int:
@@ -182,15 +263,58 @@ def read(directory: Path) -> list[LoggedRollout]:
     """Read every rollout of the decision logs in a directory or under it, in the order
     of their beginning.
 
+    A file that can't be read, or a line that is no record, is left out, with a line in
+    the log.
+
     Raises:
-        DasError: there is no log, there are those of several runs, or a line is no
-            record.
+        DasError: there is no log, or there are those of several runs.
     """
-    files = directory.rglob("decisions-*.jsonl")
+    paths = _files(directory)
+    rollouts: list[LoggedRollout] = []
+    for log, paths_of_log in itertools.groupby(paths, key=_log_of):
+        for rollout in _rollouts(log, paths_of_log):
+            if rollout.steps:
+                rollouts.append(rollout)
+    return sorted(rollouts, key=_begin_of_rollout)
+
+
+def read_responses(
+    directory: Path,
+) -> tuple[list[ResponseRecord], list[WeightUpdateRecord]]:
+    """Read what engines without a host have logged of their responses, and of the
+    updates of their weights.
+
+    Raises:
+        DasError: as of `read`.
+    """
+    found = list[ResponseRecord]()
+    updates = list[WeightUpdateRecord]()
+    for path in _files(directory):
+        for record in _records(path):
+            if isinstance(record, ResponseRecord):
+                found.append(record)
+            elif isinstance(record, WeightUpdateRecord):
+                updates.append(record)
+    return found, updates
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the files of a run's logs in a directory or under it, in the order of
+    their beginning.
+
+    Raises:
+        DasError: there are none, or those of several runs.
+    """
+    files = []
+    for path in directory.rglob("decisions-*.jsonl"):
+        if path.is_file():
+            files.append(path)
+        else:
+            log_once(f"report: left out, because it is no file: {path}")
     paths = sorted(files, key=_begin_of)
     if not paths:
         raise DasError(
-            f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the"
+            f"no decisions-*.jsonl under {directory}: set das.log_dir in the"
             " run's config"
         )
     folders = [str(path.parent) for path in paths]
@@ -198,15 +322,10 @@ def read(directory: Path) -> list[LoggedRollout]:
     if len(runs) > 1:
         names = ", ".join(runs)
         raise DasError(
-            f"report: found logs of {len(runs)} runs under {directory}, choose one, the"
+            f"found logs of {len(runs)} runs under {directory}, choose one, the"
             f" last is the newest: {names}"
         )
-    rollouts: list[LoggedRollout] = []
-    for log, paths_of_log in itertools.groupby(paths, key=_log_of):
-        for rollout in _rollouts(log, paths_of_log):
-            if rollout.steps:
-                rollouts.append(rollout)
-    return sorted(rollouts, key=_begin_of_rollout)
+    return paths
 
 
 def _begin_of_rollout(rollout: LoggedRollout) -> float:
@@ -240,26 +359,38 @@ def _rollouts(log: str, files: Iterable[Path]) -> Iterator[LoggedRollout]:
             current.requests.append(record)
         elif isinstance(record, CountsRecord):
             current.counts.append(record.stats)
-        else:
+        elif isinstance(record, RunRecord):
+            current.run = record
+        elif isinstance(record, WeightSyncRecord):
             current.end = record
             yield current
-            current = LoggedRollout(log)
+            current = LoggedRollout(log, run=current.run)
     yield current
 
 
 def _records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file."""
-    text = path.read_text(errors="replace")
+    """Yield the records of a file, without lines that are none."""
+    content = parse_or_skip(path, bytes, "report: left out:")
+    text = (content or b"").decode(errors="replace")
     # the last line may be cut, or being written
     whole, _, _ = text.rpartition("\n")
-    whole_lines = whole.splitlines()
-    for number, line in enumerate(whole_lines, 1):
+    num_odd = 0
+    first_odd = ""
+    for number, line in enumerate(whole.split("\n"), 1):
+        if not line:
+            continue
         try:
-            letter, *values = json.loads(line)
-            record_type = _RECORDS[letter]
-            record = record_type(*values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DasError(
-                f"report: {path}, line {number}: found {line:.80}, no record: {error!r}"
-            ) from None
-        yield record
+            yield _record(line)
+        except Exception as error:  # what is damaged may raise anything
+            num_odd += 1
+            first_odd = first_odd or f"line {number}: {reason(error)}: {line:.80}"
+    if num_odd:
+        log_once(f"report: {path}: left out {num_odd} lines, the first: {first_odd}")
+
+
+def _record(line: str) -> Record:
+    """Return the record of a line; it may raise anything where there is none."""
+    letter, *values = json.loads(line)
+    adapter = _ADAPTERS[letter]
+    record: Record = adapter.validate_python(tuple(values), strict=False)
+    return record

@@ -38,7 +38,7 @@ _KEPT_TIMES = 2**17
 """Steps and responses of which times are kept, the last ones: a host may never ask for
 them.
 """
-_HASH_VALUES = 2**48
+HASH_VALUES = 2**48
 """Number of values that the hash of a rollout's tokens can have: a float holds each."""
 _TAIL_BEGIN = 0.8
 """Share of a rollout's responses that have ended when its tail begins."""
@@ -184,8 +184,7 @@ class RolloutClock:
             return
         self._begin = min(self._begin, begin)
         self._ends.append(end)
-        key = seed.to_bytes(8, "little")
-        self._hash += _hash(tokens, num_bytes=6, key=key)
+        self._hash += response_hash(tokens, seed)
         if label.ahead is None:
             return
         written = np.frombuffer(label.ahead, np.int32)
@@ -212,7 +211,7 @@ class RolloutClock:
         report: dict[str, Any] = {
             "begin": self._begin,
             "ends": list(self._ends),
-            "token_hash": self._hash % _HASH_VALUES,
+            "token_hash": self._hash % HASH_VALUES,
             "draws": list(self._draws),
         }
         ahead = self._ahead.tolist()
@@ -220,6 +219,18 @@ class RolloutClock:
             report["ahead"] = ahead
         self.__init__()  # type: ignore[misc]
         return report
+
+
+def response_hash(tokens: bytes, seed: int) -> int:
+    """Return the hash of a response, of which `das/token_hash` adds up those of a
+    training step.
+
+    Args:
+        tokens: int32 token ids.
+        seed: of its noise, 64 bits, signed or not.
+    """
+    key = (seed % 2**64).to_bytes(8, "little")
+    return _hash(tokens, num_bytes=6, key=key)
 
 
 def _hash(
@@ -424,7 +435,7 @@ def _rollout_figures(parts: Sequence[Report]) -> Figures:
     return {
         "das/rollout_s": rollout_s,
         "das/tail_s": tail_s,
-        "das/token_hash": float(token_hash % _HASH_VALUES),
+        "das/token_hash": float(token_hash % HASH_VALUES),
     }
 
 

@@ -21,10 +21,11 @@ SHARED = {
         "timing_s/gen",
         "timing/train/generation",
         "timing/train/exposed_generation",
+        "profiling/Time taken: GRPOTrainer.vLLM.generate",
     ),
 }
-"""Names of a figure in das-adapter, veRL and NeMo-RL; the first that both runs have
-logged is compared.
+"""Names of a figure in das-adapter, veRL, NeMo-RL and TRL; the first that both runs
+have logged is compared.
 """
 KEYS = {key for keys in SHARED.values() for key in keys}
 """All names of these figures."""
@@ -36,18 +37,23 @@ ROWS = 30
 """Maximum rows of the table, where `every` is not given."""
 MISSING = (
     "both runs must log das/token_hash: a run without drafts does so with `drafter:"
-    " none` and `verify: {noise: keyed}`"
+    " none` and `verify: {noise: keyed}`; of engines without a host (TRL, SkyRL, vLLM)"
+    " compare the directories that das.log_dir names"
+)
+INVARIANT = (
+    "On a GPU tokens that nearly tie fall otherwise with the number of tokens in a"
+    " forward pass: for equal tokens set VLLM_BATCH_INVARIANT=1 for both runs (slower)."
 )
 COLUMNS = (
     "steps",
     "tokens",
-    "reward A",
-    "B",
-    "rollout s, A",
-    "B",
-    "speed-up",
-    "accepted A",
-    "B",
+    "reward\nA",
+    "\nB",
+    "rollout s\nA",
+    "\nB",
+    "speed-\nup",
+    "acceptance\nlength A",
+    "\nB",
 )
 Values = npt.NDArray[np.float64]
 
@@ -191,9 +197,11 @@ def sentences(found: dict[str, Any]) -> list[str]:
     same_tokens, num_tokens = found["tokens"]
     same_rewards, num_rewards = found["rewards"]
     speed_up = found["speed_up"]
-    said = [f"Tokens: not compared; {MISSING}"]
+    said = [f"Tokens: not compared; {MISSING}."]
     if num_tokens:
         said = [f"Tokens: the same in {same_tokens} of {num_tokens} steps."]
+    if same_tokens < num_tokens:
+        said.append(INVARIANT)
     if num_rewards:
         said.append(f"Rewards: the same in {same_rewards} of {num_rewards} steps.")
     if speed_up:
@@ -201,6 +209,13 @@ def sentences(found: dict[str, Any]) -> list[str]:
         said.append(
             f"Rollout time ({name}): B is {speed_up:.2f}x as fast as A,"
             f" {_time_change(speed_up)} time."
+        )
+    lengths = found["accepted"]
+    if any(lengths):
+        a, b = ("not logged" if mean is None else f"{mean:.2f}" for mean in lengths)
+        said.append(
+            f"Acceptance length, tokens that a drafted request gets of a forward pass:"
+            f" A {a}, B {b}."
         )
     if found["only_one"]:
         said.append(
@@ -224,9 +239,17 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
         if row["first"] == row["last"]:
             span = str(row["first"])
         values = (*row["reward"], *row["rollout_s"], row["speed_up"], *row["accepted"])
-        figures = ["" if value is None else f"{value:.3f}" for value in values]
+        figures = ["" if value is None else _short(value) for value in values]
         rows.append((span, _verdict(*row["tokens"]), *figures))
     return rows
+
+
+def _short(value: float) -> str:
+    """Return a figure with at most three digits behind the point, fewer if it is
+    large.
+    """
+    digits = 3 - min(3, len(f"{abs(value):.0f}") - 1)
+    return f"{value:.{digits}f}"
 
 
 def _verdict(same: int, logged: int) -> str:

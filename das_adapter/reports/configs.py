@@ -4,6 +4,7 @@ and what would run where.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 from das_adapter import compat, config
 from das_adapter.config import DasConfig
 from das_adapter.config_errors import lacking
-from das_adapter.engine.runner import runner_for
+from das_adapter.engine.runner import Engine, refuse_engine, runner_for
 from das_adapter.engine.settings import without_host
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import draft_lengths, engine_args
@@ -20,6 +21,21 @@ from das_adapter.reports import policies
 
 VERL = "veRL"
 NEMO_RL = "NeMo-RL"
+MOST_KEYS = 8
+"""Keys of a file that a message names, at most."""
+OF_HOSTS = {"": ("routing",), "history": ("run_ahead", "load")}
+"""Keys, by their block, that have an effect with a host alone."""
+SIMILAR = 0.8
+"""Similarity from which on a key is probably meant to be one of a block's."""
+_TRL = {
+    "model_name_or_path",
+    "num_generations",
+    "output_dir",
+    "per_device_train_batch_size",
+    "use_vllm",
+    "vllm_mode",
+}
+"""Keys of TRL's configs, and of Hugging Face's trainers."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
@@ -48,12 +64,36 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
         return NEMO_RL, _merged(path, overrides)
     if {"actor_rollout_ref", "hydra", "defaults"} & keys.keys():
         return VERL, _composed(path, overrides)
+    _refuse_other_configs(path, keys)
     if overrides:
         raise ConfigError(
             f"{path}: found a block alone and {overrides[0]!r}, which is for the config"
             " of a host"
         )
     return None, config.read(str(path))
+
+
+def _refuse_other_configs(path: Path, keys: Mapping[str, Any]) -> None:
+    """Refuse a file that is neither a block nor a config of a host: none of its keys is
+    one of a block's, or nearly.
+    """
+    known = ["das", *DasConfig.model_fields]
+    for key in keys:
+        if difflib.get_close_matches(str(key), known, cutoff=SIMILAR):
+            return
+    if not keys:
+        return
+    found = ", ".join(map(str, list(keys)[:MOST_KEYS]))
+    looks = ""
+    if _TRL.intersection(keys):
+        looks = (
+            "; it looks like a training config of TRL, whose block is a file of its own"
+            " that the environment variable DAS_CONFIG names"
+        )
+    raise ConfigError(
+        f"{path}: found the keys {found}, which are no das: block and no config of veRL"
+        f" (actor_rollout_ref) or NeMo-RL (policy){looks}"
+    )
 
 
 def _composed(path: Path, overrides: Sequence[str]) -> Any:
@@ -87,11 +127,18 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def effective(das: DasConfig) -> dict[str, Any]:
+def effective(das: DasConfig, hosted: bool = True) -> dict[str, Any]:
     """Return a block with every key that has an effect, as plain containers: defaults
-    filled in, and what null stands for where that is known before the run.
+    filled in, and what null stands for where that is known before the run; `hosted`:
+    whether a host reads it, without which some keys have no effect.
     """
     whole = das.model_dump(mode="json")
+    if not hosted:
+        for block, keys in OF_HOSTS.items():
+            part = whole[block] if block else whole
+            for key in keys:
+                if key not in (getattr(das, block) if block else das).model_fields_set:
+                    del part[key]
     whole["max_draft_tokens"] = das.num_draft_tokens if das.drafter != "none" else None
     whole["verify"]["noise"] = "keyed" if das.keyed else "stock"
     for name in ("history", "self", "draft", "verify"):
@@ -125,20 +172,62 @@ def with_policy(
         arguments: engine arguments that the host's config gives.
 
     Raises:
-        ConfigError: engines with this policy refuse the block.
+        ConfigError: engines with this policy or these arguments refuse the block.
     """
-    if das is None or das.drafter == "none" or model is None:
+    if das is None or das.drafter == "none":
         return das, ""
-    content = policies.read(model)
+    content = policies.read(model) if model else None
+    v1 = _v1(das, arguments, triton=True)
+    refuse_engine(das, _engine(arguments, content or {}, v1))
+    if model is None:
+        return das, ""
     if content is None:
         policy = policies.named(model)
     else:
         policy = policies.recurrent(content)
     if policy is None and content is None:
-        return das, f"not known: the config.json of {model} is not here"
+        return das, _not_known(das, model)
     if policy is None:
         return das, ""
-    return policies.beside_policy(das, policy, _v1(das, arguments, triton=True))
+    return policies.beside_policy(das, policy, v1)
+
+
+def _not_known(das: DasConfig, model: str) -> str:
+    """Say what nobody can tell without a policy's config.json."""
+    unknown = ["recurrent layers"]
+    if das.controlled and das.by_model:
+        unknown += ["experts over data-parallel ranks", "multimodal rotary positions"]
+    return (
+        f"not known: the config.json of {model} is not here, so that engines alone"
+        f" check what {das.drafter} may not work with: {', '.join(unknown)}"
+    )
+
+
+def _engine(
+    arguments: Mapping[str, Any], content: Mapping[str, Any], v1: str | None
+) -> Engine:
+    """Return what engines have, as far as the arguments and the policy's config.json
+    tell; `v1`: why they run V1, None: they run V2.
+    """
+
+    def ranks(kind: str) -> int:
+        return int(arguments.get(f"{kind}_parallel_size") or 1)
+
+    has_experts = bool(arguments.get("enable_expert_parallel"))
+    return Engine(
+        pipeline_ranks=ranks("pipeline"),
+        prefill_ranks=ranks("prefill_context"),
+        context_ranks=ranks("decode_context"),
+        tensor_ranks=ranks("tensor"),
+        backend=arguments.get("distributed_executor_backend"),
+        data_ranks=ranks("data"),
+        has_experts=has_experts or policies.has_experts(content),
+        has_adapters=bool(arguments.get("enable_lora")),
+        balances_experts=bool(arguments.get("enable_eplb")),
+        is_multimodal="vision_config" in content,
+        has_mrope=policies.has_mrope(content),
+        runs_v2=v1 is None,
+    )
 
 
 def placement(
@@ -202,13 +291,16 @@ def placement(
     by = {
         VERL: "das-adapter's load balancer",
         NEMO_RL: "das-adapter's generation class",
-        None: "nobody: no host",
     }
-    found["routing"] = (
-        f"{das.routing}, by {by[host]}"
-        if das.routing != "host" or not host
-        else f"{host}'s own"
-    )
+    if host is None:
+        found["host"] = (
+            "none: an engine of vLLM's looks after itself; routing, run-ahead and"
+            " histories in checkpoints are for veRL and NeMo-RL"
+        )
+    elif das.routing == "host":
+        found["routing"] = f"{host}'s own"
+    else:
+        found["routing"] = f"{das.routing}, by {by[host]}"
     if host == NEMO_RL and (arguments.get("data_parallel_size") or 1) > 1:
         found["routing"] = f"{host}'s own: workers that share experts step together"
     if host is None and (refused := without_host(das)):

@@ -72,6 +72,39 @@ def examine() -> Iterator[Finding]:
         yield from _engine_process()
 
 
+def verdict(findings: Sequence[Finding]) -> list[str]:
+    """Say whether das-adapter can run here, and what to do next."""
+    broken = [finding for finding in findings if finding.state == "broken"]
+    if broken:
+        first = broken[0]
+        names = ", ".join(finding.name for finding in broken)
+        return [
+            f"Not ready: {names}.",
+            f"Next: mend {first.name} ({first.detail}), and call das-adapter doctor"
+            " again.",
+        ]
+    hosts = []
+    changed = []
+    for finding in findings:
+        version = compat.version(finding.name) if finding.name in compat.HOSTS else None
+        if version is not None:
+            hosts.append(f"{finding.name} {version}")
+        if finding.changed:
+            changed.append(finding.name)
+    said = [f"Ready with {', '.join(hosts)}."]
+    if changed:
+        said.append(
+            f"The tests have not run on this version of {', '.join(changed)}: it does"
+            " other things in functions that das-adapter relies on. Look at das/health"
+            " in the first steps."
+        )
+    said.append(
+        "Next: das-adapter config FILE says whether a block, or your trainer's config,"
+        " is right."
+    )
+    return said
+
+
 def _native_core() -> Finding:
     try:
         return Finding("native core", "ok", str(native().__file__))
@@ -165,9 +198,13 @@ print(torch.cuda.get_device_name() if torch.cuda.is_available() else "", flush=T
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
-assert hasattr(WorkerBase, "das_rpc"), (
-    "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-)
+if not hasattr(WorkerBase, "das_rpc"):
+    import os
+    found = os.environ.get("VLLM_PLUGINS")
+    sys.exit(
+        f"vLLM loads das-adapter's plug-in nowhere; VLLM_PLUGINS: found {found!r},"
+        " allowed: not set, or a list with das_adapter"
+    )
 if "V1" in sys.argv:
     import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 from vllm.triton_utils import HAS_TRITON

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.core.policy_sizes import recurrent_state
 from das_adapter.engine.recurrent import most_draft_tokens
 from das_adapter.errors import ConfigError
 
@@ -62,6 +63,8 @@ NAMES = {
 """Architectures by what a model's name has in it: without its config.json nothing else
 tells.
 """
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a config.json that count routed experts."""
 DRAFTED = (DELTANET, MAMBA2, SHORT_CONVOLUTIONS)
 """Kinds beside which drafts can stand; engines find the layers themselves
 (`engine.recurrent`).
@@ -77,6 +80,12 @@ class Policy(NamedTuple):
     state_mib: float | None
     """MiB of one state of a request, all layers together; None: not known."""
 
+    @property
+    def multimodal(self) -> bool:
+        """Whether it is loaded with a vision tower."""
+        name = self.architecture
+        return name.endswith("ForConditionalGeneration") or "_VL" in name
+
 
 def read(model: str) -> dict[str, Any] | None:
     """Return the config.json of a model: of a directory, or of a name on the Hub that
@@ -84,9 +93,11 @@ def read(model: str) -> dict[str, Any] | None:
     """
     path = Path(model) / "config.json"
     if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
+        try:
+            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
+        except ImportError:
+            return None
         try:
             cached = try_to_load_from_cache(model, "config.json")
         except HFValidationError:
@@ -101,6 +112,23 @@ def read(model: str) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def has_experts(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a policy with routed experts."""
+    text = {**content, **(content.get("text_config") or {})}
+    return any(text.get(key) for key in EXPERTS)
+
+
+def has_mrope(content: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a policy with multimodal rotary
+    positions.
+    """
+    text = {**content, **(content.get("text_config") or {})}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope_section" in (text.get(key) or {}):
+            return True
+    return False
+
+
 def recurrent(content: Mapping[str, Any]) -> Policy | None:
     """Return what a config.json says of a policy with recurrent layers; None: it has
     none that are known.
@@ -109,7 +137,9 @@ def recurrent(content: Mapping[str, Any]) -> Policy | None:
         kind = RECURRENT.get(architecture)
         if kind is not None:
             text = {**content, **(content.get("text_config") or {})}
-            return Policy(architecture, kind, _state_mib(kind, text))
+            state = recurrent_state(text)
+            mib = None if state is None else state.num_bytes / 2**20
+            return Policy(architecture, kind, mib)
     return None
 
 
@@ -121,35 +151,6 @@ def named(model: str) -> Policy | None:
         if re.search(pattern, model, re.IGNORECASE):
             return Policy(architecture, RECURRENT[architecture], None)
     return None
-
-
-def _state_mib(kind: str, text: Mapping[str, Any]) -> float | None:
-    """Return the MiB of a state with float32 for the recurrence and bfloat16 for the
-    convolutions.
-    """
-    try:
-        if kind == DELTANET:
-            keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
-            values = text["linear_num_value_heads"] * text["linear_value_head_dim"]
-            layers = (text.get("layer_types") or ()).count("linear_attention")
-            if not layers:
-                every = text.get("full_attention_interval", 4)
-                layers = text["num_hidden_layers"] * (every - 1) // every
-            state = values * text["linear_key_head_dim"]
-            channels = 2 * keys + values
-            width = text["linear_conv_kernel_dim"]
-        elif kind == MAMBA2:
-            inner = text["mamba_num_heads"] * text["mamba_head_dim"]
-            layers = text["hybrid_override_pattern"].count("M")
-            state = inner * text["ssm_state_size"]
-            channels = inner + 2 * text["n_groups"] * text["ssm_state_size"]
-            width = text["conv_kernel"]
-        else:
-            return None
-    except (KeyError, TypeError, AttributeError):
-        return None
-    num_bytes = layers * (4 * state + 2 * channels * (width - 1))
-    return float(num_bytes / 2**20)
 
 
 def beside_policy(
@@ -165,8 +166,13 @@ def beside_policy(
     refused = f"das.drafter={das.drafter!r} does not work with {found}"
     if policy.kind not in DRAFTED:
         raise ConfigError(f"{refused}; allowed: das.drafter='none'")
-    if das.controlled and das.by_model:
+    if das.copies_policy:
         raise ConfigError(f"{refused}; das.drafter='history' does")
+    if das.neural and das.controlled and policy.multimodal:
+        raise ConfigError(
+            f"{refused}, which is multimodal; das.drafter='history' does, and"
+            " das.budget='unlimited' with das.speculate='always'"
+        )
     if das.controlled and v1 is not None:
         raise ConfigError(
             f"{refused} on vLLM's V1 model runner (V2 runs it, from vLLM"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,24 @@ probably not the policy's.
 """
 
 
-def write(rollouts: list[LoggedRollout], out: Path) -> Path:
+def write(logged: list[LoggedRollout], out: Path, name: str = "") -> Path:
     """Write report.html about the rollouts of the decision logs into a directory, made
     if there is none; return where it is. The last complete rollout is shown over time.
+    `name`: of the run.
 
     Raises:
-        DasError: there are no rollouts.
+        DasError: there are no rollouts of training.
     """
     from plotly.offline import get_plotlyjs
 
-    if not rollouts:
-        raise DasError("report: found no decode step in the logs")
+    rollouts = training(logged)
     drawn = {name: data for name, data in _figures(rollouts).items() if data}
     data = json.dumps(drawn, default=np.ndarray.tolist)
+    title = f"Rollouts of {name}" if name else "Rollouts under das-adapter"
     parts = {
-        "SENTENCES": _paragraphs(sentences(rollouts)),
+        "TITLE": html.escape(title),
+        "SENTENCES": _paragraphs(sentences(logged)),
+        "RUN": html.escape(_run(rollouts)),
         "COUNTS": _counts(rollouts),
         "ALARMS": _alarms(series.notes(rollouts)),
         "DATA": data.replace("<", "\\u003c"),
@@ -56,6 +60,33 @@ def write(rollouts: list[LoggedRollout], out: Path) -> Path:
     file = out / "report.html"
     file.write_text(page, encoding="utf-8")
     return file
+
+
+def training(logged: list[LoggedRollout]) -> list[LoggedRollout]:
+    """Return what of the logs belongs to training.
+
+    Raises:
+        DasError: nothing does.
+    """
+    rollouts = series.without_validation(logged)
+    if not rollouts:
+        raise DasError("report: found no decode step of a training rollout in the logs")
+    return rollouts
+
+
+def _run(rollouts: Sequence[LoggedRollout]) -> str:
+    """Say what ran, and when."""
+    said = []
+    for run in dict.fromkeys(rollout.run for rollout in rollouts):
+        if run is not None:
+            versions = f"das-adapter {run.das_adapter}, vLLM {run.vllm}"
+            said.append(f"{run.model}, drafter {run.drafter}, {versions}")
+    times = [step.begin for rollout in rollouts for step in rollout.steps]
+    first, last = (
+        time.strftime("%Y-%m-%d %H:%M", time.gmtime(at))
+        for at in (min(times), max(times))
+    )
+    return "; ".join([*said, f"from {first} to {last} UTC"]) + "."
 
 
 def _paragraphs(said: Sequence[tuple[str, str]]) -> str:
@@ -74,7 +105,7 @@ def _counts(rollouts: Sequence[LoggedRollout]) -> str:
         "requests": len(series.requests_of(rollouts)),
     }
     parts = [f"{name}: {count:,}" for name, count in counts.items()]
-    return f"{'; '.join(parts)}; das-adapter {__version__}."
+    return f"{'; '.join(parts)}; page made by das-adapter {__version__}."
 
 
 def _figures(rollouts: list[LoggedRollout]) -> dict[str, Any]:
@@ -86,8 +117,10 @@ def _figures(rollouts: list[LoggedRollout]) -> dict[str, Any]:
     panels = [
         ["by training step", "training step", by_step],
         ["by epoch", "visit of the problem", series.by_epoch(rollouts)],
-        ["by source", "drafted from", series.by_source(rollouts)],
     ]
+    by_source = series.by_source(rollouts)
+    if len(by_source) > 1:
+        panels.append(["by source", "drafted from", by_source])
     return {
         "saved": steps,
         "acceptance": [panel for panel in panels if panel[-1]],
@@ -117,10 +150,12 @@ def _name_of_step(version: int) -> str:
     return "the end of the log"
 
 
-def sentences(rollouts: Sequence[LoggedRollout]) -> list[tuple[str, str]]:
-    """Say what drafts saved, where time was lost, and what to change, each under its
-    head; `rollouts`: of a run, one or more.
+def sentences(logged: Sequence[LoggedRollout]) -> list[tuple[str, str]]:
+    """Say what drafts saved in training, where time was lost, what to change, and apart
+    from that what validations took, each under its head; `logged`: rollouts of a run,
+    one or more.
     """
+    rollouts = series.without_validation(logged)
     each = series.by_training_step(rollouts)
     decode_s = sum(step["decode_seconds"] for step in each)
     saved_s = sum(step["saved_seconds"] for step in each)
@@ -130,11 +165,22 @@ def sentences(rollouts: Sequence[LoggedRollout]) -> list[tuple[str, str]]:
     saved = _saved(rollouts, saved_s, decode_s)
     lost = ", ".join(_lost(rollouts, plain_share))
     change = _change(rollouts, saved_s, plain_share)
-    return [
+    said = [
         ("Saved", f"{saved}; a request got {pace:.2f} tokens from a forward pass."),
         ("Lost", f"{lost}."),
         ("To change", change),
     ]
+    apart = series.validation(logged)
+    if apart:
+        said.append(
+            (
+                "Validation",
+                f"{apart['requests']:,} requests in {apart['seconds']:,.1f} s of"
+                f" decoding, {apart['tokens_per_forward']:.2f} tokens from a forward"
+                " pass; in none of the other figures.",
+            )
+        )
+    return said
 
 
 def _saved(rollouts: Sequence[LoggedRollout], saved_s: float, decode_s: float) -> str:
@@ -208,7 +254,9 @@ def _change(
             f"fewer requests an engine: {_plain_load(rollouts):.0f} ran in steps"
             " without drafts, for which drafts do not pay."
         )
-    return "nothing: drafts are accepted and pay."
+    if not _compared(rollouts):
+        return "nothing yet: it is known after the first weight sync."
+    return "nothing: drafts saved more than the rejected ones cost."
 
 
 def _first_visit_share(rollouts: Sequence[LoggedRollout]) -> float:

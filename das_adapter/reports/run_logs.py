@@ -1,33 +1,52 @@
-"""Read a run's figures by training step from what the hosts' loggers leave: lines of
-JSON, TensorBoard's event files, or a table that Weights & Biases exports.
+"""Read a run's figures by training step from what the trainers' loggers leave: lines of
+JSON, TensorBoard's event files, the `trainer_state.json` of Hugging Face's trainers, or
+a table that Weights & Biases exports; or from the decision logs of engines without a
+host.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from das_adapter import tables
 from das_adapter.errors import DasError
+from das_adapter.protocol import decision_log
+from das_adapter.protocol.metrics import HASH_VALUES
 
 _STEP = (
     "step",
-    "_step",
-    "Step",
     "training/global_step",
     "train/global_step",
     "global_step",
+    "Step",
+    "_step",
 )
-"""Names of the column with the training step; the first that a row has."""
-_ALLOWED = (
-    "allowed: veRL's file logger (.jsonl), lines of {step, prefix, data}, TensorBoard's"
-    " event files or a directory with them, a Weights & Biases export (.csv, .json,"
-    " .jsonl)"
+"""Names of the column with the training step; the first that a file has. Weights &
+Biases counts `_step` on with each call, also with those of an evaluation.
+"""
+_WANTED = (
+    "the log of a run: veRL's file logger (.jsonl), lines of {step, prefix, data},"
+    " TensorBoard's event files or a directory with them, TRL's trainer_state.json, the"
+    " history of a Weights & Biases run (.csv, .json, .jsonl, .parquet), or das.log_dir"
+    " of an engine without a host"
 )
+_HISTORY_OF_WANDB = """the history of one run, which this writes:
+    import json, wandb
+    with open("run.jsonl", "w") as file:
+        for row in wandb.Api().run("ENTITY/PROJECT/RUN_ID").scan_history():
+            print(json.dumps(row, default=str), file=file)"""
+_HISTORY_OF_TRAINER = "log_history"
+"""Key of a `trainer_state.json`, under which its rows are."""
+_LOGS = (".jsonl", ".json", ".csv", ".parquet")
+"""Names of files that may be logs end so."""
+_TEXTS = ("output", "response", "completion")
+"""Columns of recorded rollouts."""
+_COLUMNS_OF_RUNS = {"Name", "State"}
+"""Columns of the table of a project's runs, with the last figures of each."""
 
 
 class RunLog(NamedTuple):
@@ -49,21 +68,61 @@ def read(path: Path) -> RunLog:
         DasError: there are no figures in it.
     """
     places = _event_places(path)
+    if not places and next(path.rglob("decisions-*.jsonl"), None) is not None:
+        return RunLog(_of_responses(path), exact=True)
+    if places:
+        rows: Iterable[Mapping[str, Any]] = _events(places)
+        name = "step"
+    else:
+        rows = _rows(path)
+        name = _name_of_step(rows)
     steps: dict[int, dict[str, float]] = {}
     try:
-        if places:
-            rows = _events(places)
-        else:
-            rows = _lines(path)
         for row in rows:
-            number = _training_step(row)
+            number = _number(row.get(name))
             if number is not None:
-                steps.setdefault(number, {}).update(_figures(row))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DasError(f"{path}: {error}; {_ALLOWED}") from None
+                steps.setdefault(int(number), {}).update(_figures(row))
+    except Exception as error:  # what is damaged may raise anything
+        raise DasError(f"{path}: {error}; expected {_WANTED}") from None
     if not any(steps.values()):
-        raise DasError(f"{path}: found no figures of training steps; {_ALLOWED}")
+        raise DasError(
+            f"{path}: found no figures of training steps; expected {_WANTED}"
+        )
     return RunLog(steps, exact=not places)
+
+
+def _of_responses(directory: Path) -> dict[int, dict[str, float]]:
+    """Return the figures of engines without a host, by the number of weight updates
+    before a response ended.
+
+    Raises:
+        DasError: the logs are those of engines that a host looks after.
+    """
+    responses, updates = decision_log.read_responses(directory)
+    if not responses:
+        raise DasError(
+            f"{directory}: found decision logs without responses, as of engines that"
+            f" veRL or NeMo-RL looks after; expected {_WANTED}"
+        )
+    updated = defaultdict[str, list[float]](list)
+    for update in updates:
+        updated[update.engine].append(update.at)
+    by_step = defaultdict[int, list[decision_log.ResponseRecord]](list)
+    for response in responses:
+        step = sum(at <= response.end for at in updated[response.engine])
+        by_step[step].append(response)
+    return {step: _figures_of(by_step[step]) for step in sorted(by_step)}
+
+
+def _figures_of(responses: Sequence[decision_log.ResponseRecord]) -> dict[str, float]:
+    """Return the figures of the responses of one step, under das-adapter's names."""
+    begin = min(response.begin for response in responses)
+    end = max(response.end for response in responses)
+    total = sum(response.hash for response in responses)
+    return {
+        "das/token_hash": float(total % HASH_VALUES),
+        "das/rollout_s": end - begin,
+    }
 
 
 def _event_places(path: Path) -> list[Path]:
@@ -76,13 +135,12 @@ def _event_places(path: Path) -> list[Path]:
     return sorted(directories)
 
 
-def _training_step(row: Mapping[str, Any]) -> int | None:
-    """Return the training step of a row; None: it has none."""
-    for name in _STEP:
-        value = row.get(name)
-        if value not in (None, ""):
-            return int(float(value))
-    return None
+def _name_of_step(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the name of the column with the training step; empty: there is none."""
+    columns = set[str]()
+    for row in rows:
+        columns.update(row)
+    return next((name for name in _STEP if name in columns), "")
 
 
 def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
@@ -104,27 +162,43 @@ def _events(places: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
                 yield {"step": event.step, name: event.value}
 
 
-def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield a file's rows."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".csv":
-        return csv.DictReader(io.StringIO(text))
-    if path.suffix == ".json":
-        return iter(json.loads(text))
-    lines = text.removesuffix("\n").split("\n")
-    return _records(lines)
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    """Return a file's rows."""
+    if path.is_dir():
+        raise DasError(f"{path}: found {_in_directory(path)}; expected {_WANTED}")
+    table = tables.read(path, _WANTED)
+    first = table.rows[0]
+    if table.format == tables.JSON and len(table.rows) == 1:
+        history = first.get(_HISTORY_OF_TRAINER)
+        if isinstance(history, list):
+            return [row for row in history if isinstance(row, Mapping)]
+        if "_wandb" in first:
+            raise DasError(
+                f"{path}: found the summary of a Weights & Biases run, its last figures"
+                f" alone; expected {_HISTORY_OF_WANDB}"
+            )
+    if first.keys() >= _COLUMNS_OF_RUNS:
+        raise DasError(
+            f"{path}: found the table of a Weights & Biases project's runs, with the"
+            f" last figures of each; expected {_HISTORY_OF_WANDB}"
+        )
+    if any(isinstance(first.get(name), str) for name in _TEXTS):
+        raise DasError(
+            f"{path}: found responses, which `das-adapter estimate` reads; expected"
+            f" {_WANTED}"
+        )
+    return list(table.rows)
 
 
-def _records(lines: Sequence[str]) -> Iterator[Any]:
-    """Yield lines of JSON; the last may be cut, where a run was killed or the disk was
-    full.
-    """
-    for number, line in enumerate(lines, 1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"line {number}: {error}") from None
+def _in_directory(path: Path) -> str:
+    """Say what there is in a directory without event files."""
+    names = [file.name for file in tables.named(path, _LOGS)]
+    if names:
+        return f"a directory with {', '.join(names[:5])}: name one of these"
+    places = [str(place) for place in tables.below(path, _LOGS)]
+    if places:
+        return f"a directory with files in {', '.join(places[:3])}: name one of these"
+    return "a directory without a log"
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
@@ -140,7 +214,10 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float]:
         prefix = ""
     found: dict[str, float] = {}
     runs: dict[str, str] = {}
-    for name, value in row.get("data", row).items():
+    logged = row.get("data")
+    if not isinstance(logged, Mapping):
+        logged = row
+    for name, value in logged.items():
         run, _, figure = f"{prefix}{name}".rpartition(" - ")
         if run:
             other = runs.setdefault(figure, run)
@@ -158,11 +235,11 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as a number; None: it is text, a histogram, or an empty cell."""
+    """Return a value as a number; None: it is text, a histogram, an empty cell, or not
+    finite.
+    """
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    if math.isnan(number):
-        return None
-    return number
+    return number if math.isfinite(number) else None

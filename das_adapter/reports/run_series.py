@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -36,6 +37,44 @@ class Rate(NamedTuple):
     def share(self) -> float:
         """Accepted share, 0 to 1."""
         return self.accepted / max(1, self.drafted)
+
+
+def without_validation(rollouts: Iterable[LoggedRollout]) -> list[LoggedRollout]:
+    """Return what of rollouts belongs to training; of what drafts saved the share that
+    training has of the accepted draft tokens.
+    """
+    found = []
+    for rollout in rollouts:
+        steps = [step for step in rollout.steps if not step.is_validation]
+        requests = [request for request in rollout.requests if request.record]
+        if not steps:
+            continue
+        end = rollout.end
+        if end is not None and len(steps) < len(rollout.steps):
+            accepted = sum(step.accepted for step in rollout.steps)
+            share = sum(step.accepted for step in steps) / max(1, accepted)
+            end = end._replace(saved=share * end.saved)
+        found.append(replace(rollout, steps=steps, requests=requests, end=end))
+    return found
+
+
+def validation(rollouts: Iterable[LoggedRollout]) -> dict[str, Any]:
+    """Return the figures of validations: `requests`, `seconds` of decode steps, and
+    `tokens_per_forward`; empty: there was none.
+    """
+    found = []
+    for rollout in rollouts:
+        steps = [step for step in rollout.steps if step.is_validation]
+        requests = [request for request in rollout.requests if not request.record]
+        if steps or requests:
+            found.append(replace(rollout, steps=steps, requests=requests))
+    if not found:
+        return {}
+    return {
+        "requests": len(requests_of(found)),
+        "seconds": sum(step.seconds for step in steps_of(found)),
+        "tokens_per_forward": tokens_per_forward(found),
+    }
 
 
 def by_training_step(rollouts: Iterable[LoggedRollout]) -> list[dict[str, Any]]:
@@ -160,7 +199,7 @@ def by_source(rollouts: Iterable[LoggedRollout]) -> list[Rate]:
 
 
 def notes(rollouts: Iterable[LoggedRollout]) -> list[tuple[str, str, list[int]]]:
-    """Say what stood out, and before which weight versions: each `alarm`, why
+    """Say what stood out, and in which training steps: each `alarm`, why
     `das/health` was 0, and then each `note`, why drafting stopped where that was no
     fault.
     """
@@ -209,7 +248,7 @@ def timeline(rollouts: Sequence[LoggedRollout]) -> dict[str, Any]:
         rows.append((length_class, begin_s, end_s, request.tokens, request.accepted))
     at, changes = np.array(sorted(events)).T
     if last >= 0:
-        of = f"before weight version {last}"
+        of = f"of training step {last}"
     else:
         of = "at the end of the log"
     return {

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,16 +19,18 @@ import numpy as np
 import ray
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.index import IndexFileError, SuffixIndex
+from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
+from das_adapter.files import open_without_waiting, read_file
 from das_adapter.service.ledger import (
     find_actor,
     history_names,
     ledger,
     running_ledger,
 )
+from das_adapter.trouble import Peer, log_once, reason
 
 logger = logging.getLogger("das_adapter")
 
@@ -85,15 +88,14 @@ def write(
         index = partial / INDEX
         index.mkdir(parents=True)
         num_parts = save_parts(index)
-        for number in range(num_parts):
-            part = index / str(number)
-            part.stat()  # another node may have another directory of this name
+        # another node may have another directory of this name: then some are missing
+        digests = [_digest_of_part(index / str(part)) for part in range(num_parts)]
         lengths_file = partial / _LENGTHS
         columns = lengths.view(np.uint64)
         np.save(lengths_file, columns.reshape(-1, 3))
         written = {
             **facts,
-            "parts": num_parts,
+            "parts": digests,
             "lengths": _digest(lengths_file.read_bytes()),
         }
         content = json.dumps(written, indent=1) + "\n"
@@ -105,15 +107,12 @@ def write(
         raise
 
 
-_UNREADABLE = (
-    OSError,
-    AttributeError,
-    KeyError,
-    TypeError,
-    ValueError,
-    IndexFileError,
-)
-"""What reading a damaged history may raise."""
+_MAX_FACTS_BYTES = 1 << 22
+"""Maximum bytes of `_FACTS`: a digest of each of some hundred thousand nodes' parts."""
+_HEADER_BYTES = 4096
+"""Bytes of a part whose digest is kept: its header has a checksum of the rest."""
+_MAX_NUMBER = 2**31
+"""Bound of a response's tokens, and of a weight version."""
 
 
 def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Responses:
@@ -127,10 +126,10 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
     """
     try:
         found, lengths = _read(directory)
-    except _UNREADABLE as error:
+    except Exception as error:  # what is damaged may raise anything
         raise DasError(
-            f"{key}: found no history in {str(directory)!r} ({error}); allowed: a"
-            f" directory {NAME!r} of a checkpoint"
+            f"{key}: found no history in {str(directory)!r} ({reason(error)});"
+            f" allowed: a directory {NAME!r} of a checkpoint"
         ) from None
     for name, own in facts.items():
         other = found.get(name)
@@ -146,21 +145,50 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
 
 def _read(directory: Path) -> tuple[dict[str, Any], Responses]:
     """Return the facts and the lengths of a saved history, after reading all of it; it
-    raises one of `_UNREADABLE`.
+    may raise anything where that is damaged.
     """
-    facts = json.loads((directory / _FACTS).read_text())
-    files = index_files(directory)
-    lengths_content = (directory / _LENGTHS).read_bytes()
-    num_parts = facts.pop("parts")
+    content = read_file(directory / _FACTS, _MAX_FACTS_BYTES)
+    facts: dict[str, Any] = dict(json.loads(content))
+    parts = facts.pop("parts")
     lengths_digest = facts.pop("lengths")
-    are_all_there = num_parts == len(files)
+    if not isinstance(parts, list):
+        raise ValueError(f"{_FACTS} has no digests of its parts: of another version")
+    files = [directory / INDEX / str(number) for number in range(len(parts))]
+    lengths_content = read_file(directory / _LENGTHS)
+    digests = [_digest_of_part(file) for file in files]
+    are_all_there = sorted(files) == index_files(directory) and digests == parts
     if not are_all_there or lengths_digest != _digest(lengths_content):
         raise ValueError(f"its files are not those that {_FACTS} tells of")
     for file in files:
         SuffixIndex.check(file)
-    rows = np.load(io.BytesIO(lengths_content), allow_pickle=False)
+        _check_bound("weight version", newest_in(file))
+    return facts, _read_lengths(lengths_content)
+
+
+def _read_lengths(content: bytes) -> Responses:
+    """Return the rows of a file of lengths; ValueError: a number is out of bounds."""
+    file = io.BytesIO(content)
+    rows: Any = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
     lengths: Responses = rows.view(RESPONSE).reshape(-1)
-    return facts, lengths
+    for name in ("tokens", "version"):
+        column = lengths[name]
+        _check_bound(name, int(column.min(initial=0)))
+        _check_bound(name, int(column.max(initial=0)))
+    _check_bound("tokens", int(lengths["tokens"].min(initial=0)), least=0)
+    return lengths
+
+
+def _check_bound(name: str, found: int, least: int = -_MAX_NUMBER) -> None:
+    """Refuse a number that no run has; ValueError: it is one."""
+    if not least <= found < _MAX_NUMBER:
+        raise ValueError(f"found {name} {found}, allowed: {least} to {_MAX_NUMBER - 1}")
+
+
+def _digest_of_part(file: Path) -> str:
+    """Return the digest of the begin of a part's file, which stands for all of it."""
+    descriptor = open_without_waiting(file, os.O_RDONLY)
+    with open(descriptor, "rb") as part:
+        return _digest(part.read(_HEADER_BYTES))
 
 
 def _digest(content: bytes) -> str:
@@ -196,8 +224,8 @@ def begin(
     if found is None:
         return
     directory, lengths = found
-    service = ledger()
     try:
+        service = ledger()
         newest = version
         for file in index_files(directory):
             newest = max(newest, newest_in(file))
@@ -206,8 +234,8 @@ def begin(
         add = service.add.remote(lengths)
         ray.get([start, add], timeout=_START_S)
         logger.warning("das: the history starts with %s", directory)
-    except ray.exceptions.RayError as error:
-        logger.error("das: the history does not start with %s: %r", directory, error)
+    except (AttributeError, DasError, OSError, ray.exceptions.RayError) as error:
+        log_once(f"das: the history does not start with {directory}", error)
 
 
 def _choose_start(
@@ -233,6 +261,10 @@ def _choose_start(
     return None
 
 
+_saving = Peer()
+"""Those whom a checkpoint waits for."""
+
+
 def save(folder: Path, facts: Facts) -> None:
     """Save the run's history in a checkpoint's folder, which every node sees, wholly or
     not at all; if that fails, or takes longer than `SAVE_S`, a line in the log says so
@@ -256,6 +288,9 @@ def save(folder: Path, facts: Facts) -> None:
         histories = [find_actor(name) for name in history_names()]
         if not histories:
             raise DasError("no node's history is running")
+        if _saving.trouble:  # those that still hang are not waited for again
+            pings = [history.ping.remote() for history in histories]
+            ray.get(pings, timeout=_saving.patience_s(SAVE_S))
         flushes = [history.flush.remote() for history in histories]
         num_left = sum(wait_for(flushes))
         if num_left:
@@ -268,7 +303,7 @@ def save(folder: Path, facts: Facts) -> None:
         run_ledger = running_ledger()
         lengths = wait_for(run_ledger.since.remote(0))
         write(folder / NAME, facts, lengths, save_parts)
-    except Exception:
-        logger.exception(
-            "das: the history was not saved with the checkpoint %s", folder
-        )
+        _saving.answered()
+    except Exception as error:
+        message = "das: the history was not saved with the checkpoint"
+        _saving.failed(message, error, f" ({folder})")

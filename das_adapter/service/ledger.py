@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -18,6 +18,7 @@ from ray._private import state
 
 from das_adapter.core.length import ExpectedLengths, LengthLog, Responses
 from das_adapter.protocol.metrics import EngineStats, figures
+from das_adapter.trouble import Peer, log_once
 
 logger = logging.getLogger("das_adapter")
 
@@ -35,6 +36,12 @@ _REPORTED_STEPS = 8
 """Steps before the newest whose reports are kept."""
 _LEDGER = "das_ledger"
 HISTORY = "das_history"
+_NO_ANSWER = (AttributeError, ValueError, ray.exceptions.RayError)
+"""What is raised where an actor does not answer, is not there, or is another thing of
+that name.
+"""
+of_ledger = Peer()
+"""The ledger, as this process knows it."""
 NAMESPACE = "das_adapter"
 """Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace
 without a name.
@@ -148,6 +155,22 @@ def wait_for_answer(call: ray.ObjectRef, timeout_s: float) -> Any:
         raise
 
 
+def ask(
+    peer: Peer, call: Callable[[], ray.ObjectRef], timeout_s: float, message: str
+) -> Any | None:
+    """Return what an actor answers; None, where it has no answer within `timeout_s`,
+    less where it had none before, is gone, or is something else. The log says `message`
+    and why, once until it answers.
+    """
+    try:
+        answer = wait_for_answer(call(), peer.patience_s(timeout_s))
+    except _NO_ANSWER as error:
+        peer.failed(message, error)
+        return None
+    peer.answered()
+    return answer
+
+
 def wait_for_answers(
     calls: Sequence[ray.ObjectRef], timeout_s: float, method: str
 ) -> list[Any]:
@@ -162,11 +185,8 @@ def wait_for_answers(
             answer = wait_for_answer(call, left_s)
             found.append(answer)
         except ray.exceptions.RayError as error:
-            logger.warning(
-                "das: one of %s actors has no answer to %s: %r",
-                len(calls),
-                method,
-                error,
+            log_once(
+                f"das: one of {len(calls)} actors has no answer to {method}", error
             )
     return found
 
@@ -175,16 +195,13 @@ def expected_lengths(timeout_s: float = _LENGTHS_S) -> ExpectedLengths | None:
     """Return the lengths that the ledger expects; None, with a line in the log, where
     it does not answer.
     """
-    try:
-        run_ledger = running_ledger()
-        call = run_ledger.expected_lengths.remote()
-        lengths = wait_for_answer(call, timeout_s)
-        return ExpectedLengths(lengths)
-    except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning(
-            "das: no new predicted lengths; those from before stand: %r", error
-        )
-        return None
+    message = "das: no new predicted lengths; those from before stand"
+
+    def call() -> ray.ObjectRef:
+        return running_ledger().expected_lengths.remote()
+
+    lengths = ask(of_ledger, call, timeout_s, message)
+    return None if lengths is None else ExpectedLengths(lengths)
 
 
 def name_in_run(part: str) -> str:
@@ -269,8 +286,10 @@ def end_earlier_run() -> None:
     calls = []
     for name in names:
         if name.startswith(HISTORY):
-            history = find_actor(name)
-            calls.append(history.end.remote())
+            # it has ended, or is another thing of that name
+            with contextlib.suppress(AttributeError, ValueError):
+                history = find_actor(name)
+                calls.append(history.end.remote())
     wait_for_answers(calls, _END_S, "end")
     for name in names:
         with contextlib.suppress(ValueError):
@@ -315,11 +334,9 @@ def metrics(step: int) -> dict[str, float]:
     """Return the figures of a step, for the trainer's logger; none, with a warning, if
     the ledger does not answer.
     """
-    found: dict[str, float] = {}
-    try:
-        run_ledger = running_ledger()
-        call = run_ledger.metrics.remote(step)
-        found = wait_for_answer(call, _METRICS_S)
-    except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning("das: no rollout figures for step %s: %r", step, error)
-    return found
+    message = "das: no rollout figures"
+
+    def call() -> ray.ObjectRef:
+        return running_ledger().metrics.remote(step)
+
+    return ask(of_ledger, call, _METRICS_S, message) or {}

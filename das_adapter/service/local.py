@@ -3,22 +3,27 @@ engines of the node share and that ends after them.
 
     python -m das_adapter.service.local DIRECTORY HISTORY_BLOCK GRACE_S
 
-It leaves the process that starts it at once, so that it is not ended together with an
-engine's children.
+It leaves the process that starts it, so that it is not ended together with an engine's
+children, once the history has begun.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging.handlers
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.index.store import is_served
 from das_adapter.errors import DasError
+from das_adapter.files import open_without_waiting, parse_or_skip
+from das_adapter.protocol.processes import leave_process
 from das_adapter.protocol.spool import ASK, USERS, Answer
 from das_adapter.service.writer import Writer
 
@@ -28,6 +33,8 @@ _TICK_S = 0.02
 """How often the writer looks for what has arrived."""
 _REST_S = 0.5
 """How often the writer looks for other work, while there is none."""
+_MAX_ASK_BYTES = 64
+"""Maximum bytes of a request, which is a number."""
 _KEPT_LINES = 100
 """Lines of the log that wait for the next engine that asks, at most."""
 
@@ -54,8 +61,11 @@ class LocalHistory:
         # before the texts: what an engine left before it asked is in the answer
         requests = []
         for path in self._writer.waiting_files(ASK):
-            number = int(path.read_bytes())
-            requests.append((path, number))
+            number = parse_or_skip(path, int, "das: history: left out:", _MAX_ASK_BYTES)
+            if number is None:
+                self._writer.drop(path)
+            else:
+                requests.append((path, number))
         self._keep_arrivals()
         for path, number in requests:
             self._answer(path, number)
@@ -108,11 +118,14 @@ class LocalHistory:
         next engine that asks will notice.
         """
         path = self._writer.directory / USERS
-        with contextlib.suppress(OSError), path.open("r+b") as users:
+        with contextlib.suppress(OSError):
+            users = open_without_waiting(path, os.O_RDWR)
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 return True
+            finally:
+                os.close(users)
         return False
 
     def _offset_of(self, engine: str, newest: int) -> int:
@@ -132,20 +145,29 @@ class LocalHistory:
         return offset
 
 
-def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
-    """Serve a directory until its engines are gone; end at once where another process
-    serves it.
+def main(arguments: Sequence[str]) -> None:
+    """Leave a process that serves a directory until its engines are gone; none where
+    another one serves it. DasError: it did not begin, and says why.
     """
-    try:
+    path, block, grace = arguments
+    directory = Path(path)
+    config = HistoryConfig.model_validate_json(block)
+    grace_s = float(grace)
+    if is_served(directory):
+        return
+
+    def begin() -> Callable[[], None]:
         history = LocalHistory(directory, config, grace_s)
-    except (DasError, OSError) as error:
-        sys.exit(str(error))
-    history.serve(grace_s)
-    os._exit(0)
+        return functools.partial(history.serve, grace_s)
+
+    reason = leave_process(begin)
+    if reason and not is_served(directory):  # another one was faster
+        raise DasError(reason)
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:
-        _, path_argument, block, grace = sys.argv
-        config_argument = HistoryConfig.model_validate_json(block)
-        main(Path(path_argument), config_argument, float(grace))
+    try:
+        main(sys.argv[1:])
+    except (DasError, ValueError) as error:
+        text = " ".join(str(error).split())
+        sys.exit(text)

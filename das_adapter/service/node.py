@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 import threading
 import time
 import uuid
@@ -24,11 +23,13 @@ from das_adapter.core.homes import homes
 from das_adapter.core.index.store import problems_in
 from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
+from das_adapter.files import read_file
 from das_adapter.protocol.messages import Published, Trajectory, pack, responses
 from das_adapter.protocol.spool import (
     AWAY,
     BATCH,
     GRACE_S,
+    OUTBOX,
     TEXTS,
     directory_for,
     put_file,
@@ -36,6 +37,7 @@ from das_adapter.protocol.spool import (
 from das_adapter.service import checkpoint, ledger
 from das_adapter.service.ledger import Synced, wait_for_answer
 from das_adapter.service.writer import Writer
+from das_adapter.trouble import IMPATIENCE_S, Peer, log_once, reason
 
 logger = logging.getLogger("das_adapter")
 
@@ -47,8 +49,6 @@ _LEDGER_S = 5.0
 """How long a weight sync waits for the ledger."""
 _PEER_S = 20.0
 """How long a checkpoint waits for what is for the ledger, and for other nodes."""
-_OUTBOX = 4
-"""Texts on their way to other nodes take at most this part of `max_bytes`."""
 _TOKENS_AT_SYNC = 250_000
 """Maximum tokens sealed synchronously at a weight sync; what has arrived before is
 sealed already.
@@ -87,20 +87,22 @@ class NodeHistory:
                 home here, and no thread works.
         """
         object_store_bytes = _own_object_store_bytes()
-        if root is None:
-            directory = directory_for(name, config.max_bytes, object_store_bytes)
-        else:
-            directory = Path(root) / name
+
+        def place_of(name: str) -> Path:
+            if root is not None:
+                return Path(root) / name
+            return directory_for(name, config.max_bytes, object_store_bytes)
+
+        directory = place_of(name)
         try:
             self.writer = Writer(config, directory, grace_s, object_store_bytes)
         except (DasError, OSError) as error:
             logger.error(
-                "das: history: %s can't be taken over (%r); a new history begins",
+                "das: history: %s can't be taken over (%s); a new history begins",
                 directory,
-                error,
+                reason(error),
             )
-            root_of_both = directory.parent
-            begun = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root_of_both))
+            begun = place_of(f"{name}-{uuid.uuid4().hex[:8]}")
             self.writer = Writer(config, begun, grace_s, object_store_bytes)
         self._node = node or ""
         self._nodes: tuple[str, ...] = (self._node,)
@@ -108,6 +110,10 @@ class NodeHistory:
         """Calls of other nodes' histories, by the file that is sent."""
         self._unreached = set[str]()
         """Histories to which texts could not be sent the last time."""
+        # engines wait for this history meanwhile, for IMPATIENCE_S
+        self._ledger = Peer(IMPATIENCE_S / 4)
+        self._asked_version = -1
+        """Weight version at which the ledger was asked last."""
         self._lengths = deque[Responses](maxlen=_KEPT_LENGTHS)
         """Lengths of the last batches, for the ledger."""
         self._version = -1
@@ -187,6 +193,10 @@ class NodeHistory:
         with self.writer.lock:
             self.writer.store.close()
             shutil.rmtree(self.writer.directory, ignore_errors=True)
+
+    @ray.method(concurrency_group="checkpoints")
+    def ping(self) -> None:
+        """Answer: a checkpoint asks before it waits for more."""
 
     @ray.method(concurrency_group="checkpoints")
     def flush(self) -> int:
@@ -285,15 +295,17 @@ class NodeHistory:
                     self._send_file(path, node, rest)
                 else:
                     self._take_back(path, node, rest)
-            except (ValueError, ray.exceptions.RayError) as error:
+            except (AttributeError, ValueError, ray.exceptions.RayError) as error:
                 # it ended, or there is no room for the message
                 if node not in unreached_before | self._unreached:
-                    logger.warning(
-                        "das: history: texts did not reach %s and are sent again: %r",
-                        node,
+                    log_once(
+                        f"das: history: texts did not reach {node} and are sent again",
                         error,
                     )
                 self._unreached.add(node)
+            except OSError as error:  # it is no file, or somebody took it
+                self.writer.drop(path)
+                log_once(f"das: history: left out: {path}", error)
 
     def _drop_oldest(self) -> list[Path]:
         """Return the files on their way to other nodes, in order of age, without the
@@ -302,23 +314,23 @@ class NodeHistory:
         waiting = []
         waiting_bytes = 0
         for path in self.writer.waiting_files(AWAY):
-            status = path.stat()
+            status = path.lstat()
             waiting.append((path, status))
             waiting_bytes += status.st_size
         waiting.sort(key=lambda file: file[1].st_mtime)
         history = self.writer.rules.config
-        max_waiting_bytes = history.max_bytes // _OUTBOX
+        max_waiting_bytes = history.max_bytes // OUTBOX
         left = []
         for path, status in waiting:
             if waiting_bytes <= max_waiting_bytes:
                 left.append(path)
                 continue
             waiting_bytes -= status.st_size
-            path.unlink()
+            self.writer.drop(path)
             self._sending.pop(path.name, None)
             self.writer.report(
                 DasError(
-                    f"the oldest texts for other nodes are lost: 1/{_OUTBOX} of"
+                    f"the oldest texts for other nodes are lost: 1/{OUTBOX} of"
                     " max_bytes waits"
                 )
             )
@@ -331,7 +343,7 @@ class NodeHistory:
         call = self._sending.pop(path.name, None)
         if call is None:
             history = ledger.find_actor(node)
-            content = path.read_bytes()
+            content = read_file(path)
             name = f"{TEXTS}-{rest}"
             self._sending[path.name] = history.receive.remote(name, content)
             return
@@ -354,18 +366,21 @@ class NodeHistory:
 
     def _sync_with_ledger(self, version: int, cursor: int) -> Synced | None:
         """Return what the ledger knows; None, with a line in the log, where it does not
-        answer.
+        answer. Where it did not, one engine waits for it at each weight version.
         """
-        try:
-            self._send_lengths()
-            # it has those now
-            run_ledger = ledger.running_ledger()
-            call = run_ledger.sync.remote(version, cursor)
-            synced: Synced = wait_for_answer(call, _LEDGER_S)
-        except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("das: history: the ledger does not answer: %r", error)
+        if self._ledger.trouble and version == self._asked_version:
             return None
-        self._set_nodes(synced.nodes)
+        self._asked_version = version
+
+        def call() -> ray.ObjectRef:
+            # the ledger has the lengths of now then
+            self._send_lengths()
+            return ledger.running_ledger().sync.remote(version, cursor)
+
+        message = "das: history: the ledger does not answer"
+        synced: Synced | None = ledger.ask(self._ledger, call, _LEDGER_S, message)
+        if synced is not None:
+            self._set_nodes(synced.nodes)
         return synced
 
     def _set_nodes(self, nodes: tuple[str, ...]) -> None:
@@ -376,10 +391,10 @@ class NodeHistory:
             self._nodes = nodes
 
     def _send_lengths(self, wait: bool = False) -> None:
-        """Send the ledger the lengths of what the engines wrote; ValueError: there is
-        no ledger, and the lengths are kept.
+        """Send the ledger the lengths of what the engines wrote, unless it hangs;
+        ValueError: there is no ledger, and the lengths are kept.
         """
-        if not self._lengths:
+        if not self._lengths or self._ledger.trouble:
             return
         run_ledger = ledger.running_ledger()
         with self.writer.lock:
@@ -396,49 +411,67 @@ class NodeHistory:
         nothing is done before the run's first weight sync, which says what its weight
         version is.
         """
-        with self.writer.lock:  # two threads may begin
-            if self._offset is None:
-                run_ledger = ledger.running_ledger()
-                call = run_ledger.start.remote()
-                start, offset, run_version = wait_for_answer(call, _PEER_S)
-                version = max(run_version, self._version)
-                if version < 0:
-                    return
-                self._set_nodes(ledger.history_names())
-                store = self.writer.store
-                if store.tokens:
-                    self._start = None
-                    newest_offset = store.newest - version
-                else:
-                    self._start = start
-                    newest_offset = 0
-                self._offset = max(offset, newest_offset)
+        if self._offset is None:
+            # before the lock, for which others wait
+            message = "das: history: the ledger does not answer"
+            answer = ledger.ask(self._ledger, _call_start, _LEDGER_S, message)
+            if answer is None:
+                self._asked_version = self._version
+                return
+            start, offset, run_version = answer
+            version = max(run_version, self._version)
+            if version < 0:
+                return
+            with self.writer.lock:  # two threads may begin
+                self._choose_offset(start, offset, version)
+        with self.writer.lock:
             self._load()
+
+    def _choose_offset(self, start: str | None, offset: int, version: int) -> None:
+        """Fix the offset from the run's weight versions to the store's, once."""
+        if self._offset is not None:
+            return
+        self._set_nodes(ledger.history_names())
+        store = self.writer.store
+        if store.tokens:
+            self._start = None
+            newest_offset = store.newest - version
+        else:
+            self._start = start
+            newest_offset = 0
+        self._offset = max(offset, newest_offset)
 
     def _load(self) -> None:
         """Load what the run starts with; what can't be read now is tried again at the
         next weight sync.
         """
+        if not self._start:
+            return
         try:
-            files: list[Path] = []
-            if self._start:
-                start = Path(self._start)
-                files = checkpoint.index_files(start)
+            files = checkpoint.index_files(Path(self._start))
             files.sort(key=lambda path: -path.stat().st_size)
-            for path in files:  # the largest first
-                if path in self._loaded:
-                    continue
-                try:
-                    self._load_file(path)
-                    # everything is in each file, less in that of a late node
-                    if self._is_global:
-                        break
-                except DasError as error:  # it is damaged
-                    self.writer.report(error)
-                self._loaded.add(path)
-            self._start = None
         except OSError as error:
             self.writer.report(error)
+            return
+        is_complete = True
+        for path in files:  # the largest first
+            if path in self._loaded:
+                continue
+            try:
+                self._load_file(path)
+                self._loaded.add(path)
+                # everything is in each file, less in that of a late node
+                if self._is_global:
+                    is_complete = True
+                    break
+            except DasError as error:  # it is damaged
+                self.writer.report(error)
+                self._loaded.add(path)
+            except OSError as error:
+                self.writer.report(error)
+                is_complete = False
+        if is_complete:
+            self._start = None
 
     def _load_file(self, path: Path) -> None:
         """Load the problems of a saved file that are at home here."""
@@ -460,6 +493,10 @@ def _by_home(texts: Texts, nodes: Sequence[str]) -> dict[str, Texts]:
         node = nodes[index]
         by_home[node].append(text)
     return by_home
+
+
+def _call_start() -> ray.ObjectRef:
+    return ledger.running_ledger().start.remote()
 
 
 def _own_object_store_bytes() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
-from das_adapter.errors import UnsupportedHost
+from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import (
     Published,
@@ -35,12 +36,13 @@ from das_adapter.protocol.spool import Gathered, put_batch, write_private
 from das_adapter.service import node
 from das_adapter.service.ledger import (
     Synced,
+    ask,
     find_actor,
     history_name,
     ledger,
-    wait_for_answer,
-    wait_for_answers,
+    of_ledger,
 )
+from das_adapter.trouble import Peer, log_once
 
 logger = logging.getLogger("das_adapter")
 
@@ -50,10 +52,12 @@ what it has.
 """
 _GUESTS_S = 0.05
 """How long problems are gathered whose history is fetched together."""
-_GUESTS_WAIT_S = 5.0
+GUESTS_WAIT_S = 5.0
 """How long the history of a problem is worth waiting for, once a request about it has
 begun.
 """
+_NO_FRESH_HISTORY = "das: a weight sync without fresh history; decoding goes on"
+_NO_GUESTS = "das: requests go on without the history of their problems"
 
 Guest = tuple[int, str]
 """A problem that is at home on another node, and the name of that node's history."""
@@ -108,6 +112,14 @@ class Session:
         """Cursor of the last weight sync, see `Ledger.sync`."""
         self._here: Any = None
         """The history of this node; None: none is shared."""
+        self._history = Peer()
+        """Whom a weight sync waits for: the node's history, or the ledger where there
+        is none.
+        """
+        self._homes = defaultdict[str, Peer](Peer)
+        """Histories of other nodes, by name."""
+        self._silent_homes = set[str]()
+        """Those that had no answer since the last weight sync."""
         self._engines_behind = 0
         """Engines that the last weight sync left with an older history than their
         node's.
@@ -150,8 +162,8 @@ class Session:
                 home = nodes[index]
                 if home != self._own_node:
                     self._guests.add((problem, home))
-        except Exception:
-            logger.exception("das: a request begins without the history of its problem")
+        except Exception as error:
+            log_once("das: a request begins without the history of its problem", error)
 
     def record_response(
         self,
@@ -178,8 +190,8 @@ class Session:
             if label.record:
                 trajectory = Trajectory(label.problem, text, version)
                 self._gathered.add(trajectory)
-        except Exception:
-            logger.exception("das: a trajectory did not reach the history")
+        except Exception as error:
+            log_once("das: a trajectory did not reach the history", error)
 
     def report(self, step: int, timeout_s: float = PATIENCE_S) -> list[EngineStats]:
         """Report the counts since the last time to the run's ledger, as those of a
@@ -201,8 +213,8 @@ class Session:
                 reports.append(report)
                 self._ledger.report.remote(step, report)
             return reports
-        except Exception:
-            logger.exception("das: no figures of an engine for step %s", step)
+        except Exception as error:
+            log_once("das: no figures of an engine", error)
             return []
 
     def sync(self, version: int, report: bool = False) -> None:
@@ -223,10 +235,8 @@ class Session:
             payload = message.payload()
             engines = self._rpc("refresh", payload, _left_s(deadline))
             self._engines_behind = _count_behind(engines, message.history)
-        except Exception:
-            logger.exception(
-                "das: weight sync %s without fresh history; decoding goes on", version
-            )
+        except Exception as error:
+            log_once(_NO_FRESH_HISTORY, error)
 
     def map_guest_history(self) -> None:
         """Let the engine map what was fetched of other nodes' histories, if there is
@@ -242,9 +252,7 @@ class Session:
         try:
             self._rpc("map_guest_history", {"files": names}, PATIENCE_S)
         except Exception as error:
-            logger.warning(
-                "das: requests go on without the history of their problems: %r", error
-            )
+            log_once("das: requests go on without the history of their problems", error)
         for file in files:
             file.unlink(missing_ok=True)
 
@@ -260,35 +268,34 @@ class Session:
         """
         history = None
         lengths = b""
-        try:
-            self.flush()
-            # the other half of the time is the engine's
-            timeout_s = _left_s(deadline) / 2
-            history, synced = self._sync_history(version, timeout_s)
-            if synced is not None:
-                lengths = synced.lengths.tobytes()
-                self._cursor = synced.cursor
-                self._nodes = synced.nodes
-        except Exception as error:
-            logger.error(
-                "das: weight sync %s without fresh history; decoding goes on: %r",
-                version,
-                error,
-            )
+        # the other half of the time is the engine's
+        timeout_s = _left_s(deadline) / 2
+        self._gathered.flush(self._history.patience_s(timeout_s))
+        timeout_s = min(timeout_s, _left_s(deadline) / 2)
+        history, synced = self._sync_history(version, timeout_s)
+        if synced is not None:
+            lengths = synced.lengths.tobytes()
+            self._cursor = synced.cursor
+            self._nodes = synced.nodes
         self._begun.clear()
+        self._silent_homes.clear()
         return Refresh(version, history, lengths)
 
     def _sync_history(
         self, version: int, timeout_s: float
     ) -> tuple[Published | None, Synced | None]:
         """Return what the node's history has published, and what the ledger knows; None
-        where there is no such history, or where the ledger did not answer.
+        where there is no such history, or where somebody did not answer.
         """
-        if self._here is None:
-            call = self._ledger.sync.remote(version, self._cursor)
-            return None, wait_for_answer(call, timeout_s)
-        call = self._here.sync.remote(version, self._cursor)
-        history, synced = wait_for_answer(call, timeout_s)
+        here = self._here or self._ledger
+
+        def call() -> ray.ObjectRef:
+            return here.sync.remote(version, self._cursor)
+
+        answer = ask(self._history, call, timeout_s, _NO_FRESH_HISTORY)
+        if answer is None or self._here is None:
+            return None, answer
+        history, synced = answer
         self._directory = history.directory
         return history, synced
 
@@ -308,34 +315,51 @@ class Session:
         if self._here is None:
             self._ledger.add.remote(responses(batch))
             return
+        max_bytes = self._das.history.max_bytes
         try:
-            put_batch(self._directory, self._name, batch)
+            put_batch(self._directory, self._name, batch, max_bytes)
         except FileNotFoundError:  # it is not known, or was removed
-            call = self._here.directory.remote()
-            self._directory = wait_for_answer(call, PATIENCE_S)
-            put_batch(self._directory, self._name, batch)
+            self._directory = self._find_directory()
+            put_batch(self._directory, self._name, batch, max_bytes)
+
+    def _find_directory(self) -> str:
+        """Return where engines leave what they wrote; DasError: the history does not
+        answer, or did not at the last weight sync, which the next finds out.
+        """
+        directory = None
+        if not self._history.trouble:
+            message = "das: the node's history does not say where it lies"
+            call = self._here.directory.remote
+            directory = ask(self._history, call, PATIENCE_S / 2, message)
+        if directory is None:
+            raise DasError(f"the node's history: {self._history.trouble}")
+        return str(directory)
 
     def _fetch(self, guests: Sequence[Guest]) -> None:
-        """Fetch the history of problems from the nodes on which they are at home."""
-        try:
-            if not ray.is_initialized():  # as in `_leave`
-                return
-            wanted = defaultdict[str, list[int]](list)
-            for problem, home in guests:
+        """Fetch the history of problems from the nodes on which they are at home. One
+        that does not answer is asked again after the next weight sync.
+        """
+        if not ray.is_initialized():  # as in `_leave`
+            return
+        wanted = defaultdict[str, list[int]](list)
+        for problem, home in guests:
+            if home not in self._silent_homes:
                 wanted[home].append(problem)
-            calls = []
-            for home, problems in wanted.items():
-                # it ended, and the others are homes still
-                with contextlib.suppress(ValueError):
-                    history = find_actor(home)
-                    call = history.give.remote(problems)
-                    calls.append(call)
-            for content in wait_for_answers(calls, _GUESTS_WAIT_S, "give"):
+        calls: dict[str, ray.ObjectRef] = {}
+        for home, problems in wanted.items():
+            # it ended, and the others are homes still
+            with contextlib.suppress(ValueError):
+                calls[home] = find_actor(home).give.remote(problems)
+        for home, started in calls.items():
+            call = functools.partial(_same, started)
+            content = ask(self._homes[home], call, GUESTS_WAIT_S, _NO_GUESTS)
+            if content is None:
+                self._silent_homes.add(home)
+                continue
+            try:
                 self._keep_for_engine(content)
-        except Exception as error:
-            logger.warning(
-                "das: requests go on without the history of their problems: %r", error
-            )
+            except (DasError, OSError) as error:
+                log_once(_NO_GUESTS, error)
         if self._any_time:
             self.map_guest_history()
 
@@ -350,6 +374,11 @@ class Session:
             file.unlink(missing_ok=True)
             raise
         self._arrived.append(file)
+
+
+def _same(call: ray.ObjectRef) -> ray.ObjectRef:
+    """Return a call that was made."""
+    return call
 
 
 def _counts_of(ranks: Sequence[EngineStats]) -> EngineStats:
@@ -380,8 +409,14 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    run_ledger = ledger()
-    call = run_ledger.run.remote()
-    name = wait_for_answer(call, PATIENCE_S)
+
+    def call() -> ray.ObjectRef:
+        return ledger().run.remote()
+
+    message = "das: the decision logs lie in a directory with the name of the job"
+    name = ask(of_ledger, call, PATIENCE_S, message)
+    if name is None:
+        context = ray.get_runtime_context()
+        name = f"job-{context.get_job_id()}"
     log_dir = f"{das.log_dir}/{name}"
     return das.model_copy(update={"log_dir": log_dir})

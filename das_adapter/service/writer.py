@@ -18,8 +18,11 @@ from das_adapter.core.history import HistoryRules
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
+from das_adapter.errors import DasError
+from das_adapter.files import parse_or_skip
 from das_adapter.protocol.messages import Trajectory, unpack
 from das_adapter.protocol.spool import (
+    AWAY,
     BATCH,
     FOLDER,
     GRACE_S,
@@ -30,6 +33,7 @@ from das_adapter.protocol.spool import (
     history_roots,
 )
 from das_adapter.service import janitor
+from das_adapter.trouble import log_once
 
 logger = logging.getLogger("das_adapter")
 
@@ -39,6 +43,8 @@ every look lists them.
 """
 _PUBLISHED_FILES = 2**12
 """Files of which the writer knows that they are published, the last ones."""
+_PARTS = {AWAY: 3}
+"""Parts of the names of files of a kind, between dashes; others have two at least."""
 _YIELD_S = 0.001
 """How long background work pauses after each slice."""
 
@@ -78,8 +84,10 @@ class Writer:
         """Files that are published: one that comes again, since an answer was lost, is
         dropped.
         """
-        self._logged_error = ""
-        """The last error since something was published."""
+        self._has_failed = False
+        """Whether something went wrong since something was published."""
+        self._stuck = set[str]()
+        """Names in the spool that are no files and can't be removed."""
         self._may_exceed = False
         """Whether the byte budget is to be looked at since something was published."""
         try:
@@ -103,11 +111,26 @@ class Writer:
         """Return the files of some kinds that wait in the spool, in order."""
         folder = self.directory / FOLDER
         found = []
-        for path in sorted(folder.iterdir()):
-            kind = path.name.partition("-")[0]
-            if kind in kinds and path.suffix != ".tmp":
+        paths = sorted(folder.iterdir())
+        self._stuck &= {path.name for path in paths}
+        for path in paths:
+            parts = path.name.split("-")
+            kind = parts[0]
+            if kind not in kinds or path.suffix == ".tmp" or path.name in self._stuck:
+                continue
+            if len(parts) >= _PARTS.get(kind, 2):
                 found.append(path)
+            else:
+                log_once(f"das: history: left out, for its name: {path}")
+                self.drop(path)
         return found
+
+    def drop(self, path: Path) -> None:
+        """Remove what is no file of the spool, or look at it no more."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:  # a directory, say
+            self._stuck.add(path.name)
 
     def read_files(self) -> list[tuple[str, list[Trajectory]]]:
         """Return the files that have arrived, with their trajectories, for
@@ -122,12 +145,11 @@ class Writer:
             if file in published:
                 path.unlink(missing_ok=True)
             elif file not in kept:
-                try:
-                    texts = unpack(path.read_bytes())
+                texts = parse_or_skip(path, unpack, "das: history: left out:")
+                if texts is None:
+                    self.drop(path)
+                else:
                     found.append((file, texts))
-                except (OSError, ValueError) as error:
-                    path.unlink(missing_ok=True)
-                    self.report(error)
         return found
 
     def keep_texts(self, file: str, texts: Sequence[Trajectory]) -> None:
@@ -172,14 +194,14 @@ class Writer:
         most; return how many it sealed.
         """
         with self.lock:
-            changed = self._kept or self.altered or self._logged_error
+            changed = self._kept or self.altered or self._has_failed
             if tokens <= 0 or not changed:
                 return 0
             staged_before = self.store.staged
             with self._anew_where_damaged():
                 self.store.seal(tokens)
                 self.altered = False
-                self._logged_error = ""
+                self._has_failed = False
                 self._may_exceed = True
                 if not self.store.staged:
                     self._remove_published(list(self._kept))
@@ -212,13 +234,10 @@ class Writer:
             self.altered = True
 
     def report(self, error: Exception) -> None:
-        """Log an error once, until something is published."""
-        reason = repr(error)
-        if self._logged_error != reason:
-            logger.error(
-                "das: history: %s; engines go on with what is published", reason
-            )
-        self._logged_error = reason
+        """Log an error, each once within a minute."""
+        self._has_failed = True
+        end = "; engines go on with what is published"
+        log_once("das: history", error, end)
 
     @contextmanager
     def _anew_where_damaged(self) -> Iterator[None]:
@@ -254,7 +273,10 @@ class Writer:
     def _open_store(self, directory: Path) -> HistoryStore:
         store = HistoryStore(directory, self.rules.window)
         make_private(directory / FOLDER)
-        janitor.watch(directory, self._grace_s)
+        try:
+            janitor.watch(directory, self._grace_s)
+        except (DasError, OSError) as error:
+            log_once(f"das: history: nobody will remove {directory}", error)
         logger.warning("das: the history lies in %s", directory)
         return store
 

@@ -22,6 +22,7 @@ from pydantic import (
 
 from das_adapter.config_errors import message
 from das_adapter.errors import ConfigError
+from das_adapter.tables import no_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Chance = Annotated[float, Field(ge=0, lt=1)]
@@ -229,7 +230,9 @@ def read(path: str | Path) -> SimConfig:
         text = Path(path).read_text()
         content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(
+            f"{path}: {no_yaml(error)}; expected the YAML file of a simulation"
+        ) from None
     if content is None:
         content = {}
     if isinstance(content, dict):

@@ -64,12 +64,16 @@ class Fleet:
         drafting: Drafting,
         slots: int = 256,
         kv: int = UNLIMITED,
+        state: int = 0,
     ) -> None:
-        """Make engines that run `slots` requests at once in `kv` blocks of KV cache."""
+        """Make engines that run `slots` requests at once in `kv` blocks of KV cache, of
+        which each takes `state` for its recurrent state.
+        """
         self.engines = engines
         self.requests = requests
         self.slots = slots
         self.kv_blocks = kv
+        self.state_blocks = state
         self.steps = steps
         self.drafting = drafting
         self.clock: Floats = np.zeros(engines)
@@ -129,7 +133,7 @@ class Fleet:
         prompts = requests.num_prompt_tokens[rows]
         responses = requests.num_output_tokens[rows]
         tokens = prompts + responses
-        blocks = tokens // BLOCK + 1
+        blocks = tokens // BLOCK + 1 + self.state_blocks
         most_blocks = blocks.max(initial=0)
         needed = int(most_blocks)
         if needed > self.kv_blocks:
@@ -477,7 +481,7 @@ class Fleet:
         context = requests.context(rows)
         drafted = requests.verified(rows)
         tokens = context + 1 + drafted
-        return -(-tokens // BLOCK)
+        return self.state_blocks + -(-tokens // BLOCK)
 
     def used_blocks(self) -> Ints:
         """Return the KV blocks that each engine's requests take, int64 [engines]."""
@@ -561,7 +565,7 @@ class Fleet:
             prompt_tokens = int(requests.num_prompt_tokens[row])
             written = int(requests.num_written[row])
             tokens = prompt_tokens + written
-            blocks = -(-(tokens + 1) // BLOCK)
+            blocks = self.state_blocks + -(-(tokens + 1) // BLOCK)
             if blocks > free_blocks and num_running:
                 break
             heapq.heappop(waiting)

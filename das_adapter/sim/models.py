@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from das_adapter.core.roofline import FAMILIES
+from das_adapter.core.policy_sizes import DENSE, FAMILIES, policy_sizes
 from das_adapter.errors import DasError
 
 _KEYS = (
@@ -62,16 +62,48 @@ MODELS: dict[str, dict[str, Any]] = {
 """The sizes in the models' own `config.json`, by name on the hub."""
 MODELS["Qwen/Qwen3-30B-A3B"] |= _EXPERTS | {"moe_intermediate_size": 768}
 MODELS["Qwen/Qwen3-235B-A22B"] |= _EXPERTS
+_DELTANET = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_EXPERTS_OF_512 = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# fmt: off
+_RECURRENT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "Qwen/Qwen3-Next-80B-A3B": (
+        (2048, 5120, 48, 16, 2, 256, 151936, False),
+        {"model_type": "qwen3_next", "num_experts": 512, "num_experts_per_tok": 10}
+        | _EXPERTS_OF_512,
+    ),
+    "Qwen/Qwen3.5-9B": (
+        (4096, 12288, 32, 16, 4, 256, 248320, False),
+        {"model_type": "qwen3_5_text"},
+    ),
+    "Qwen/Qwen3.5-35B-A3B": (
+        (2048, 0, 40, 16, 2, 256, 248320, False),
+        {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}
+        | _EXPERTS_OF_512,
+    ),
+}
+# fmt: on
+for _name, (_values, _more) in _RECURRENT.items():
+    MODELS[_name] = dict(zip(_KEYS, _values, strict=True)) | _DELTANET | _more
 
 
 def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of a model, under the names of a Hugging Face config: of a name
-    in the table (instruct, base and math variants have the sizes of the plain one), of
-    a `config.json` or its directory; sizes stay as they are.
+    in the table (instruct, base, thinking, math and coder variants have the sizes of
+    the plain one), of a `config.json` or its directory; sizes stay as they are.
 
     Raises:
         DasError: it is none of these, a size is missing, or its layers are not those
-            that `Roofline.from_config` knows.
+            that `policy_sizes` knows.
     """
     if isinstance(model, Mapping):
         found = dict(model)
@@ -100,15 +132,15 @@ def _of_name(model: str) -> dict[str, Any]:
     Raises:
         DasError: it is not in the table.
     """
-    plain = re.sub("-(Instruct|Base|Math)", "", model)
+    plain = re.sub(r"-(Instruct|Base|Math|Coder|Thinking|\d{4}$)", "", model)
     searched = plain.rpartition("/")[2].lower()
     for name, known in MODELS.items():
         short = name.partition("/")[2].lower()
         if short == searched:
             return dict(known)
     raise DasError(
-        f"model: found {model!r}, allowed: the path of a config.json, or one of"
-        f" {', '.join(MODELS)}"
+        f"model: found {model!r}, allowed: the path of its config.json (`hf download"
+        f" {model} config.json` prints where it is), or one of {', '.join(MODELS)}"
     )
 
 
@@ -118,26 +150,13 @@ def _check(found: Mapping[str, Any], where: str) -> None:
     Raises:
         DasError: a size is missing, or a key has a value that is not allowed.
     """
-    needed = [
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "intermediate_size",
-    ]
-    if found.get("num_experts") or found.get("num_local_experts"):
-        needed.append("num_experts_per_tok")
-    missing = [key for key in needed if key not in found]
-    if missing:
-        raise DasError(f"{where}: lacks {', '.join(missing)}")
-    names = ", ".join(sorted(FAMILIES))
-    allowed_values = {
-        "model_type": f"{names}, or none where the layers are as theirs",
-        "kv_lora_rank": "none",
-        "n_routed_experts": "none",
-    }
-    for key, allowed in allowed_values.items():
-        value = found.get(key)
-        if not value or value in FAMILIES:
-            continue
-        raise DasError(f"{where}: found {key}={value!r}, allowed: {allowed}")
+    dense = found.get("model_type") not in FAMILIES - DENSE
+    for key in ("kv_lora_rank", "n_routed_experts"):
+        if dense and found.get(key):
+            raise DasError(f"{where}: found {key}={found[key]!r}, allowed: none")
+    try:
+        policy_sizes(found)
+    except KeyError as error:
+        raise DasError(f"{where}: lacks {error.args[0]}") from None
+    except DasError as error:
+        raise DasError(f"{where}: {error}") from None

@@ -4,20 +4,85 @@ without drafts and with those of das-adapter.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from das_adapter.core.policy_sizes import policy_sizes
 from das_adapter.sim.config import parse
 from das_adapter.sim.fleet import BLOCK
+from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import RecordedResponse
 from das_adapter.sim.simulate import Progress, Simulation, summary
 
 MIN_SAVED_SHARE = 0.03
 """Share of the rollout's time that must be saved before drafts are recommended."""
+
+FEW_RESPONSES = 300
+"""Responses under which a dump says little about a run."""
+LOOP_SHARE = 0.1
+"""Share of its bytes to which zlib compresses the token ids of a response that says the
+same over and over; of other text it is a third to a half.
+"""
+LOOP_TOKENS = 100
+"""Tokens from which on a response can be such a loop."""
+MANY_LOOPS = 0.05
+"""Share of the responses from which on loops are told."""
+
+
+class Contents(NamedTuple):
+    """How much a dump holds."""
+
+    rollouts: int
+    problems: int
+    steps: int
+    tokens: int
+
+
+def contents(responses: Sequence[RecordedResponse]) -> Contents:
+    """Count what a dump holds."""
+    return Contents(
+        len(responses),
+        len({response.problem for response in responses}),
+        len({response.step for response in responses}),
+        sum(len(response.tokens) for response in responses),
+    )
+
+
+def doubts(responses: Sequence[RecordedResponse]) -> list[str]:
+    """Say what of a dump makes its answer doubtful."""
+    found = []
+    if len(responses) < FEW_RESPONSES:
+        found.append(
+            f"{len(responses)} responses are few: dump some steps of a run, at least"
+            f" {FEW_RESPONSES} responses"
+        )
+    loops = sum(map(_loops, responses))
+    if loops > MANY_LOOPS * len(responses):
+        found.append(
+            f"{loops} of {len(responses)} responses repeat themselves over and over:"
+            " drafts cover such text, which a trained policy does not write for long"
+        )
+    of_tools = [r.tool_characters for r in responses if r.tool_characters]
+    if of_tools:
+        found.append(
+            f"{sum(of_tools)} characters of tools (<tool_response>) in {len(of_tools)}"
+            " responses are left out, since no engine writes them; the time until a"
+            " tool answers is no part of the figures"
+        )
+    return found
+
+
+def _loops(response: RecordedResponse) -> bool:
+    """Return whether a response says the same over and over."""
+    if len(response.tokens) < LOOP_TOKENS:
+        return False
+    content = response.tokens.tobytes()
+    return len(zlib.compress(content, 1)) < LOOP_SHARE * len(content)
 
 
 def would_it_pay(
@@ -40,7 +105,8 @@ def would_it_pay(
         steps whose problems had been visited equally often before, by epoch), `das`
         (the block, or `drafter: none` where drafts save too little), `idle` (as in
         `StepResult`, without drafts), `engines` and the `kv_tokens` of each, as plain
-        containers.
+        containers. Beside a policy with recurrent state also `short`, whose drafts have
+        one token, and `state_mib`: MiB of each arm's request on a device.
 
     Raises:
         DasError: a value that does not fit, with its key.
@@ -54,6 +120,9 @@ def would_it_pay(
             "drafter": "history",
             "history": {"run_ahead": "auto"},
         }
+    policy = policy_sizes(sizes(parse(settings, "estimate").model))
+    if policy.state is not None:
+        blocks["short"] = {"drafter": "history", "max_draft_tokens": 1}
     longest = max(len(response.tokens) for response in responses)
     content = {
         **settings,
@@ -66,7 +135,7 @@ def would_it_pay(
     runs = simulation.run_all(progress)
     arms = summary(runs)
     recommended = _recommended(arms)
-    return {
+    found = {
         "arms": arms,
         "epochs": _by_epoch(runs),
         "das": blocks[recommended],
@@ -74,6 +143,12 @@ def would_it_pay(
         "engines": simulation.engines,
         "kv_tokens": simulation.kv_blocks * BLOCK,
     }
+    if simulation.state_bytes:
+        state_mib = simulation.state_bytes / 2**20
+        found["state_mib"] = {
+            name: state_mib * simulation.num_states(name) for name in blocks
+        }
+    return found
 
 
 def _idle_share(run: Run) -> float:

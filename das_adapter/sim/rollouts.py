@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -15,14 +14,41 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter import tables
 from das_adapter.core.index.values import Int32, Tokens
 from das_adapter.errors import DasError
 
 Tokenize = Callable[[str], "list[int]"]
-VERL_NAMES = ("input", "output")
-"""Keys of prompt and response in a line of veRL's."""
-PLAIN_NAMES = ("problem", "response")
-"""Keys of prompt and response in a line that is no host's."""
+_PROMPTS = ("input", "problem", "prompt", "question", "prompt_ids", "prompt_token_ids")
+_RESPONSES = (
+    "output",
+    "response",
+    "completion",
+    "completion_ids",
+    "response_ids",
+    "response_token_ids",
+)
+"""Keys of prompt and response in a row, the first that it has: veRL's, those of plain
+rollouts, TRL's. The value is text, token ids or messages.
+"""
+_TOOL_OUTPUT = re.compile(
+    r"""(\n?(<\|im_start\|>)?(user|tool)\n)?   # a turn begins
+    <tool_response>.*?(</tool_response>|\Z)
+    ((<\|im_end\|>)?\n(<\|im_start\|>)?assistant\n)?  # the policy's own next""",
+    re.DOTALL | re.VERBOSE,
+)
+"""What a tool said, in a response's text. Neither veRL's dumps nor TRL's have a mask of
+what the policy wrote.
+"""
+_WANTED = (
+    "rollouts: veRL's trainer.rollout_data_dir (input/output), NeMo-RL's"
+    " train_data_step*.jsonl (token_ids/token_loss_mask), TRL's completions*.parquet"
+    " (prompt/completion), rows with problem or prompt and response, or an .npz"
+)
+MOST_FIELDS = 8
+"""Fields of a row that a message names, at most."""
+_DUMPS = (".jsonl", ".parquet")
+"""Names of the files of a directory that hold rollouts end so."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +69,8 @@ class RecordedResponse:
     """Token ids of the response, shape (n,), n >= 1."""
     ahead: Tokens = ()
     """Text that would have been written ahead of it, token ids."""
+    tool_characters: int = 0
+    """Characters that tools wrote between its tokens, which are left out."""
 
     @property
     def batch(self) -> tuple[int, int]:
@@ -124,10 +152,10 @@ def read(path: Path, tokenizer: str | None = None) -> list[RecordedResponse]:
 
     Args:
         path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`,
-            `prompt_offsets`), `.jsonl`, or a directory of `.jsonl`, of which NeMo-RL's
-            validations are left out. A JSON line is veRL's (`input`, `output`, `step`),
-            NeMo-RL's (`token_ids` and `token_loss_mask`), or has `problem`, `response`
-            and perhaps `step`, `run` or `model`.
+            `prompt_offsets`), a file that `tables.read` reads, or a directory of JSON
+            lines or parquet, of which NeMo-RL's validations are left out. A row is
+            NeMo-RL's (`token_ids` and `token_loss_mask`), or has a prompt, a response
+            (see `_PROMPTS`, `_RESPONSES`) and perhaps `step`, `run` or `model`.
         tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds
             text and no token ids.
 
@@ -135,42 +163,53 @@ def read(path: Path, tokenizer: str | None = None) -> list[RecordedResponse]:
         DasError: there is no such file, it is none of these, or it holds text and there
             is no tokenizer.
     """
-    try:
-        if path.suffix == ".npz":
+    if path.suffix == ".npz":
+        try:
             responses = _from_arrays(path)
-        else:
-            responses = _from_files(path, tokenizer)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DasError(f"{path}: {error}") from None
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise DasError(f"{path}: {error}; expected {_WANTED}") from None
+    else:
+        responses = _from_files(path, tokenizer)
     if not responses:
-        raise DasError(f"{path}: found no rollout with a response")
+        raise DasError(f"{path}: found no rollout with a response; expected {_WANTED}")
     return responses
 
 
 def _from_files(path: Path, tokenizer: str | None) -> list[RecordedResponse]:
-    """Read a file of JSON lines, or all of a directory but NeMo-RL's validations."""
-    files = [path]
+    """Read a file, or all of a directory but NeMo-RL's validations."""
+    paths = [path]
     if path.is_dir():
-        files = _training_files(path)
+        paths = _training_files(path)
     problems = _numbers()
     runs = _numbers()
     tokenize: Tokenize | None = None
     if tokenizer:
         tokenize = _tokenizer(tokenizer)
     found = list[RecordedResponse]()
-    for file in files:
-        found += _from_lines(file, problems, runs, tokenize)
+    for file in paths:
+        found += _from_rows(file, problems, runs, tokenize)
     return found
 
 
 def _training_files(directory: Path) -> list[Path]:
-    """Return the files of JSON lines in a directory but NeMo-RL's validations."""
-    files = []
-    for file in sorted(directory.glob("*.jsonl")):
-        if file.name.startswith("val_data_step"):
-            continue
-        files.append(file)
-    return files
+    """Return the files of rollouts in a directory but NeMo-RL's validations.
+
+    Raises:
+        DasError: there are none.
+    """
+    found = []
+    for file in tables.named(directory, _DUMPS):
+        if not file.name.startswith("val_data_step"):
+            found.append(file)
+    if found:
+        return found
+    hint = ""
+    below = [str(place) for place in tables.below(directory, _DUMPS)]
+    if below:
+        hint = f", but in {', '.join(below[:3])}: name one of these"
+    raise DasError(
+        f"{directory}: no .jsonl or .parquet of rollouts here{hint}; expected {_WANTED}"
+    )
 
 
 def _numbers() -> defaultdict[str, int]:
@@ -222,26 +261,22 @@ def _prompts(arrays: dict[str, Any]) -> list[Int32]:
     return [no_prompt] * (last_problem + 1)
 
 
-def _from_lines(
+def _from_rows(
     path: Path,
     problems: dict[str, int],
     runs: dict[str, int],
     tokenize: Tokenize | None,
 ) -> Iterator[RecordedResponse]:
     default_step = _step_in_name(path.name)
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    table = tables.read(path, _WANTED)
+    for number, row in zip(table.numbers, table.rows, strict=True):
         try:
-            row = json.loads(line)
-            prompt, tokens = _texts(row, tokenize)
-            step = int(row.get("step", default_step))
-        except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+            prompt, tokens, tool_characters = _texts(row, tokenize)
+            step = _step(row.get("step"), default_step)
+        except (KeyError, ValueError, TypeError, IndexError) as error:
             raise DasError(
-                f"{path}:{number}: no rollout ({error!r}); allowed: veRL's"
-                " input/output, NeMo-RL's token_ids/token_loss_mask, or"
-                " problem/response"
+                f"{path}:{number}: no rollout: {_reason(error, row)}; expected"
+                f" {_WANTED}"
             ) from None
         if not len(tokens):
             continue
@@ -256,7 +291,32 @@ def _from_lines(
             run=runs[run_key],
             prompt=prompt,
             tokens=tokens,
+            tool_characters=tool_characters,
         )
+
+
+def _step(value: Any, default: int) -> int:
+    """Return the training step that a row tells, or else its file."""
+    if value in (None, ""):
+        return default
+    try:
+        return int(float(value))
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"found step={value!r:.40}, expected a number") from None
+
+
+def _reason(error: Exception, row: Mapping[str, Any]) -> str:
+    """Say why a row is no rollout."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"found {_fields(row)} with values of other types"
+
+
+def _fields(row: Mapping[str, Any]) -> str:
+    """Name a row's first fields."""
+    names = [str(name) for name in row]
+    more = ", ..." if len(names) > MOST_FIELDS else ""
+    return f"the fields {', '.join(names[:MOST_FIELDS])}{more}"
 
 
 def _step_in_name(name: str) -> int:
@@ -267,28 +327,58 @@ def _step_in_name(name: str) -> int:
     return int(found[1] or found[2])
 
 
-def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32]:
-    """Return the token ids of the prompt and of the response of a JSON line."""
-    if "token_ids" in row:
-        return _masked_texts(row)
-    names = PLAIN_NAMES
-    if "output" in row:
-        names = VERL_NAMES
-    prompt_name, response_name = names
-    prompt = _ids(row[prompt_name], tokenize)
-    response = _ids(row[response_name], tokenize)
-    return prompt, response
+def _texts(
+    row: Mapping[str, Any],
+    tokenize: Tokenize | None,
+) -> tuple[Int32, Int32, int]:
+    """Return the token ids of the prompt and of the response of a row, and the
+    characters of tools that the response is without.
+    """
+    if "token_ids" in row and "token_loss_mask" in row:
+        return *_masked_texts(row), 0
+    prompt = _first(row, _PROMPTS)
+    response = _first(row, _RESPONSES)
+    tool_characters = 0
+    if isinstance(response, str):
+        own = _TOOL_OUTPUT.sub("", response)
+        tool_characters = len(response) - len(own)
+        response = own
+    return _ids(prompt, tokenize), _ids(response, tokenize), tool_characters
 
 
-def _ids(text: str, tokenize: Tokenize | None) -> Int32:
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the value of the first of these keys under which a row has text, token
+    ids or messages.
+    """
+    for name in names:
+        if isinstance(row.get(name), str | list):
+            return row[name]
+    raise ValueError(f"found {_fields(row)}, needed: one of {', '.join(names)}")
+
+
+def _ids(content: str | list[Any], tokenize: Tokenize | None) -> Int32:
+    """Return the token ids of a text, of messages, or of token ids."""
+    if isinstance(content, list):
+        if all(isinstance(token, int) for token in content):
+            return np.array(content, dtype=np.int32)
+        content = "\n".join(_content(message) for message in content)
     if tokenize is None:
         raise ValueError(
-            "holds text and no token ids; name the policy's tokenizer (--tokenizer)"
+            "it holds text and no token ids: name the policy's tokenizer (--tokenizer)"
         )
-    return np.array(tokenize(text), dtype=np.int32)
+    return np.array(tokenize(content), dtype=np.int32)
 
 
-def _masked_texts(row: dict[str, Any]) -> tuple[Int32, Int32]:
+def _content(message: Any) -> str:
+    """Return the text of a message of a conversation; none of a tool's."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"found {message!r:.60}, expected a message or a token id")
+    if message.get("role") == "tool":
+        return ""
+    return str(message.get("content") or "")
+
+
+def _masked_texts(row: Mapping[str, Any]) -> tuple[Int32, Int32]:
     """Return prompt and response of NeMo-RL's line: one padded sequence, and a mask of
     what the policy wrote.
     """
@@ -310,7 +400,13 @@ def _masked_texts(row: dict[str, Any]) -> tuple[Int32, Int32]:
 
 
 def _tokenizer(name: str) -> Tokenize:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise DasError("--tokenizer: needs transformers, which is not here") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DasError(f"--tokenizer: found {name!r}: {reason}") from None
     return lambda text: tokenizer.encode(text, add_special_tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Prior, Roofline
+from das_adapter.engine.recurrent import most_draft_tokens
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, HardwareBlock, SimConfig
 from das_adapter.sim.controlled import Controlled
@@ -92,6 +94,13 @@ class Simulation:
         self.steps = step_times(config)
         self.engines = _num_engines(config.hardware)
         self.kv_blocks = kv_blocks(config, self.steps)
+        self.state_bytes = 0.0
+        """Bytes of a request's recurrent state on each device; 0: it has none."""
+        if isinstance(self.steps, Instance):
+            self.state_bytes = self.steps.roof.state_bytes
+        if self.state_bytes:
+            for name, das in self._blocks.items():
+                self._blocks[name] = _beside_recurrent_state(name, das)
 
     def run(self, name: str) -> Run:
         """Run an arm."""
@@ -124,8 +133,26 @@ class Simulation:
             drafting=drafting,
             slots=self.config.engine.max_num_seqs,
             kv=self.kv_blocks,
+            state=self._state_blocks(name),
         )
         return fleet, workload
+
+    def num_states(self, name: str) -> int:
+        """Return how many recurrent states a request of an arm has: one, and one for
+        each token of the longest draft.
+        """
+        das = self._blocks[name]
+        if das.drafter == "none":
+            return 1
+        return 1 + das.num_draft_tokens
+
+    def _state_blocks(self, name: str) -> int:
+        """Return the KV blocks that the recurrent states of an arm's request take."""
+        if not self.state_bytes:
+            return 0
+        assert isinstance(self.steps, Instance)
+        block_bytes = self.steps.roof.kv_bytes * BLOCK
+        return math.ceil(self.num_states(name) * self.state_bytes / block_bytes)
 
     def run_all(self, progress: Progress = lambda _: None) -> dict[str, Run]:
         """Run every arm."""
@@ -335,6 +362,25 @@ def _das(name: str, arm: ArmBlock) -> DasConfig:
     if block is None:
         return DasConfig(drafter="none")
     return block
+
+
+def _beside_recurrent_state(name: str, das: DasConfig) -> DasConfig:
+    """Return the block of an arm as engines take it beside a policy with recurrent
+    state.
+
+    Raises:
+        ConfigError: they refuse it.
+    """
+    if das.drafter == "none":
+        return das
+    policy = "a policy with recurrent state"
+    if das.copies_policy:
+        raise ConfigError(
+            f"arms.{name}: das.drafter={das.drafter!r} does not work with {policy};"
+            " das.drafter='history' does"
+        )
+    most = most_draft_tokens(das, policy)
+    return das.model_copy(update={"max_draft_tokens": most})
 
 
 def step_times(config: SimConfig) -> Steps:

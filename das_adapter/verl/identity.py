@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -87,12 +87,30 @@ Request = Mapping[str, Any]
 """The arguments of veRL's `generate`, by name."""
 
 
-class Interrupted(NamedTuple):
+@dataclass
+class Interrupted:
     """A request that a weight sync interrupted, as the client will resume it."""
 
     text: list[int]
     """Its prompt and what it has written."""
     label: Label
+    is_open: bool = True
+    """Whether it counts among its sample's open requests: until another request comes
+    in its place.
+    """
+
+
+def _give_up(interrupted: Interrupted, sample: Sample) -> None:
+    """Count an interrupted request as ended: the client asks for something else. What
+    it has written is an answer.
+    """
+    if not interrupted.is_open:
+        return
+    interrupted.is_open = False
+    sample.num_open -= 1
+    text = interrupted.text
+    if _is_of_conversation(text, sample):
+        sample.answered_tokens = max(sample.answered_tokens, len(text))
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
@@ -310,6 +328,8 @@ def label_requests(stock: Any) -> Any:
         media = media_of(kwargs)
         interrupted = _interrupted.get()
         is_resumed = interrupted is not None and interrupted.text == prompt
+        if interrupted is not None and not is_resumed:
+            _give_up(interrupted, sample)
         if interrupted is not None and is_resumed:
             label = interrupted.label
         else:
@@ -318,8 +338,11 @@ def label_requests(stock: Any) -> Any:
             await _write_first_request(sample, label, kwargs)
             raise run_ahead.FirstRequestWritten
         kwargs["sampling_params"] = _labelled_params(label, kwargs)
-        if not is_resumed:
+        was_open = interrupted is not None and is_resumed and interrupted.is_open
+        if not was_open:
             sample.num_open += 1
+        if interrupted is not None and is_resumed:
+            interrupted.is_open = False
         try:
             output = await stock(self, *args, **kwargs)
         except BaseException as error:
@@ -454,11 +477,25 @@ def _data_set_index(row: Mapping[str, Any]) -> str | None:
     set: rows may be of several. None: the data set has none; veRL takes 0 then.
     """
     index = row.get("index")
-    extra_info = row.get("extra_info") or {}
-    if index or "index" in extra_info:
-        data_source = row.get("data_source", "")
-        return f"{data_source}/{index}"
-    return None
+    extra_info = row.get("extra_info")
+    own = extra_info.get("index") if isinstance(extra_info, Mapping) else None
+    if _is_missing(index):
+        index = own
+    elif not index and _is_missing(own):  # veRL's 0
+        return None
+    if _is_missing(index):
+        return None
+    data_source = row.get("data_source", "")
+    return f"{data_source}/{index}"
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a cell of a data set is empty: null, NaN, NaT or NA. Data sets
+    that were joined have every column of each.
+    """
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float | np.floating) and bool(np.isnan(value))
 
 
 def _is_of_conversation(prompt_ids: Sequence[int], sample: Sample) -> bool:

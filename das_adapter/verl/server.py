@@ -38,7 +38,6 @@ class DasVLLMHttpServer(vLLMHttpServer):
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
-        _show_warnings()
         das = settings.of_rollout(self.config)
         assert das is not None, (
             "DasVLLMReplica chooses this server only for an active das: block"
@@ -197,16 +196,6 @@ class DasVLLMHttpServer(vLLMHttpServer):
             )
         hashes = [media_hash(item) for item in media_of(request)]
         return self._labeller.label(prompt_ids, validate=False, media=hashes)
-
-
-def _show_warnings() -> None:
-    """Show das-adapter's warnings: vLLM's HTTP server imports a package that has the
-    root logger pass errors alone.
-    """
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.WARNING)
-        logger.propagate = False
 
 
 class DasVLLMReplica(vLLMReplica):

@@ -62,6 +62,22 @@ def check(config: Any) -> DasConfig | None:
     return das
 
 
+def engine_arguments(config: Any) -> dict[str, Any]:
+    """Return the engine arguments that veRL makes of a run's config, beside those under
+    `engine_kwargs`, as far as a drafter may not work with them.
+    """
+    rollout = _get(config, "actor_rollout_ref", "rollout")
+    model = _get(config, "actor_rollout_ref", "model")
+    rank = _get(model, "lora", "rank") or _get(model, "lora_rank") or 0
+    merged = _get(model, "lora", "merge")
+    return {
+        "tensor_parallel_size": _get(rollout, "tensor_model_parallel_size"),
+        "data_parallel_size": _get(rollout, "data_parallel_size"),
+        "enable_expert_parallel": (_get(rollout, "expert_parallel_size") or 1) > 1,
+        "enable_lora": rank > 0 and not merged,
+    }
+
+
 def _refuse_beside_drafter(das: DasConfig, config: Any) -> None:
     """Refuse what veRL or vLLM cannot do beside a drafter."""
     if das.drafter == "none":

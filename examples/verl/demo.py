@@ -6,7 +6,8 @@ prompt look-up), `self` (a quantised copy of the policy), `history+self`, `draft
 and `eagle3` (vLLM's own, trained here). All draw their tokens with keyed noise, so
 every arm must write the same rollouts. The arms run side by side and roll out in turn,
 so that noise of the machine falls on all of them. Results go to runs/demo:
-summary.json, logs.
+summary.json, logs, and the decisions of the history arm, which `das-adapter report`
+shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -58,6 +61,10 @@ ARMS = {
     ],
 }
 """The overrides of each arm."""
+DECISIONS = "decisions"
+"""Folder of the history arm's decision log in `--out`."""
+MEMORY_GB = 15
+"""Memory that the demo takes, in 10^9 bytes (benchmarks/results/demo.json)."""
 PER_STEP = (
     "data.train_batch_size",
     "data.val_max_samples",
@@ -104,6 +111,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    warn_of_memory(console)
+    shutil.rmtree(args.out / DECISIONS, ignore_errors=True)
     begin = time.time()
     prepare(args)
     arms = [Arm(name, args) for name in args.arms]
@@ -130,6 +139,18 @@ def main() -> None:
     }
     save(args.out / "summary.json", summary)
     show(summary, console)
+    if "history" in args.arms:
+        show_next_commands(args.out, console)
+
+
+def warn_of_memory(console: Console) -> None:
+    """Say at once where there is less memory than the demo takes."""
+    available_gb = psutil.virtual_memory().available / 1e9
+    if available_gb < MEMORY_GB:
+        console.print(
+            f"Warning: {available_gb:.0f} GB of memory are available, and the demo"
+            f" takes about {MEMORY_GB} GB: it may be slow, or be killed."
+        )
 
 
 def steps(args: argparse.Namespace) -> int:
@@ -183,6 +204,15 @@ def environment_of(not_strict: bool) -> dict[str, str]:
     return environment
 
 
+def decision_log(arm: str, out: Path) -> list[str]:
+    """Return the overrides by which the history arm logs what it decides: a report
+    shows one run.
+    """
+    if arm != "history":
+        return []
+    return [f"+{DAS}.log_dir={(out / DECISIONS).resolve()}"]
+
+
 class Arm:
     """A veRL run with one arm's settings, which stops at gates (`in_turn.py`) until
     they are opened.
@@ -210,6 +240,7 @@ class Arm:
             f"data.train_max_samples={args.problems}",
             *(f"{key}={args.batch}" for key in PER_STEP),
             *ARMS[name],
+            *decision_log(name, args.out),
             *args.overrides,
         ]
         with self.log.open("w") as out:
@@ -365,12 +396,30 @@ def show(summary: dict[str, Any], console: Console) -> None:
     runners = [f"{arm}: {name}" for arm, name in summary["runners"].items()]
     console.print(f"vLLM's model runner: {', '.join(runners)}")
     for arm, compared in comparison.items():
-        ratios = compared["rollout_ratio_by_epoch"][-last_third_of(epochs) :]
+        console.print(f"{arm}: {outcome(compared, epochs, len(rewards))}")
+
+
+def outcome(compared: dict[str, Any], epochs: int, steps: int) -> str:
+    """Say whether an arm wrote the same tokens as `off`, and how much faster."""
+    ratios = compared["rollout_ratio_by_epoch"][-last_third_of(epochs) :]
+    same = compared["steps_with_same_tokens"]
+    return (
+        f"the same tokens in {same} of {steps} steps; rollouts"
+        f" {1 / compared['rollout_ratio_last_third']:.1f}x as fast as off over the last"
+        f" third ({1 / max(ratios):.1f}x to {1 / min(ratios):.1f}x by epoch)"
+    )
+
+
+def show_next_commands(out: Path, console: Console) -> None:
+    """Print what a user may want to run next."""
+    program = os.path.relpath(Path(sys.executable).with_name("das-adapter"))
+    console.print("Next:", highlight=False)
+    for command, what in (
+        (f"report {os.path.relpath(out)}", "what was drafted, step by step, as a page"),
+        ("config --help", "checks your own veRL or NeMo-RL config"),
+    ):
         console.print(
-            f"{arm}: same tokens in {compared['steps_with_same_tokens']} of"
-            f" {len(rewards)} steps; rollout time"
-            f" {compared['rollout_ratio_last_third']:.2f} of off over the last third"
-            f" ({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
+            f"  {program} {command}  # {what}", highlight=False, soft_wrap=True
         )
 
 

@@ -8,11 +8,12 @@ import asyncio
 import os
 import shutil
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jobs import POLICY, Round
+from jobs import Round
 from safetensors.torch import load_file
 
 from das_adapter.config import HistoryConfig
@@ -26,7 +27,8 @@ def perturb(worker: Any, size: float) -> None:
     `size` of its standard deviation.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = load_file(POLICY / "model.safetensors")
+    policy = Path(worker.model_runner.vllm_config.model_config.model)
+    weights = load_file(policy / "model.safetensors")
 
     def changed(weight: Any) -> Any:
         noise = (

@@ -88,6 +88,19 @@ def v2_engine(
     return engine_of({**newest_env, **v2_cpu.ENV, **HOST})
 
 
+@pytest.fixture(scope="session")
+def vision_engine(
+    newest_env: dict[str, str], engine_of: Callable[[dict[str, str]], Engine]
+) -> Engine:
+    """Run a job as `v2_engine` does, where torchvision is there."""
+    vision = Path(sys.prefix) / "vision"
+    if not vision.is_dir():
+        pytest.skip(f"torchvision is not in {vision}: make long puts it there")
+    shim = Path(__file__).parent / "with_vision"
+    paths = os.pathsep.join([str(shim), newest_env["PYTHONPATH"], str(vision)])
+    return engine_of({**newest_env, **v2_cpu.ENV, **HOST, "PYTHONPATH": paths})
+
+
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     """Address of a Ray cluster for one job after another; whoever else starts Ray on

@@ -611,17 +611,25 @@ UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 
 
 def attention(
-    name: str, graphs: AttentionCGSupport, plans: bool = False, head: int = 128
+    name: str,
+    graphs: AttentionCGSupport,
+    plans: bool = False,
+    head: int = 128,
+    replayed: int | None = None,
 ) -> Any:
     """An `AttentionGroup` of a backend that allows these full CUDA graphs; `plans`: by
-    lengths that the host knows.
+    lengths that the host knows; `replayed`: most tokens of a request whose number may
+    differ in a graph all the same.
     """
     backend = type(
         name,
         (),
         {"supports_device_cpu_query_lens_mismatch": staticmethod(lambda: not plans)},
     )
-    builder = SimpleNamespace(get_cudagraph_support=lambda *_: graphs)
+    builder = SimpleNamespace(
+        get_cudagraph_support=lambda *_: graphs,
+        get_varlen_cudagraph_max_query_len=lambda *_: replayed,
+    )
     return SimpleNamespace(
         backend=backend,
         kv_cache_spec=SimpleNamespace(head_size=head),
@@ -694,6 +702,13 @@ RANKS = {"parallel_config.data_parallel_size": 2}
             "Other has no full CUDA graphs for unequal lengths",
         ),
         ({}, [FREE], (ALWAYS, "Other"), None),
+        ({}, [FREE, attention("Mamba2", UNIFORM, replayed=4)], None, None),
+        (
+            {},
+            [FREE, attention("Mamba2", UNIFORM, replayed=3)],
+            None,
+            "Mamba2 has no full CUDA graphs for unequal lengths",
+        ),
         (
             {"compilation_config.cudagraph_mode": CUDAGraphMode.PIECEWISE},
             [attention("Even", UNIFORM)],
@@ -715,6 +730,7 @@ def test_requests_have_own_draft_lengths_unless_something_is_in_the_way(
 ) -> None:
     config = SimpleNamespace(
         lora_config=None,
+        num_speculative_tokens=3,
         aux_output_config=SimpleNamespace(),
         model_config=SimpleNamespace(),
         parallel_config=SimpleNamespace(

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
+IMAGE_TOKENS = {"image": 96, "video": 97, "vision_start": 98, "vision_end": 99}
+"""Tokens of the tiny Qwen3.5 that stand for an image or video, and around it."""
 ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -266,31 +266,42 @@ def test_what_an_engine_without_a_host_cannot_do_stops_it(
         engine_config()
 
 
+def not_told(self: Any, request: Any) -> bool:
+    """`should_advance` of vLLM 0.24 to 0.26."""
+    return True
+
+
+def told(self: Any, request: Any, new_token_ids: Any = None) -> bool:
+    """`should_advance` of vLLM 0.27 to 0.29."""
+    return True
+
+
+PARSER = {"reasoning_parser": "qwen3"}
+IN_REASONING = {
+    "structured_outputs_config": {**PARSER, "enable_in_reasoning": True},
+}
+
+
 @pytest.mark.parametrize(
-    ("version", "arguments", "refused"),
+    ("should_advance", "arguments", "refused"),
     [
-        ("0.24.0+cpu", {"reasoning_parser": "qwen3"}, True),
-        ("0.24.0+cpu", {}, False),
-        ("0.25.0", {"reasoning_parser": "qwen3"}, False),
-        (
-            "0.24.0",
-            {
-                "structured_outputs_config": {
-                    "reasoning_parser": "qwen3",
-                    "enable_in_reasoning": True,
-                }
-            },
-            False,
-        ),
+        (not_told, PARSER, True),
+        (not_told, {}, False),
+        (not_told, IN_REASONING, False),
+        (told, PARSER, False),
     ],
 )
 def test_structured_outputs_behind_reasoning_are_refused_where_vllm_does_not_mask_all_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
-    version: str,
+    should_advance: Any,
     arguments: dict[str, Any],
     refused: bool,
 ) -> None:
-    monkeypatch.setattr(compat, "version", lambda host: version)
+    monkeypatch.setattr(
+        "vllm.v1.structured_output.StructuredOutputManager.should_advance",
+        should_advance,
+        raising=False,
+    )
     config = engine_config(additional_config={"das": {}}, **arguments)
     checked = config.model_config, config.speculative_config, None, None
     SamplingParams().verify(*checked)

@@ -4,14 +4,16 @@ accepted before, a step begins with the state of the last token that is written.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from conftest import NEWEST
-from jobs import Round
+from jobs import IMAGE_TOKENS, Round
 from requested import (
     ALWAYS,
     PLAIN,
+    V2_RUNNER,
     drafted_on_v2,
     nightly,
     requests,
@@ -125,6 +127,24 @@ def test_preempted_requests_come_back_with_their_state(
     assert result[-1]["stats"]["accepted_tokens"] > 10
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_weights_and_sleep_leave_no_state_behind(
+    v2_engine: Any, policies: Any, kind: str
+) -> None:
+    first, second, third = ROUNDS[0], *ROUNDS
+    rounds = synced([replace(first, perturb=0.1), replace(second, sleep=1), third])
+    result = drafted(
+        v2_engine,
+        policies(kind),
+        HISTORY,
+        rounds,
+        sabotage="changing lengths of all",
+    )
+    written = tokens(result)
+    assert written[0] != written[1]
+
+
 CACHED = synced(two_rounds(requests(shortened(LIKELY, 32), 3, ignore_eos=True)))
 
 
@@ -163,3 +183,60 @@ def test_a_failing_draft_costs_no_token_and_no_state(
     assert tokens(result) == tokens(reference)
     assert "broken on purpose" in result[0]["stats"]["error"]
     assert result[1]["stats"]["accepted_tokens"] > 10
+
+
+@pytest.mark.parametrize("method", ["history+mtp", *nightly("mtp")])
+def test_a_layer_for_mtp_drafts_beside_recurrent_state(
+    v2_engine: Any, policies: Any, method: str
+) -> None:
+    """With any draft length in any step, behind which its layer reads what it has
+    missed.
+    """
+    result = drafted(
+        v2_engine,
+        policies("deltanet_mtp"),
+        {"drafter": method, "max_draft_tokens": 5, **(DEVICE if "+" in method else {})},
+        sabotage="any draft length",
+    )
+    stats = result[-1]["stats"]
+    assert stats["drafter_passes"] > 10
+    assert not stats["alarm"]
+
+
+def with_images(rounds: list[Round]) -> list[Round]:
+    """Return rounds in which every second problem begins with an image."""
+    image = [IMAGE_TOKENS[name] for name in ("vision_start", "image", "vision_end")]
+    prompts: dict[tuple[int, ...], int] = {}
+    shown = []
+    for part in rounds:
+        asked = []
+        for request in part.requests:
+            number = prompts.setdefault(tuple(request.prompt), len(prompts))
+            if number % 2:
+                request = replace(
+                    request, prompt=[*image, *request.prompt], image=number
+                )
+            asked.append(request)
+        shown.append(replace(part, requests=asked))
+    return shown
+
+
+@pytest.mark.long
+def test_images_and_multimodal_positions_stand_beside_drafts(
+    vision_engine: Any, policies: Any
+) -> None:
+    """Of Qwen3.5."""
+    rounds = with_images(ROUNDS)
+    with_image = [r.image is not None for r in rounds[0].requests]
+    assert any(with_image) and not all(with_image)
+    engine = {"model": policies("qwen3_5"), "enable_prefix_caching": False}
+    reference = vision_engine(das=None, engine=engine, rounds=stock(rounds))
+    result = vision_engine(
+        das=HISTORY, engine=engine, rounds=rounds, sabotage="changing lengths of all"
+    )
+    assert tokens(result) == tokens(reference)
+    last = result[-1]
+    assert last["runner"] == V2_RUNNER
+    assert not last["stats"]["error"]
+    assert last["stats"]["accepted_tokens"] > 20
+    assert last["compared"]["plain after accepted"] > 5

@@ -23,10 +23,12 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.engine.settings import history_name
-from das_adapter.protocol.decision_log import read
+from das_adapter.protocol.decision_log import read, read_responses
 from das_adapter.protocol.engine_args import RUN_KEY
 from das_adapter.protocol.messages import Trajectory
 from das_adapter.protocol.spool import SHARED_MEMORY
+from das_adapter.reports import run_logs
+from das_adapter.reports.compare import compare
 
 pytestmark = pytest.mark.one_build
 
@@ -226,6 +228,28 @@ def test_figures_are_in_vllms_own_metrics_and_decisions_in_a_directory_of_the_en
     assert result[2]["metrics"]["vllm:das_history_tokens"] > 0
     assert result[2]["metrics"]["vllm:das_health"] == 1.0
     assert result[2]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_two_runs_are_compared_token_for_token_by_their_decision_logs(
+    engine: Any, tmp_path: Path
+) -> None:
+    """Engines without a host log no figures of a training step."""
+    blocks = {
+        "off": OFF,
+        "history": HISTORY,
+        "other": {**HISTORY, "verify": {"seed": 1}},
+    }
+    logs = {}
+    for name, block in blocks.items():
+        das = {**block, "log_dir": str(tmp_path / name)}
+        engine(das=das, standalone=True, rounds=rounds(), env=HOST)
+        logs[name] = run_logs.read(tmp_path / name)
+    same = compare(logs["off"], logs["history"])
+    assert same["tokens"] == (2, 2), "before the weight update, and after it"
+    assert all(seconds > 0 for seconds in same["rollout_s"])
+    assert compare(logs["off"], logs["other"])["tokens"] == (0, 2)
+    responses, updates = read_responses(tmp_path / "off")
+    assert len(responses) == 3 * 4 * 2 and len(updates) == 1
 
 
 def test_an_engine_that_ended_leaves_nothing_behind(

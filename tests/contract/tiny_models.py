@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from jobs import POLICY
+from jobs import IMAGE_TOKENS, POLICY
 from safetensors.torch import load_file, save_file
 
 SHAPE = {
@@ -51,8 +52,10 @@ RECURRENT = {
 }
 
 
-def deltanet() -> Any:
-    """Qwen3-Next: three layers of Gated DeltaNet, one of attention and experts."""
+def deltanet(dense: Sequence[int] = (0, 1, 2)) -> Any:
+    """Qwen3-Next: three layers of Gated DeltaNet, one of attention; those that are not
+    `dense` have experts.
+    """
     config = transformers.Qwen3NextConfig(
         **RECURRENT,
         num_hidden_layers=4,
@@ -61,7 +64,7 @@ def deltanet() -> Any:
         linear_key_head_dim=16,
         linear_value_head_dim=16,
         linear_conv_kernel_dim=4,
-        mlp_only_layers=[0, 1, 2],
+        mlp_only_layers=list(dense),
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
@@ -99,6 +102,69 @@ def short_convolutions() -> Any:
         block_auto_adjust_ff_dim=False,
     )
     return transformers.Lfm2ForCausalLM(config)
+
+
+def qwen3_5() -> Any:
+    """Qwen3.5: three layers of Gated DeltaNet, one of attention with multimodal rotary
+    positions (M-RoPE), behind a vision tower of one layer.
+    """
+    text = {
+        **RECURRENT,
+        "vocab_size": 100,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": PIXELS // 4,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3_5Config(
+        text_config=text,
+        vision_config=vision,
+        **{f"{name}_token_id": token for name, token in IMAGE_TOKENS.items()},
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def write_qwen_processor(directory: Path) -> None:
+    """Write what reads images and videos for Qwen3.5, and a tokenizer with tokens for
+    them.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    for name, token in IMAGE_TOKENS.items():
+        added = names.get(name, f"<|{name}|>")
+        tokenizer.add_special_tokens({"additional_special_tokens": [added]})
+        assert tokenizer.convert_tokens_to_ids(added) == token
+    tokenizer.save_pretrained(directory)
+    reader = {
+        "patch_size": PIXELS // 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": PIXELS**2, "longest_edge": PIXELS**2},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": "Qwen3VLProcessor",
+    }
+    images = {**reader, "image_processor_type": "Qwen2VLImageProcessorFast"}
+    videos = {**reader, "video_processor_type": "Qwen3VLVideoProcessor"}
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
 
 
 def images() -> Any:
@@ -179,13 +245,19 @@ def write(kind: str, directory: Path) -> str:
         save_file(weights, path, metadata={"format": "pt"})
     if kind == "images":
         write_image_processor(directory)
+    if kind == "qwen3_5":
+        write_qwen_processor(directory)
+    if kind == "deltanet_mtp":
+        add_mtp(directory)
     return str(directory)
 
 
 KINDS = {
     "experts": mixture_of_experts,
     "images": images,
+    "qwen3_5": qwen3_5,
     "deltanet": deltanet,
+    "deltanet_mtp": functools.partial(deltanet, dense=(1, 2)),
     "mamba2": mamba2,
     "short_convolutions": short_convolutions,
 }
@@ -312,6 +384,77 @@ def write_parallel(method: str, directory: Path) -> None:
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
+def next_token_reader(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """Return the matrix that makes the policy's next hidden state of its last one and
+    the embedding of the token that was written, float32 [size, 2 * size], by least
+    squares. `pairs`: hidden states and embeddings of texts, [1, length, size] each.
+    """
+    read = torch.cat(
+        [
+            torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1)
+            for h, e in pairs
+        ]
+    )
+    target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h, _ in pairs])
+    gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
+    return torch.linalg.solve(gram, read.T @ target).T.contiguous()
+
+
+def add_mtp(directory: Path) -> None:
+    """Give a tiny policy of Qwen3-Next a layer for multi-token prediction, as
+    `write_mtp` does; its experts are those of the first layer, weakened.
+    """
+    policy = transformers.Qwen3NextForCausalLM.from_pretrained(
+        directory, dtype=torch.float32
+    ).eval()
+    shape = policy.config
+    texts = policy.generate(
+        torch.arange(2, 66)[:, None],
+        max_new_tokens=60,
+        do_sample=True,
+        temperature=0.3,
+        top_k=0,
+    )
+    with torch.no_grad():
+        states = policy.model(texts).last_hidden_state
+        embeds = policy.model.embed_tokens(texts)
+    size = shape.hidden_size
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    attention = random_layer(size, shape.intermediate_size, shape.head_dim, 0.002)
+    layer = {name: weight for name, weight in attention.items() if "self_attn" in name}
+    first = "model.layers.0."
+    layer |= {
+        name.removeprefix(first): 0.1 * weight
+        for name, weight in weights.items()
+        if name.startswith(f"{first}mlp.")
+    }
+    # queries and their gate
+    layer["self_attn.q_proj.weight"] = layer["self_attn.q_proj.weight"].repeat(2, 1)
+    layer |= {
+        f"self_attn.{name}_norm.weight": torch.zeros(shape.head_dim) for name in "qk"
+    }
+    layer |= {
+        f"{name}_layernorm.weight": torch.zeros(size)
+        for name in ("input", "post_attention")
+    }
+    by_hidden, by_embeds = next_token_reader([(states, embeds)]).chunk(2, dim=1)
+    mtp = {f"layers.0.{name}": weight for name, weight in layer.items()}
+    mtp |= {
+        "fc.weight": torch.cat([by_embeds, by_hidden], dim=1),
+        "norm.weight": torch.zeros(size),
+        "pre_fc_norm_hidden.weight": torch.zeros(size),
+        "pre_fc_norm_embedding.weight": torch.zeros(size),
+    }
+    weights |= {f"mtp.{name}": each for name, each in mtp.items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 def write_mtp(directory: Path) -> str:
     """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to
     the policy's own text by least squares; its attention is random and weak.
@@ -331,14 +474,6 @@ def write_mtp(directory: Path) -> str:
             hidden.append(states[0])
             embeds.append(policy.model.embed_tokens(text))
 
-    read = torch.cat(
-        [
-            torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1)
-            for h, e in zip(hidden, embeds, strict=True)
-        ]
-    )
-    target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
-    gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
     size = shape.hidden_size
     kv = shape.hidden_size // 2
     layer = random_layer(size, shape.intermediate_size, kv, 0.02)
@@ -351,9 +486,9 @@ def write_mtp(directory: Path) -> str:
         for name in ("token_", "hidden_", "input_", "post_attention_")
     }
     layer["final_layernorm.weight"] = policy.model.norm.weight.detach()
-    layer["input_proj.weight"] = torch.linalg.solve(
-        gram, read.T @ target
-    ).T.contiguous()
+    layer["input_proj.weight"] = next_token_reader(
+        list(zip(hidden, embeds, strict=True))
+    )
     shutil.copytree(POLICY, directory)
     config = json.loads((POLICY / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}

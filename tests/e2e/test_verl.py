@@ -426,12 +426,17 @@ def test_the_demo_compares_its_arms(tmp_path: Path) -> None:
         "2",
         "--out",
     ]
-    subprocess.run([*command, str(tmp_path)], check=True)
+    run = subprocess.run(
+        [*command, str(tmp_path)], check=True, text=True, stdout=subprocess.PIPE
+    )
     (against,) = json.loads((tmp_path / "summary.json").read_text())[
         "comparison"
     ].values()
     assert against["steps_with_same_tokens"] == 2
     assert (tmp_path / "off.log").exists() and (tmp_path / "history.log").exists()
+    (report,) = re.findall(r"^  (\S+ report \S+)", run.stdout, re.MULTILINE)
+    subprocess.run(report.split(), check=True)
+    assert (tmp_path / "report" / "report.html").exists()
 
 
 @pytest.mark.long

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import io
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +16,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("ray")
-from das_adapter.config import parse
-from das_adapter.core.index import IndexFileError
+from das_adapter.config import HistoryConfig, parse
+from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.core.length import RESPONSE
 from das_adapter.errors import DasError
@@ -168,3 +172,118 @@ def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(
     hooks.save_history.replacement(lambda self: None)(trainer)
     hooks.load_history.replacement(lambda self: None)(trainer)
     assert "das:" not in caplog.text
+
+
+def with_facts(saved: Path, **changes: Any) -> None:
+    """Change what `history.json` says."""
+    path = saved / "history.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def with_lengths(saved: Path, content: bytes) -> None:
+    """Put other lengths in a saved history, with the right digest."""
+    (saved / "lengths.npy").write_bytes(content)
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    with_facts(saved, lengths=digest)
+
+
+def rows(*found: tuple[int, int, int]) -> bytes:
+    """Return a file of lengths."""
+    file = io.BytesIO()
+    np.save(file, np.array(list(found), RESPONSE).view(np.uint64).reshape(-1, 3))
+    return file.getvalue()
+
+
+LENGTHS = {
+    "empty": b"",
+    "a bad zip file": b"PK\x03\x04" + b"0" * 90,
+    "a pickle": b"\x80\x04.",
+    "a header that is no Python": b"\x93NUMPY\x01\x00\x10\x00" + b"{'" * 8,
+    "a header that is nested deep": b"\x93NUMPY\x01\x00\x00\x20" + b"(" * 8192,
+    "a shape without end": b"\x93NUMPY\x01\x00\x76\x00"
+    + b"{'descr': '<u8', 'fortran_order': False, 'shape': (1152921504606846975, 3), }".ljust(
+        117
+    )
+    + b"\n",
+    "2^31 tokens": rows((1, 2**31, 0)),
+    "2^63 - 1 tokens": rows((1, 50, 0), (1, 2**63 - 1, 0)),
+    "less than no token": rows((1, -1, 0)),
+    "a weight version of 2^31": rows((1, 50, 2**31)),
+    "a weight version below -2^31": rows((1, 50, -(2**31) - 1)),
+}
+
+
+@pytest.mark.parametrize("content", LENGTHS.values(), ids=LENGTHS.keys())
+def test_lengths_that_no_run_has_are_refused(saved: Path, content: bytes) -> None:
+    with_lengths(saved, content)
+    with pytest.raises(DasError, match="found no history in"):
+        checkpoint.check(saved, FACTS, "das.history.load")
+
+
+FACTS_FILES = {
+    "nested deep": "[" * 200_000,
+    "empty": "",
+    "a list": "[1, 2]",
+    "a number": "7",
+    "too large": " " * 2**23 + "{}",
+    "not UTF-8": "\udc80",
+}
+
+
+@pytest.mark.parametrize("text", FACTS_FILES.values(), ids=FACTS_FILES.keys())
+def test_a_run_whose_saved_history_is_damaged_resumes_without(
+    saved: Path, text: str, caplog: Any
+) -> None:
+    (saved / "history.json").write_bytes(text.encode(errors="surrogateescape"))
+    begin = functools.partial(
+        checkpoint.begin, HistoryConfig(), FACTS, "x.das", saved.parent
+    )
+    begin(5)
+    assert caplog.text.count("has no history to resume from") == 1
+
+
+@pytest.mark.parametrize("parts", [2, None, [], ["0", "1"], [[]], {"0": 1}])
+def test_parts_that_history_json_does_not_tell_of_are_refused(
+    saved: Path, parts: Any
+) -> None:
+    with_facts(saved, parts=parts)
+    with pytest.raises(DasError, match="found no history in"):
+        checkpoint.check(saved, FACTS, "das.history.load")
+
+
+def test_a_part_of_another_history_is_refused(saved: Path, tmp_path: Path) -> None:
+    with HistoryStore(tmp_path / "another") as store:
+        store.add(7, np.arange(12), 3)
+        store.save(saved / checkpoint.INDEX / "1")
+    with pytest.raises(DasError, match="its files are not those"):
+        checkpoint.check(saved, FACTS, "das.history.load")
+
+
+@pytest.mark.parametrize("name", ["history.json", "lengths.npy", "index/0", "index"])
+@pytest.mark.parametrize("odd", ["a pipe", "a directory"])
+def test_what_is_no_file_in_a_saved_history_is_refused_at_once(
+    saved: Path, name: str, odd: str
+) -> None:
+    path = saved / name
+    path.rename(saved.with_name("away"))
+    if odd == "a pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(DasError, match="found no history in"):
+        checkpoint.check(saved, FACTS, "das.history.load")
+
+
+def test_a_pipe_is_no_file_of_an_index(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(IndexFileError, match="it is not a file"):
+        SuffixIndex.check(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("newest", [2**31, -(2**63)])
+def test_a_weight_version_that_no_run_has_is_refused(
+    saved: Path, newest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "newest_in", lambda path: newest)
+    with pytest.raises(DasError, match="weight version"):
+        checkpoint.check(saved, FACTS, "das.history.load")

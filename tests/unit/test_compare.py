@@ -199,7 +199,7 @@ def test_the_example_of_nemo_rl_compares_its_arms(
     arms.show(tmp_path, epoch=2)
     printed = capfd.readouterr().out
     assert "Tokens: the same in 4 of 4 steps." in printed
-    assert [line[:3] for line in printed.splitlines()][1:3] == ["1-2", "3-4"]
+    assert [line[:3] for line in printed.splitlines()][2:4] == ["1-2", "3-4"]
 
 
 def test_one_bit_counts_where_logs_are_exact(tmp_path: Path) -> None:
@@ -287,9 +287,9 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"step": 1, "data": {"loss": 1.0}}\n')
     for path, words in (
-        (rollouts, "found no figures of training steps"),
-        (damaged, "damaged.jsonl: line 2: "),
-        (tmp_path, "Is a directory: "),
+        (rollouts, "found responses, which `das-adapter estimate` reads"),
+        (damaged, "damaged.jsonl: found no JSON in line 2 ("),
+        (tmp_path, "a directory with damaged.jsonl, good.jsonl, "),
         (other, "a run has logged none of critic/rewards/mean, "),
         (later, "no training step in common: found steps 0 to 4 and 9 to 9"),
     ):
@@ -335,3 +335,71 @@ def test_a_directory_of_two_runs_is_refused(tmp_path: Path) -> None:
     assert (
         done.exit_code == 2 and f"ofstep1inboth{das}and{off},expectedonerun" in said
     ), done.output
+
+
+def said_of(path: Path) -> str:
+    """What the command says of a file that it refuses, in one line."""
+    done = CliRunner().invoke(main, ["compare", str(path), str(path)])
+    assert done.exit_code == 2, done.output
+    return " ".join(done.output.split())
+
+
+def test_the_log_of_a_hugging_face_trainer_is_read(tmp_path: Path) -> None:
+    history = [{"step": 2 * i, "reward": 0.1 * i, "loss": 1.0} for i in range(1, 5)]
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"global_step": 8, "log_history": history}))
+    code, found = compared(path, path)
+    assert (code, found["steps"], found["rewards"]) == (3, 4, [4, 4])
+    assert [row["first"] for row in found["rows"]] == [2, 4, 6, 8]
+
+
+def test_runs_are_joined_by_the_trainers_step_not_by_the_calls_of_its_logger(
+    tmp_path: Path,
+) -> None:
+    """Weights & Biases counts `_step` on with an evaluation of one run, too."""
+    rows = [
+        {"_step": i, "train/global_step": i + 1, "train/reward": 0.1 * i}
+        for i in range(6)
+    ]
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("\n".join(map(json.dumps, rows)))
+    evaluation = {"_step": 3, "train/global_step": 3, "eval/reward": 1.0}
+    shifted = [row | {"_step": row["_step"] + 1} for row in rows[3:]]
+    evaluated = tmp_path / "evaluated.jsonl"
+    evaluated.write_text("\n".join(map(json.dumps, [*rows[:3], evaluation, *shifted])))
+    found = compared(plain, evaluated)[1]
+    assert found["rewards"] == [6, 6]
+
+
+def test_the_export_of_weights_and_biases_that_is_wanted_is_named(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text('"Name","State","train/loss"\n"run_a","finished","0.2"\n')
+    summary = tmp_path / "wandb-summary.json"
+    summary.write_text('{"_step": 10, "critic/score/mean": 0.5, "_wandb": {}}')
+    for path, words in (
+        (table, "found the table of a Weights & Biases project's runs"),
+        (summary, "found the summary of a Weights & Biases run"),
+    ):
+        assert words in said_of(path) and "scan_history()" in said_of(path)
+
+
+def test_a_table_is_whole_on_a_pipe_of_80_columns(tmp_path: Path) -> None:
+    steps = verl_steps(seconds=1234.5678, accepted=12.345)
+    for step in steps:
+        step["critic/score/mean"] = -0.123456
+    a = verl_file(tmp_path / "a", steps)
+    others = [HASHES[0], HASHES[1] + 1, *HASHES[2:]]
+    b = verl_file(tmp_path / "b", verl_steps(seconds=123.45, hashes=others))
+    done = CliRunner().invoke(main, ["compare", str(a), str(b), "--every", "4"])
+    lines = done.output.splitlines()
+    (row,) = (line for line in lines if line.startswith("1-4"))
+    assert "acceptance" in lines[2] and "length A" in lines[3]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.output and len(row) <= 80
+    for cell in ("3 of 4", "-0.123", "2572", "257.2", "10.00", "12.35", "1.000"):
+        assert cell in row.split() or cell in row, (cell, row)
+    assert "VLLM_BATCH_INVARIANT=1" in done.output
+    assert "A 12.35, B 1.00" in done.output
+    same = CliRunner().invoke(main, ["compare", str(a), str(a)])
+    assert "VLLM_BATCH_INVARIANT" not in same.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 
 from das_adapter import compat
 from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse, read
-from das_adapter.config_errors import IN_EVERY_STEP, SUCCESSORS
+from das_adapter.config_errors import IN_EVERY_STEP, SUCCESSORS, unwritable
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import checkpoint
 from das_adapter.nemo_rl import settings as nemo_rl
@@ -892,3 +893,21 @@ def test_every_key_is_documented() -> None:
     for key, field in reference.keys(DasConfig):
         optional = field.get_default(call_default_factory=True) is None
         assert ("None:" in field.description) == optional, key
+
+
+@pytest.mark.parametrize("below", ["", "new", "new/runs"])
+def test_a_log_dir_that_this_user_may_not_write_to_is_found(
+    tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere: the kernel's answer is put in its place."""
+    asked = []
+
+    def access(path: Path, mode: int) -> bool:
+        asked.append((path, mode))
+        return False
+
+    directory = str(tmp_path / below)
+    assert unwritable(directory) is None
+    monkeypatch.setattr(os, "access", access)
+    assert unwritable(directory) == tmp_path
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]

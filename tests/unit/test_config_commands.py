@@ -317,3 +317,116 @@ def test_the_runner_is_the_engines_own_choice_and_says_why(
     )
     monkeypatch.setattr(compat, "version", lambda host: None)
     assert "for lack of vLLM" in configs.placement(das, None, {})["model runner"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            [f"{DAS}.drafter=self", "actor_rollout_ref.model.lora_rank=32"],
+            "das.drafter='self' does not work with LoRA adapters",
+        ),
+        (
+            [
+                f"{DAS}.drafter=history",
+                "++actor_rollout_ref.rollout.engine_kwargs.vllm.pipeline_parallel_size=2",
+            ],
+            "das.drafter='history' does not work with pipeline_parallel_size=2",
+        ),
+        (
+            [
+                f"{DAS}.drafter=self",
+                "actor_rollout_ref.rollout.expert_parallel_size=2",
+                "actor_rollout_ref.rollout.data_parallel_size=2",
+            ],
+            "das.drafter='self' does not work with experts over data_parallel_size=2",
+        ),
+    ],
+)
+def test_what_the_engines_of_a_verl_run_would_refuse_is_refused(
+    overrides: list[str], words: str
+) -> None:
+    pytest.importorskip("verl")
+    done = CliRunner().invoke(main, ["config", str(VERL), *overrides])
+    assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ({"num_experts": 128}, {"data_parallel_size": 2}, "experts over data_paral"),
+        ({}, {"data_parallel_size": 2}, ""),
+        ({}, {"enable_lora": True}, "LoRA adapters"),
+        ({}, {"enable_eplb": True}, "enable_eplb=True"),
+        ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        (
+            {"text_config": {"rope_scaling": {"mrope_section": [16, 24, 24]}}},
+            {},
+            "rotary positions",
+        ),
+    ],
+)
+def test_a_policys_own_config_tells_what_its_copy_does_not_work_with(
+    content: dict[str, Any], arguments: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    das = parse({"drafter": "self"})
+    if not words:
+        assert configs.with_policy(das, str(tmp_path), arguments) == (das, "")
+        return
+    with pytest.raises(ConfigError, match=f"does not work with .*{words}"):
+        configs.with_policy(das, str(tmp_path), arguments)
+
+
+def test_where_a_policys_config_is_not_here_the_output_says_what_is_not_known() -> None:
+    of_copy = configs.with_policy(parse({"drafter": "self"}), "nobody/nothing", {})[1]
+    of_history = configs.with_policy(parse({}), "nobody/nothing", {})[1]
+    assert "the config.json of nobody/nothing is not here" in of_history
+    assert "experts over data-parallel ranks" in of_copy
+    assert "experts" not in of_history
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "trl"),
+    [
+        (
+            "model_name_or_path: Qwen/Qwen2.5-7B\nseed: 42\nlora: {r: 16}\n",
+            "found the keys model_name_or_path, seed, lora, which are no das: block",
+            True,
+        ),
+        ("tools:\n- class_name: x\n", "found the keys tools, which are no das:", False),
+        ("drafer: history\n", "das.drafer: unknown key; did you mean 'drafter'", False),
+    ],
+)
+def test_another_yaml_is_no_block_with_wrong_keys(
+    text: str, words: str, trl: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(text)
+    done = CliRunner().invoke(main, ["config", str(path)])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 1 and words in said, said
+    assert ("training config of TRL" in said) == trl
+
+
+def test_a_block_alone_shows_no_key_that_only_a_host_heeds(tmp_path: Path) -> None:
+    path = tmp_path / "das.yaml"
+    path.write_text("drafter: history\n")
+    found = shown(path)
+    assert "routing" not in found["das"] and "routing" not in found["runs"]
+    assert {"run_ahead", "load"}.isdisjoint(found["das"]["history"])
+    assert "routing, run-ahead and histories in checkpoints" in found["runs"]["host"]
+    path.write_text("routing: least_loaded\n")
+    assert shown(path)["das"]["routing"] == "least_loaded"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\x01", b"a: [1\n", b"\x00"])
+def test_a_file_that_is_no_yaml_is_named_in_one_line(
+    content: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "das.yaml"
+    path.write_bytes(content)
+    done = CliRunner().invoke(main, ["config", str(path)])
+    assert done.exit_code == 1 and len(done.output.splitlines()) == 1, done.output
+    assert "it is no " in done.output and "codec" not in done.output

@@ -31,6 +31,16 @@ def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
     assert against["steps_with_same_tokens"] == 8
 
 
+def test_the_outcome_is_said_as_a_speed_up():
+    off = figures([2.0] * 9)
+    arm = figures([2.0] * 6 + [1.0, 1.25, 0.75])
+    (against,) = demo.compare({"off": off, "arm": arm}, epochs=9).values()
+    assert demo.outcome(against, epochs=9, steps=9) == (
+        "the same tokens in 9 of 9 steps; rollouts 2.0x as fast as off over the last"
+        " third (1.6x to 2.7x by epoch)"
+    )
+
+
 def test_without_the_arm_off_there_is_nothing_to_compare_with():
     assert demo.compare({"history": figures([1.0] * 9)}, epochs=3) == {}
 

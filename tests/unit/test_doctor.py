@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from das_adapter import compat
+from das_adapter.cli import main
 from das_adapter.engine.runner import HOST_PLANS, ONE_LENGTH
 from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 from das_adapter.reports import doctor
-from das_adapter.reports.doctor import equality, examine
+from das_adapter.reports.doctor import Finding, equality, examine
 
 
 def test_the_installed_package_is_sound() -> None:
@@ -111,3 +114,56 @@ def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:
         importlib.util.find_spec(change["target"].split(".")[0]) and change["until"]
         for change in listed
     )
+
+
+def test_it_ends_with_a_verdict_and_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "version", {"vllm": "0.31.0", "verl": "0.9.1"}.get)
+    good = [
+        Finding("native core", "ok", "here"),
+        Finding("vllm", "tried", "0.31.0"),
+        Finding("nemo_rl", "absent", "not installed"),
+        Finding("verl", "tried", "0.9.1"),
+    ]
+    first, last = doctor.verdict(good)
+    assert first == "Ready with vllm 0.31.0, verl 0.9.1."
+    assert last.startswith("Next: das-adapter config")
+    changed = Finding("vllm", "changed since 0.30.0", "", ("a.b",))
+    assert "The tests have not run on this version of vllm" in " ".join(
+        doctor.verdict([*good, changed])
+    )
+    broken = Finding("plug-in in veRL", "broken", "it is left out")
+    assert doctor.verdict([*good, broken]) == [
+        "Not ready: plug-in in veRL.",
+        "Next: mend plug-in in veRL (it is left out), and call das-adapter doctor"
+        " again.",
+    ]
+
+
+def test_the_command_lists_patches_where_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: [Finding("das-adapter", "ok", "")])
+    plain = CliRunner().invoke(main, ["doctor"]).output
+    listed = CliRunner().invoke(main, ["doctor", "--patches"]).output
+    assert "until" not in plain and "bind_worker" in listed
+    assert plain.rstrip().splitlines()[-1].startswith("Next: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        *([name] for name in main.commands if name != "bench"),
+        ["install", "nemo-rl"],
+    ],
+)
+def test_the_help_of_every_command_has_an_example(words: list[str]) -> None:
+    command: click.Command = main
+    for word in words:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    if not command.hidden and words != ["install"]:
+        help_text = CliRunner().invoke(main, [*words, "--help"]).output
+        assert "\n    das-adapter " in help_text.partition("Example")[2]

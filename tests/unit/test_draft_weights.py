@@ -461,3 +461,36 @@ def test_drafts_are_drawn_with_keyed_noise_where_a_drafter_has_what_that_takes(
         drafter
     ).keys()
     assert len(taken_over) == (2 if keyed else 0)
+
+
+def test_a_stream_that_reuses_its_buffer_gives_the_drafter_the_weights_it_sent() -> (
+    None
+):
+    drafter = Model(one=torch.nn.Linear(2, 2), two=torch.nn.Linear(2, 2))
+    config = parse(
+        {
+            "drafter": "draft_model",
+            "draft": {"model": "a small one", "weights": "trainer"},
+        }
+    )
+    model_config = SimpleNamespace(get_vocab_size=lambda: 2)
+    runner = SimpleNamespace(
+        speculator=SimpleNamespace(model=drafter),
+        speculative_config=SimpleNamespace(draft_model_config=model_config),
+    )
+    weights = DraftWeights(runner, config)
+    weights.follow_drafter()
+
+    def stream() -> Any:
+        buffer = torch.zeros(2, 2)
+        for number, name in enumerate(("one", "two"), 1):
+            buffer.fill_(number)
+            yield f"draft.{name}.weight", buffer
+        buffer.fill_(9)
+        yield "policy.weight", buffer
+
+    policy = []
+    weights.load(lambda left: policy.extend(name for name, _ in left), stream())
+    assert policy == ["policy.weight"]
+    assert drafter.one.weight.unique().tolist() == [1.0]
+    assert drafter.two.weight.unique().tolist() == [2.0]

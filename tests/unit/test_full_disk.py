@@ -113,6 +113,7 @@ def test_what_ray_may_still_take_is_no_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     assert available_bytes(spool.SHARED_MEMORY, beside * MB) == left * MB
     made = directory_for(f"das-history-test-{os.getpid()}", size * MB, beside * MB)
+    shutil.rmtree(made)
     assert (made.parent == spool.SHARED_MEMORY) == fits
 
 

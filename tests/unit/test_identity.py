@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import PIL.Image
 import pytest
 import torch
@@ -399,3 +400,67 @@ def test_a_large_integer_may_come_as_text() -> None:
     assert Label.of({"das_problem": str(2**64 - 1), "das_record": False}) == Label(
         2**64 - 1, record=False
     )
+
+
+MISSING = [None, float("nan"), np.float32("nan"), pd.NA, pd.NaT]
+
+
+@pytest.mark.parametrize("cell", MISSING, ids=repr)
+@pytest.mark.parametrize("of_row", [0, "the cell"])
+@pytest.mark.parametrize("extra", ["has it", "lacks it", "is missing"])
+def test_an_empty_index_is_none_so_that_the_images_identify_the_problem(
+    cell: Any, of_row: Any, extra: str
+) -> None:
+    extra_info: Any = {"has it": {"index": cell}, "lacks it": {}, "is missing": cell}
+    row = {
+        "data_source": "geo",
+        "index": cell if of_row else 0,
+        "extra_info": extra_info[extra],
+    }
+    problems = set()
+    for shade in (0, 255):
+        image = PIL.Image.new("RGB", (4, 4), (shade,) * 3)
+        (label,) = labels(requests(ON, TRAJECTORY, [[1, 2]], images=[image], **row))
+        problems.add(label.problem)
+    assert len(problems) == 2
+
+
+def test_a_request_that_was_interrupted_and_is_not_resumed_is_open_no_more() -> None:
+    """The next turn of its conversation goes on with its seed, behind what it has
+    written; so does one after a parallel task has asked.
+    """
+    stops = ["aborted", "completed", "completed"]
+    turns = [[1, 2], [1, 2, 7, 7, 4], [1, 2, 7, 7, 4, 7, 7, 5]]
+    first, second, third = labels(requests(ON, TRAJECTORY, turns, stops))
+    assert first.seed == second.seed == third.seed
+    assert [label.start for label in (first, second, third)] == [2, 4, 7]
+
+
+def test_a_request_that_was_given_up_may_be_resumed_after_all() -> None:
+    stops = ["aborted", "completed", "completed", "completed"]
+    client = SimpleNamespace(config=ON)
+    sent = []
+
+    async def server(
+        self: Any, request_id: str, *, sampling_params: dict, **_: Any
+    ) -> SimpleNamespace:
+        sent.append(sampling_params)
+        return SimpleNamespace(token_ids=[7, 7], stop_reason=stops[len(sent) - 1])
+
+    async def ask(prompt: list[int]) -> None:
+        call = {"prompt_ids": prompt, "sampling_params": {}}
+        await identity.label_requests.replacement(server)(client, "id", **call)
+
+    async def loop(*_: Any, **__: Any) -> None:
+        await ask([1, 2])
+        # a task that knows of the interrupted request, and asks for something else
+        await asyncio.create_task(ask([9] * 20))
+        await ask([1, 2, 7, 7])
+        await ask([1, 2, 7, 7, 7, 7, 4])
+
+    asyncio.run(
+        identity.follow_samples.replacement(loop)(None, {}, TRAJECTORY, session_id=0)
+    )
+    first, other, resumed, second = labels(sent)
+    assert first == resumed and other.seed != first.seed
+    assert (second.seed, second.start) == (first.seed, 6)

@@ -453,7 +453,9 @@ def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(
         ("NVIDIA L40S", "l40s"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA H20", "h20"),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce GTX 1080", None),
         ("cpu", None),
     ],
 )

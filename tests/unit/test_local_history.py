@@ -19,11 +19,13 @@ import numpy as np
 import psutil
 import pytest
 
+from das_adapter import trouble
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine import alone
 from das_adapter.engine.alone import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
+from das_adapter.protocol.processes import leave_process
 from das_adapter.protocol.spool import (
     ANSWER,
     ASK,
@@ -157,9 +159,9 @@ def test_the_first_weight_sync_waits_for_a_writer_that_could_not_be_started_befo
         raise OSError("no process can be started")
 
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", fails)
+        patched.setattr(subprocess, "Popen", fails)
         engine = Engine(name)
-    monkeypatch.setattr(alone, "IMPATIENCE_S", 0.0)
+    monkeypatch.setattr(trouble, "IMPATIENCE_S", 0.0)
     engine.write(1, TEXT, 0)
     assert tokens(engine.sync()) == 30
 
@@ -247,3 +249,98 @@ def test_an_engine_that_was_idle_over_several_weight_updates_is_no_older(
     leave("b", 1, 1, tokens=20)
     # of the last visits; and both of b's
     assert SuffixIndex.attach(directory).tokens == 8 * 30 + 30 + 20
+
+
+def test_a_writer_that_hangs_costs_one_time_out_and_no_further_process(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    engine = Engine(name)
+    engine.write(1, TEXT, 0)
+    published = engine.sync()
+    monkeypatch.setattr(alone, "PATIENCE_S", 2.5)
+    monkeypatch.setattr(trouble, "IMPATIENCE_S", 0.1)
+    writers = served_by(published.directory)
+    for process in writers:
+        process.suspend()
+    took_s = []
+    for version in range(1, 5):
+        engine.write(1, TEXT, version)
+        begin = time.monotonic()
+        assert engine.sync() is None
+        took_s.append(time.monotonic() - begin)
+    assert Engine(name).trouble == ""  # it comes later, and waits for nobody
+    assert served_by(published.directory) == writers
+    for process in writers:
+        process.resume()
+    assert took_s[0] > 2.4 and max(took_s[1:]) < 1.0
+    assert sum("no answer within" in r.message for r in caplog.records) == 1
+    until(lambda: engine.sync() is not None)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"), [('{"max_bytes": 0}', "max_bytes"), ("nothing", "JSON")]
+)
+def test_a_writer_that_dies_at_its_start_says_why_in_the_engines_log(
+    name: str, block: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(HistoryConfig, "model_dump_json", lambda self: block)
+    begin = time.monotonic()
+    engine = Engine(name)
+    assert "the process that writes" in engine.trouble and why in engine.trouble
+    assert why in caplog.text
+    engine.sync()
+    assert time.monotonic() - begin < alone.PATIENCE_S / 2
+
+
+def test_a_writer_that_can_not_take_the_directory_says_why(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(alone, "make_private", lambda directory: None)
+    directory = Path("/dev/shm") / name
+    (directory / FOLDER).mkdir(parents=True)
+    (directory / "writer").mkdir()
+    monkeypatch.setattr(alone, "directory_for", lambda *_: directory)
+    assert "Is a directory" in Engine(name).trouble
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("file", ["users", "janitor", "writer"])
+def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(
+    name: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "PATIENCE_S", 5.0)
+    directory = Path("/dev/shm") / name
+    directory.mkdir(mode=0o700)
+    os.mkfifo(directory / file)
+    begin = time.monotonic()
+    engine = Engine(name)
+    engine.write(1, TEXT, 0)
+    engine.sync()
+    assert time.monotonic() - begin < 15
+    shutil.rmtree(directory)
+
+
+def test_locks_are_for_this_user_alone_whatever_the_umask(name: str) -> None:
+    before = os.umask(0)
+    try:
+        engine = Engine(name)
+        engine.write(1, TEXT, 0)
+        directory = Path(engine.sync().directory)
+    finally:
+        os.umask(before)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_process_that_does_not_begin_gives_its_reason() -> None:
+    def fails() -> Any:
+        raise ValueError("of that")
+
+    def is_killed() -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert leave_process(fails) == "ValueError: of that"
+    assert "SIGKILL" in leave_process(is_killed)
+    assert leave_process(lambda: lambda: None) == ""

@@ -325,3 +325,10 @@ def test_numbers_of_numpy_cross_as_pythons() -> None:
         "counts": [[[0, 1], None]],
         "error": "no",
     }
+
+
+def test_a_rollout_begins_with_the_request_that_began_first() -> None:
+    clock = RolloutClock()
+    for begin in (7.0, 5.0, 6.0):
+        clock.count_response(Label(1, 1, True), begin, 9.0, b"")
+    assert clock.read_and_reset()["begin"] == 5.0

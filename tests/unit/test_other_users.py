@@ -17,6 +17,7 @@ import psutil
 import pytest
 from test_local_history import TEXT, Engine, served_by, tokens, until
 
+from das_adapter import trouble
 from das_adapter.engine import alone
 from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, history_roots
 from das_adapter.service import janitor
@@ -90,26 +91,41 @@ def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(
 ) -> None:
     # with a directory, a file, a link, a pipe
     names = [f"{name}{kind}" for kind in range(4)]
-    taken = [SHARED_MEMORY / name for name in names]
+    roots = history_roots()
+    taken = [root / name for root in roots for name in names]
     stranger("take", *taken)
     before = tree(*taken)
     engines = [Engine(name) for name in names]
     for engine in engines:
         engine.write(1, TEXT, 0)
         assert engine.sync() is None
-    assert (
-        sum(
-            "engines go on with what is mapped" in record.message
-            for record in caplog.records
-        )
-        == 4
-    )
-    janitor.sweep(SHARED_MEMORY, besides="")
+    for engine, path in zip(engines, taken, strict=False):
+        assert str(path) in engine.trouble
+    assert "engines go on with what is mapped" in caplog.text
+    for root in roots:
+        janitor.sweep(root, besides="")
     assert tree(*taken) == before
-    stranger("give_up", *taken)
+    stranger("give_up", *taken[:4])
     # a writer starts slowly on a busy machine
-    monkeypatch.setattr(alone, "IMPATIENCE_S", alone.PATIENCE_S)
-    assert [tokens(engine.sync()) for engine in engines] == [30] * 4
+    monkeypatch.setattr(trouble, "IMPATIENCE_S", alone.PATIENCE_S)
+    published = [engine.sync() for engine in engines]
+    assert [tokens(one) for one in published] == [30] * 4
+    assert {Path(one.directory).parent for one in published} == {SHARED_MEMORY}
+    stranger("give_up", *taken[4:])
+
+
+def test_a_name_that_another_user_took_in_one_place_moves_the_history_to_the_next(
+    name: str, caplog: Any
+) -> None:
+    taken = SHARED_MEMORY / name
+    stranger("take", taken)
+    engine = Engine(name)
+    engine.write(1, TEXT, 0)
+    published = engine.sync()
+    assert tokens(published) == 30
+    assert Path(published.directory).parent == history_roots()[1]
+    assert str(taken) in caplog.text
+    stranger("give_up", taken)
 
 
 @pytest.mark.parametrize(

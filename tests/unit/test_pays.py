@@ -68,6 +68,30 @@ def test_run_ahead_is_recommended_where_it_saves_more_than_history_alone() -> No
     assert ["history" in answer["das"] for answer in answers] == [False, True]
 
 
+HYBRID = "Qwen/Qwen3.5-35B-A3B"
+
+
+def test_states_of_draft_tokens_make_the_batch_smaller() -> None:
+    """Where they leave room for few requests, drafts of one token take less time than
+    longer ones, and are recommended.
+    """
+    longer = [
+        replace(r, step=step)
+        for step in range(2)
+        for r in workload.synthetic(problems=12, samples=8, mean_tokens=150, seed=3)
+    ]
+    settings = {"model": HYBRID, "hardware": {"gpus": 2, "per_engine": 2}}
+    roomy = pays.would_it_pay(DUMP, settings)
+    assert roomy["state_mib"]["off"] == pytest.approx(30.7, abs=0.1)
+    assert roomy["state_mib"]["short"] == 2 * roomy["state_mib"]["off"]
+    assert roomy["state_mib"]["history"] == 4 * roomy["state_mib"]["off"]
+    assert roomy["das"] == {"drafter": "history"}
+    # the KV cache holds the texts of all, and states of a few
+    little = pays.would_it_pay(longer, {**settings, "engine": {"kv_tokens": 150_000}})
+    ratios = {name: arm["rollout_of_first"] for name, arm in little["arms"].items()}
+    assert ratios["short"] < ratios["history"]
+
+
 def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None:
     rows = [
         {

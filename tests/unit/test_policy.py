@@ -354,3 +354,86 @@ def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
     table.record_baseline_steps(unasked, np.array([30]))
     for column in (table.written, table.pace, table.load):
         assert column[unasked] == pytest.approx(column[asked])
+
+
+def decoded(
+    policy: DraftPolicy,
+    truth: StepModel,
+    requests: int,
+    steps: int,
+    chance: float = 0.9,
+) -> np.ndarray:
+    """Decode a batch, each draft of which is accepted whole; return the draft tokens of
+    each request in each step, [steps, requests].
+    """
+    slots = np.array([policy.begin(i, 0, 2048) for i in range(requests)])
+    got = np.ones(requests, dtype=int)
+    carried = None
+    room = np.full(requests, 1000)
+    found = []
+    for _ in range(steps):
+        outcome = Outcome(slots, got, carried, None, room)
+        plan = decide(policy, outcome, lambda most, _: stated(most, chance))
+        drafts = np.zeros(requests, dtype=int) + plan.history
+        found.append(drafts)
+        tokens = requests + int(drafts.sum())
+        seconds = truth.step(tokens, requests, bool(drafts.any()))
+        policy.timed(TimedStep(slots, got, tokens, seconds))
+        carried = drafts if drafts.any() else None
+        got = 1 + drafts
+    for slot in slots:
+        policy.end(slot)
+    return np.array(found)
+
+
+def test_while_it_drafts_it_takes_plain_steps_to_know_what_these_cost() -> None:
+    """ "Never slower than off" rests on them."""
+    drafts = decoded(make(), MEMORY_BOUND, requests=8, steps=600)
+    plain = (drafts[300:].sum(axis=1) == 0).sum()
+    assert 1 <= plain <= 15
+
+
+def test_a_batch_that_begins_when_another_has_ended_does_not_refill_it() -> None:
+    """As after a validation: its longest requests decide its end from the first
+    step.
+    """
+    truth = StepModel(base=0.02, token=0.001)
+    lengths = [60] * 30 + [1200] * 2
+    rows = [(i, n, 1) for i, n in enumerate(lengths)]
+    policy = make()
+    policy.weight_sync(np.array(rows * 4, RESPONSE))
+    for _ in range(2):
+        drafts = decoded(policy, truth, requests=32, steps=20, chance=0.7)
+        assert drafts[:, :30].sum() == 0 and drafts[:, 30:].mean() > 1.0
+
+
+def test_das_drafts_a_fraction_of_a_token_in_that_share_of_the_steps() -> None:
+    policy = DraftPolicy(
+        DasConfig(budget="das", speculate="always"), 2048, prior=MEMORY_BOUND
+    )
+    rows = [(i, int(n), 0) for i, n in enumerate(long_tail(32))]
+    policy.weight_sync(np.array(rows * 4, RESPONSE))
+    slots = np.array([policy.begin(i, 0, 2048) for i in range(32)])
+    got = np.zeros(32, dtype=int)
+    found = []
+    for _ in range(24):
+        search = policy.next(Outcome(slots, got, None, None, np.full(32, 1000)))
+        found.append(search.max_tokens)
+        policy.choose(search, stated(search.max_tokens, 0.5))
+        got = np.ones(32, dtype=int)
+    most = np.array(found)
+    num_changes = (np.diff(most, axis=0) != 0).sum(axis=0)
+    assert num_changes.max() >= 6  # what is planned anew changes once
+    assert np.ptp(most[:, num_changes.argmax()]) == 1
+    below_one = (most.max(axis=0) == 1) & (most.min(axis=0) == 0)
+    assert below_one.any()
+
+
+def test_a_weight_sync_fits_the_latency_model_to_the_few_steps_that_there_were() -> (
+    None
+):
+    policy = DraftPolicy(DasConfig(), 2048, prior=MEMORY_BOUND.scaled(20))
+    decoded(policy, MEMORY_BOUND, requests=8, steps=4, chance=0.3)
+    policy.weight_sync(np.zeros(0, RESPONSE))
+    truth_s = MEMORY_BOUND.step(8, 8, False)
+    assert policy.latency.model.step(8, 8, False) == pytest.approx(truth_s, rel=0.01)

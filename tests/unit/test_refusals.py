@@ -192,7 +192,9 @@ def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) ->
     refuse(drafts, v2)
     refuse(always, v1)
     refuse(always, v2)
-    for drafter in ("self", "history+self", "history+mtp"):
+    for drafter in ("mtp", "history+mtp"):
+        refuse(parse({"drafter": drafter}), v2)
+    for drafter in ("self", "history+self"):
         with pytest.raises(ConfigError, match="a policy with recurrent state"):
             refuse(parse({"drafter": drafter}), v2)
     with pytest.raises(
@@ -200,6 +202,36 @@ def test_a_recurrent_policy_is_refused_where_steps_have_no_drafts(trait: str) ->
         match=r"das\.drafter='mtp': found a policy with recurrent state on a CPU",
     ):
         refuse(always, engine({trait: True}, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "said"),
+    [
+        (20, "has room for the recurrent states of 20 requests, without drafts of 80"),
+        (21, "some wait because of the drafts; take a smaller das.max_draft_tokens"),
+    ],
+)
+def test_an_engine_says_for_how_many_requests_states_there_is_room(
+    max_num_seqs: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """160 blocks for two groups of recurrent layers and one of attention."""
+    attention = SimpleNamespace(kv_cache_spec=SimpleNamespace(head_size=64))
+    recurrent_group = SimpleNamespace(
+        kv_cache_spec=SimpleNamespace(num_speculative_blocks=3)
+    )
+    cache = SimpleNamespace(
+        num_blocks=160, kv_cache_groups=[recurrent_group, attention, recurrent_group]
+    )
+    config = recurrent_engine(num_speculative_tokens=3)
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    caplog.set_level("INFO")
+    recurrent.tell_room(config, cache)
+    assert said in caplog.text
+    assert ("WARNING" in caplog.text) == (max_num_seqs > 20)
+    caplog.clear()
+    cache.kv_cache_groups = [attention]
+    recurrent.tell_room(config, cache)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

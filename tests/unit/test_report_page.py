@@ -5,21 +5,28 @@ figures.
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from das_adapter.cli import main
+from das_adapter.errors import DasError
+from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import (
     CountsRecord,
     DecisionLog,
     LoggedRollout,
     RequestRecord,
+    RunRecord,
     StepRecord,
     WeightSyncRecord,
     read,
@@ -43,6 +50,10 @@ window.addEventListener("load", () => {
       traces: gd._fullData.map(t => ({name: t.name, type: t.type, x: Array.from(t.x || []), y: Array.from(t.y || [])})),
       axes: Array.from(gd.querySelectorAll(".xtitle, .ytitle, [class*='title']"), t => t.textContent),
       marks: gd.querySelectorAll(".point, .js-line, .hm image").length,
+      boxes: Array.from(gd.querySelectorAll(".legend, .xtitle, .ytitle, .x2title, .y2title, .y3title, .annotation-text, .updatemenu-container"), t => {
+        const box = t.getBoundingClientRect();
+        return [box.left, box.top, box.right, box.bottom, t.textContent];
+      }),
       buttons: Array.from(gd.querySelectorAll(".updatemenu-item-text"), t => t.textContent),
     };
   }
@@ -178,7 +189,7 @@ def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change
         " tokens were rejected, 50% of the requests began without history of their"
         " problem."
     )
-    assert change == "nothing: drafts are accepted and pay."
+    assert change == "nothing: drafts saved more than the rejected ones cost."
     report.write(run, tmp_path)
     page = (tmp_path / "report.html").read_text()
     leads = re.findall(r'<p class="lead"><b>([\w ]+):</b> (.*?)</p>', page)
@@ -222,8 +233,95 @@ def test_the_advice_is_for_what_the_log_shows(run: list[LoggedRollout]) -> None:
     assert "fewer requests an engine: 30 ran in steps without drafts" in changed(
         resting
     )
+    begun = report.sentences([LoggedRollout("a", run[0].steps)])
+    assert begun[2][1].startswith("nothing yet")
     begun = report.sentences([LoggedRollout("a", run[0].steps, run[0].requests)])
     assert begun[0][1].startswith("not known before the first weight sync")
+
+
+def validated(run: list[LoggedRollout]) -> list[LoggedRollout]:
+    """The run with a validation in each rollout, which drafts twice as well."""
+    found = []
+    for rollout in run:
+        steps = [
+            step._replace(validating=4, accepted=2 * step.accepted)
+            for step in rollout.steps
+        ]
+        requests = [request._replace(record=False) for request in rollout.requests]
+        assert rollout.end is not None
+        found.append(
+            replace(
+                rollout,
+                steps=[*steps, *rollout.steps],
+                requests=[*requests, *rollout.requests],
+                end=rollout.end._replace(saved=3 * rollout.end.saved),
+            )
+        )
+    return found
+
+
+def test_the_figures_are_those_of_training_and_validations_stand_apart(
+    run: list[LoggedRollout], tmp_path: Path
+) -> None:
+    both = validated(run)
+    training = run_series.without_validation(both)
+    assert run_series.by_training_step(training) == run_series.by_training_step(run)
+    said = dict(report.sentences(both))
+    validation = said.pop("Validation")
+    assert said == dict(report.sentences(run))
+    assert validation == (
+        "32 requests in 160.0 s of decoding, 3.00 tokens from a forward pass; in none of"
+        " the other figures."
+    )
+    report.write(both, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "requests: 32" in page and "Validation:</b> 32 requests" in page
+    alone = [replace(each, steps=each.steps[:40]) for each in both]
+    with pytest.raises(DasError, match="no decode step of a training rollout"):
+        report.write(alone, tmp_path)
+
+
+def test_the_page_says_which_run_it_is_of(
+    run: list[LoggedRollout], tmp_path: Path
+) -> None:
+    ran = RunRecord("Qwen/Qwen2.5-7B", "history", "0.31.0", "0.2.0")
+    log = DecisionLog(str(tmp_path / "grpo-7b"), ran)
+    for record in (*run[0].steps, run[0].end):
+        log.add(record)
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "grpo-7b")])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "grpo-7b" / "report" / "report.html").read_text()
+    assert page.count("Rollouts of grpo-7b") == 2
+    assert (
+        "Qwen/Qwen2.5-7B, drafter history, das-adapter 0.2.0, vLLM 0.31.0; from"
+        " 1970-01-01 00:01 to 1970-01-01 00:02 UTC." in page
+    )
+    assert "<!--RUN-->" not in page and "weight version" not in page
+
+
+def test_each_file_of_a_log_says_what_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decision_log, "MAX_FILE_BYTES", 100)
+    ran = RunRecord("a policy", "history", "0.31.0", "0.2.0")
+    log = DecisionLog(str(tmp_path), ran)
+    for version in range(1, 5):
+        log.add(StepRecord(100.0, 4, 12, 8, 2, 0.5, 0.4))
+        log.add(WeightSyncRecord(version, None, saved=0.0, stopped=None))
+    assert {rollout.run for rollout in read(tmp_path)} == {ran}
+
+
+def test_one_source_of_drafts_has_no_panel_of_its_own(
+    run: list[LoggedRollout], tmp_path: Path
+) -> None:
+    alone = [
+        replace(each, counts=[{**c, "neural_counts": (0, 0)} for c in each.counts])
+        for each in run
+    ]
+    for rollouts, drawn in ((run, True), (alone, False)):
+        report.write(rollouts, tmp_path)
+        data = (tmp_path / "report.html").read_text().partition('id="data">')[2]
+        assert ('["by source"' in data) == drawn
 
 
 def test_running_requests_are_those_between_begin_and_end(
@@ -266,12 +364,10 @@ def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(
     assert not re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page)
 
 
-@pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium here: apt-get install chromium"
-)
-def test_a_browser_draws_the_figures_of_the_run(
-    run: list[LoggedRollout], tmp_path: Path
-) -> None:
+def drawn_by_browser(
+    run: list[LoggedRollout], tmp_path: Path, width: int = 1300
+) -> tuple[dict[str, Any], str]:
+    """What a browser window of this width has drawn, and the page's elements."""
     report.write(run, tmp_path)
     page = tmp_path / "report.html"
     page.write_text(page.read_text().replace("</body>", READ_BACK + "</body>"))
@@ -281,6 +377,7 @@ def test_a_browser_draws_the_figures_of_the_run(
         "--no-sandbox",
         "--disable-gpu",
         f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},4000",
         "--virtual-time-budget=20000",
         "--dump-dom",
         page.as_uri(),
@@ -291,6 +388,37 @@ def test_a_browser_draws_the_figures_of_the_run(
     answer = re.search(r'<pre id="read-back">(.*?)</pre>', done.stdout, re.DOTALL)
     assert answer, done.stderr[-2000:]
     drawn: dict[str, Any] = json.loads(html.unescape(answer[1]))
+    return drawn, done.stdout
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: apt-get install chromium"
+)
+@pytest.mark.parametrize("width", [500, 1300])
+def test_legends_titles_and_captions_do_not_overlap(
+    width: int, run: list[LoggedRollout], tmp_path: Path
+) -> None:
+    drawn, _ = drawn_by_browser(run, tmp_path, width)
+    for name, figure in drawn.items():
+        boxes = [box for box in figure["boxes"] if box[2] > box[0]]
+        assert len(boxes) >= 2, name
+        for first, second in itertools.combinations(boxes, 2):
+            apart = (
+                first[2] <= second[0] + 1
+                or second[2] <= first[0] + 1
+                or first[3] <= second[1] + 1
+                or second[3] <= first[1] + 1
+            )
+            assert apart, (name, first, second)
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: apt-get install chromium"
+)
+def test_a_browser_draws_the_figures_of_the_run(
+    run: list[LoggedRollout], tmp_path: Path
+) -> None:
+    drawn, page = drawn_by_browser(run, tmp_path)
 
     def trace(figure: str, name: str) -> dict[str, Any]:
         return next(t for t in drawn[figure]["traces"] if t["name"] == name and t["x"])
@@ -335,5 +463,5 @@ def test_a_browser_draws_the_figures_of_the_run(
         assert axis in drawn[figure]["axes"]
     assert (
         "Training step 3:</b> speculation cost 1.00 s in 2.00 s of drafted steps"
-        in done.stdout
+        in page
     )

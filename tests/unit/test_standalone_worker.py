@@ -63,7 +63,7 @@ class Worker(WorkerState):
     """A worker whose requests have ended with ten tokens each."""
 
     def response(self, req_id: str) -> Any:
-        return SimpleNamespace(text=[0] * 10, record=False)
+        return SimpleNamespace(text=[0] * 10, record=False, is_of_tokens=True)
 
 
 @pytest.fixture(autouse=True)
@@ -152,3 +152,25 @@ def test_a_history_that_all_problems_share_lies_apart() -> None:
             SimpleNamespace(additional_config={RUN_KEY: "run", SETTINGS_KEY: block})
         )
     assert names["problem"] == names["trusted"] != names["global"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "embeddings", "kept"),
+    [([1, 2, 3], None, True), (None, [0.0] * 3, False), ([1, 2, 3], [0.0] * 3, False)],
+)
+def test_the_response_to_embeddings_is_no_text_of_the_history(
+    tokens: Any, embeddings: Any, kept: bool
+) -> None:
+    """Nobody can draft from it, on either runner."""
+
+    class Embedded(Writer):
+        def response(self, req_id: str) -> LiveRequest:
+            told = SimpleNamespace(
+                prompt_token_ids=tokens,
+                prompt_embeds=embeddings,
+                sampling_params=self.params,
+            )
+            return replace(LiveRequest.of(req_id, told, 100), text=self.texts[req_id])
+
+    worker = Embedded({"stopped": [4, 9]})
+    assert worker.learnt() == ([2] if kept else [])

@@ -268,6 +268,25 @@ def test_chosen_tokens_are_refused_where_ranks_draw_for_parts_of_the_batch() -> 
         validate(params, engine)
 
 
+@pytest.mark.parametrize(
+    ("runner", "min_tokens", "refused"),
+    [(1, 0, False), (1, 1, False), (1, 2, True), (1, 5, True), (2, 2, False)],
+)
+def test_the_first_token_is_never_drafted_so_that_v1_refuses_min_tokens_from_two_on(
+    runner: int, min_tokens: int, refused: bool
+) -> None:
+    validate = judge_row_processors.replacement(lambda *_: None)
+    asked = SimpleNamespace(min_tokens=min_tokens, logprob_token_ids=None)
+    engine = SimpleNamespace(**{VERIFIES: runner})
+    if not refused:
+        validate(asked, engine)
+        return
+    with pytest.raises(
+        VLLMValidationError, match=f"das: found min_tokens={min_tokens}"
+    ):
+        validate(asked, engine)
+
+
 def test_a_model_draws_with_the_temperature_and_the_limits_of_the_request() -> None:
     """And says with which probabilities; two requests draw here, of a batch of
     three.

@@ -34,6 +34,13 @@ UInt64 = npt.NDArray[np.uint64]
 
 logger = logging.getLogger("das_adapter")
 
+_LOCK_S = 0.1
+"""How long a store waits for the lock of a directory: others look for a moment whether
+somebody has it.
+"""
+_LOCK_POLL_S = 0.01
+"""Time between two attempts."""
+
 
 class HistoryStore:
     """The one writer of a directory of segment files (in /dev/shm, to share memory and
@@ -263,16 +270,33 @@ def _lock_file(directory: Path) -> int:
     Raises:
         DasError: another store writes there.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(directory / "writer", flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise DasError(
-            f"history directory {str(directory)!r}: another store writes there"
-        ) from None
-    return descriptor
+    until = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            if time.monotonic() > until:
+                os.close(descriptor)
+                raise DasError(
+                    f"history directory {str(directory)!r}: another store writes there"
+                ) from None
+        time.sleep(_LOCK_POLL_S)
+
+
+def is_served(directory: Path) -> bool:
+    """Return whether a store writes to a directory, which may hang."""
+    with contextlib.suppress(OSError):  # there was none
+        descriptor = os.open(directory / "writer", os.O_RDWR | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def problems_in(path: FilePath) -> UInt64:

@@ -253,11 +253,16 @@ def obstacle(
             if head_size <= 64:
                 return f"{group.backend.__name__} {SMALL_HEADS}"
     supports = []
+    longest = 1 + vllm_config.num_speculative_tokens
     for group in groups:
         builder = group.get_metadata_builder(0)
-        support = builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)
-        name = group.backend.__name__
-        supports.append((name, support))
+        arguments = (vllm_config, group.kv_cache_spec)
+        # vLLM 0.33 and later
+        bound = getattr(builder, "get_varlen_cudagraph_max_query_len", None)
+        replayed = bound and bound(*arguments)
+        if replayed is None or replayed < longest:
+            support = builder.get_cudagraph_support(*arguments)
+            supports.append((group.backend.__name__, support))
     if additional is not None:
         support, name = additional
         supports.append((name, support))

@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryRules
-from das_adapter.engine import plan
+from das_adapter.engine import plan, recurrent
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.plan import PlanInForce, plan_of
 from das_adapter.engine.requests import LiveRequest, warm_up
@@ -134,6 +134,7 @@ class DeviceWorkerState(WorkerState):
         which it is; the arguments are those of vLLM's
         `maybe_create_adaptive_verification_manager`.
         """
+        recurrent.tell_room(self.runner.vllm_config, self.runner.kv_cache_config)
         sizes = self._drafted_sizes()
         why: str | None = STOCK_NOISE
         if self.config.keyed:
