@@ -117,34 +117,33 @@ class HistoryConfig(_Block):
     """What `history`, alone or with a second drafter, drafts from."""
 
     scope: Literal["problem", "trusted", "global", "request"] = "problem"
-    """Whose text a request drafts from. `problem`: the rollouts of its own prompt;
-    `global`: those of all prompts, the newest 134 million tokens at most; `request`:
-    its own text alone. `trusted`, for an engine without a host, all of whose clients
-    trust each other: also those of the first turn that its prompt begins with, or of
-    the problem that it names (`das_problem`), whatever its `cache_salt`. Hosts label
-    requests themselves, and refuse it.
+    """Whose text a request drafts from. `problem`: responses to its own prompt;
+    `global`: responses to all prompts, at most the newest 134 million tokens;
+    `request`: its own text alone. `trusted`: also responses to the first turn that its
+    prompt begins with, or to the problem that it names (`das_problem`), whatever its
+    `cache_salt`; only for an engine without a trainer integration whose clients trust
+    each other.
     """
     max_bytes: Size = ByteSize(8 * 2**30)
-    """Size of a node's history, such as 512MiB. Above it the largest problems are
-    thinned out to the stretches of text worth most for their bytes, above a million
-    tokens to the newest visits; all keep some if 256 bytes of each fit.
+    """Size of a node's history, such as 512MiB. When it is full, the largest problems
+    lose their least useful text first (problems above a million tokens their oldest
+    text). Every problem keeps a little, if 256 bytes of each fit.
     """
     device_bytes: Size = ByteSize(2**30)
-    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device,
-    the history of the problems of a rollout, 8 bytes a token, and finished siblings'
-    text. It stays taken while the engine sleeps. The V1 runner drafts on the host and
-    has none.
+    """GPU memory that each engine on vLLM's V2 runner takes for the history of the
+    problems of a rollout (8 bytes a token) and for finished samples. It stays taken
+    while the engine sleeps. The V1 runner takes none.
     """
     run_ahead: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = "off"
-    """Whether idle engines write what the next steps' requests will begin with; in
-    synchronous runs of veRL and NeMo-RL.
+    """Whether idle engines write what the requests of the next steps will begin with;
+    in synchronous runs of veRL and NeMo-RL.
     """
     load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = (
         None
     )
     """Directory `das_history` of another run's checkpoint, to start with its history.
-    None: the run starts with an empty history, or with its own where it resumes.
-    `false`: it is neither saved in checkpoints nor read from them.
+    None: the run starts empty, or with its own history if it resumes. `false`: the
+    history is neither saved in checkpoints nor read from them.
     """
 
 
@@ -152,9 +151,8 @@ class SelfConfig(_Block):
     """The quantised copy of the policy, with which `self` and `history+self` draft."""
 
     weights: Literal["int4", "int8", "fp8"] = "int4"
-    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU);
-    `int4`, `fp8` (GPU). The copy lies with the policy's weights: it sleeps and wakes
-    with them.
+    """Format of the quantised copy: `int4` or `int8` on a CPU, `int4` or `fp8` on a
+    GPU. The copy sleeps and wakes with the policy's weights.
     """
 
 
@@ -168,7 +166,7 @@ class DraftConfig(_Block):
     drafts with the layers in the policy's own checkpoint.
     """
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
-    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run;
+    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run.
     `trainer`: the trainer sends them at each weight sync, with `draft.` before their
     names (`mtp`: under their names in the policy's checkpoint).
     """
@@ -180,7 +178,7 @@ class VerifyConfig(_Block):
     """How draft tokens are verified."""
 
     noise: Literal["keyed", "stock"] | None = None
-    """Sampling noise. `keyed`: tokens do not depend on the drafter; `stock`: vLLM's own
+    """Sampling noise. `keyed`: tokens do not depend on the drafter. `stock`: vLLM's own
     sampler. None: `keyed` with any drafter, `stock` with `drafter: none`.
     """
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
@@ -191,43 +189,41 @@ class DasConfig(_Block):
     """The whole `das:` block."""
 
     drafter: Drafter = "history"
-    """Where draft tokens come from: the run's `history`; a quantised copy of the policy
-    (`self`); a neural drafter (`eagle3`, `mtp`, `draft_model`, `dflash`, `dspark`);
-    whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
-    request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys
-    may stay as they are.
+    """Where draft tokens come from. `history`: the run's responses; `self`: a quantised
+    copy of the policy; `eagle3`, `mtp`, `draft_model`, `dflash`, `dspark`: a neural
+    drafter; `history+self`, `history+eagle3`, ...: the better of two for each request;
+    `ngram`: the request's own text alone. `none`: nowhere; the other keys may stay as
+    they are.
     """
     max_draft_tokens: Annotated[int | None, Field(ge=1, le=128)] = None
-    """Most draft tokens of a request in a decode step (vLLM's
-    `num_speculative_tokens`). None: 16 with the history or `ngram`, 5 with `self`, 7
-    with `dflash` and `dspark`, 3 with other neural drafters. A model drafts at most 16,
-    and beside the history no more than those 5, 7 or 3; how many of them pay is
-    measured.
+    """Most draft tokens of a request in a step (vLLM's `num_speculative_tokens`). None:
+    16 with the history or `ngram`, 5 with `self`, 7 with `dflash` and `dspark`, 3 with
+    other neural drafters. A model drafts at most 16, and with the history no more than
+    those 5, 7 or 3. The controller measures how many of them pay.
     """
     speculate: Annotated[Speculate, BeforeValidator(_read_speculate)] = "auto"
-    """When a batch is drafted for. `auto`: when the latency model, fitted to the
-    engine's own steps (before the first ones, on a known GPU, the roofline of model and
-    device), predicts a speed-up; `always`: regardless of what was measured, and with a
-    `budget` other than `optimal` even at a predicted loss; a number: while at most so
-    many requests run in the engine, or, once it drafts, a quarter more.
+    """When to draft. `auto`: when the measured step times predict a speed-up (before
+    the first steps, on a known GPU, the roofline of model and device). `always`:
+    whatever was measured, and with a `budget` other than `optimal` even at a predicted
+    loss. A number N: draft while at most N requests run; stop above 1.25 N.
     """
     budget: Budget = "optimal"
-    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by
-    more than it costs; `das`: DAS's optimum for the whole rollout, none for requests
-    that end early anyway; `uniform`: the maximum for all; `unlimited`: as far as the
-    drafter goes, however unlikely its tokens are.
+    """How draft tokens are shared among requests. `optimal`: a token where it shortens
+    the rollout by more than it costs. `das`: the optimum of the DAS paper for the whole
+    rollout, none for requests that end early anyway. `uniform`: the maximum for all.
+    `unlimited`: as far as the drafter goes, however unlikely its tokens are.
     """
     routing: Literal["longest_first", "least_loaded", "host"] = "longest_first"
-    """Which replica a request goes to. `longest_first`: samples of one prompt go to the
-    same replica, where they draft from each other, and are spread where the rollout is
-    predicted to end earlier that way; those predicted to be long start first, and where
-    requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to
-    the replica with the fewest requests in flight; `host`: the host's own balancer.
+    """Which engine a request goes to. `longest_first`: the samples of a prompt go to
+    one engine, where they draft from each other, and are spread if the rollout is
+    predicted to end earlier that way. Requests predicted to be long start first; where
+    requests wait, one sample of each prompt starts early. `least_loaded`: the engine
+    with the fewest requests. `host`: the trainer's own balancer decides.
     """
     log_dir: UserPath | None = None
-    """Directory into which every engine writes its decisions, which `das-adapter
-    report` shows; a relative one is in the directory of the host's driver. All nodes
-    must see it. None: they are not written.
+    """Directory for the decision logs of engines, which `das-adapter report` shows. A
+    relative path starts in the directory of the trainer's driver. All nodes must see
+    it. None: no logs.
     """
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()

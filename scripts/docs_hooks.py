@@ -1,5 +1,5 @@
-"""What `mkdocs build` adds to docs/: the repository's own pages, and charts of
-benchmarks/results/.
+"""What `mkdocs build` adds to docs/: the README as the first page, the repository's
+other pages, and charts of benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 import figures  # noqa: E402
+import release  # noqa: E402
 
-PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-"""Pages that lie beside the README and are part of the site."""
+PAGES = {
+    "README.md": "index.md",
+    "SECURITY.md": "SECURITY.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
+"""Pages of the repository's root that are part of the site, by the name there."""
 BLUE, ORANGE, GREY = "#2a6f97", "#e07b1a", "#8fa3b3"
 
 
@@ -27,8 +33,8 @@ EPOCHS: dict[str, list[float]] = {
         figures.result(f"{name}.json"), "comparison.history.rollout_ratio_by_epoch"
     )
     for name, label in (
-        ("demo", "8 problems, 6 epochs"),
-        ("epochs", "100 problems, 3 epochs"),
+        ("demo", "8 problems, 6 epochs (Intel Xeon)"),
+        ("epochs", "100 problems, 3 epochs (AMD EPYC)"),
     )
 }
 """Rollout time by epoch relative to the run with speculation off, of both trainings
@@ -38,10 +44,9 @@ that the README shows.
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and the charts."""
-    for name in PAGES:
-        files.append(
-            File.generated(config, name, content=_of_site((ROOT / name).read_text()))
-        )
+    for name, on_site in PAGES.items():
+        content = _of_site((ROOT / name).read_text(), config.repo_url)
+        files.append(File.generated(config, on_site, content=content))
     for name, draw in CHARTS.items():
         files.append(File.generated(config, f"pictures/{name}.svg", content=_svg(draw)))
     return files
@@ -49,11 +54,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to the repository's own pages lead to them on the site."""
-    return re.sub(rf"\]\(\.\./({'|'.join(map(re.escape, PAGES))})", r"](\1", markdown)
+    return re.sub(
+        rf"\]\(\.\./({'|'.join(map(re.escape, PAGES))})",
+        lambda link: f"]({PAGES[link[1]]}",
+        markdown,
+    )
 
 
-def _of_site(text: str) -> str:
-    """Return a page of the repository's root with links as they are on the site."""
+def _of_site(text: str, address: str | None) -> str:
+    """Return a page of the repository's root with links as they are on the site, and
+    the repository's address where it is known.
+    """
+    if address:
+        text = text.replace(release.PLACEHOLDER, address)
     return re.sub(r"\]\(docs/", "](", text)
 
 

@@ -4,14 +4,17 @@ writes them.
 `<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a
 result: keys with dots between them, `*` for all entries. Several values are written one
 after the other, after `range` as the least and the greatest; `A of B` is a quotient,
-entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of
-seconds). `<!-- table NAME -->` begins a table, of those in `TABLES`.
+entry by entry. FORMAT is Python's, and may end with `M` (millions), `min` (of seconds),
+or, for a share of time, `x` (how many times as fast), `less` or `more`. FILE may also
+be `trainings`, which sums up several results. `<!-- table NAME -->` begins a table, of
+those in `TABLES`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +37,7 @@ SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
     "min": (lambda value: value / 60, ""),
     "x": (lambda ratio: 1 / ratio, "x"),
     "less": (lambda ratio: 1 - ratio, ""),
+    "more": (lambda ratio: ratio - 1, ""),
 }
 
 
@@ -46,7 +50,9 @@ def update(text: str) -> str:
 
 
 def result(name: str) -> Any:
-    """Read a result of benchmarks/results/."""
+    """Read a result of benchmarks/results/, or sum up those of trainings."""
+    if name == "trainings":
+        return trainings()
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
 
 
@@ -77,6 +83,64 @@ def values(content: Any, path: str) -> list[float]:
     ]
 
 
+TRAININGS = {
+    "demo.json": "veRL, `make demo`",
+    "demo_not_strict.json": "veRL, `make demo` without `MKL_CBWR`",
+    "epochs.json": "veRL, 100 problems",
+    "nemo_rl.json": "NeMo-RL, 16 problems",
+    "trl.json": "TRL, 16 problems",
+}
+"""Trainings of which the rollout time was measured beside that without speculation."""
+
+
+def by_epoch(name: str) -> list[float]:
+    """Return the rollout time of a training by epoch, relative to the one without
+    speculation.
+    """
+    content = result(name)
+    if "epochs_of_off" in content:
+        return values(content, "epochs_of_off.*.rollout_s")
+    if "rows" in content["comparison"]:
+        return [of / off for off, of in values_of_rows(content)]
+    return values(content, "comparison.history.rollout_ratio_by_epoch")
+
+
+def values_of_rows(content: Any) -> list[list[float]]:
+    """Return the rollout seconds of each row of a comparison, without speculation and
+    with it.
+    """
+    return [row["rollout_s"] for row in content["comparison"]["rows"]]
+
+
+def trainings() -> dict[str, Any]:
+    """Return how many trainings there are, and their rollout times relative to those
+    without speculation: in the first epoch, and the mean of the later ones.
+    """
+    ratios = [by_epoch(name) for name in TRAININGS]
+    by_run = {
+        "first": [epochs[0] for epochs in ratios],
+        "later": [statistics.mean(epochs[1:]) for epochs in ratios],
+    }
+    summary: dict[str, Any] = {"runs": len(ratios)}
+    for epochs, times in by_run.items():
+        summary[epochs] = {"by_run": times, "median": statistics.median(times)}
+    return summary
+
+
+def _trainings() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of trainings: a row per result."""
+    made = {name: origin(result(name)) for name in TRAININGS}
+    ratios = [by_epoch(name) for name in TRAININGS]
+    return {
+        "training": TRAININGS.values(),
+        "processor": [_processor(of) for of in made.values()],
+        "rollout time of off, by epoch": [
+            " / ".join(f"{ratio:.2f}" for ratio in epochs) for epochs in ratios
+        ],
+        "file": [f"`{name}`" for name in TRAININGS],
+    }
+
+
 def _demo() -> dict[str, Iterable[Any]]:
     """Return the columns of the demo's table: a row per epoch."""
     content = result("demo.json")
@@ -92,13 +156,13 @@ def _demo() -> dict[str, Iterable[Any]]:
         "reward": [
             f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)
         ],
-        "off: rollout s": [f"{value:.1f}" for value in seconds["off"]],
-        "history: rollout s": [f"{value:.1f}" for value in seconds["history"]],
-        "faster": [
-            f"{1 / value:.1f}x"
+        "off: rollout s": [f"{value:.2f}" for value in seconds["off"]],
+        "history: rollout s": [f"{value:.2f}" for value in seconds["history"]],
+        "history: of off": [
+            f"{value:.2f}"
             for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]
         ],
-        "tokens per forward": [
+        "history: tokens per forward": [
             f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)
         ],
     }
@@ -356,16 +420,17 @@ def _results() -> dict[str, Iterable[Any]]:
         file.name: origin(result(file.name))
         for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     }
-    processors = [
-        str(of.get("hardware", {}).get("cpu", "not recorded")) for of in made.values()
-    ]
     return {
         "result": [f"`{name}`" for name in made],
         "revision": [of.get("revision") or "not recorded" for of in made.values()],
-        "processor": [
-            cpu.removesuffix(" Processor").replace("(R)", "") for cpu in processors
-        ],
+        "processor": [_processor(of) for of in made.values()],
     }
+
+
+def _processor(provenance: dict[str, Any]) -> str:
+    """Return the short name of the processor on which a result was measured."""
+    cpu = str(provenance.get("hardware", {}).get("cpu", "not recorded"))
+    return cpu.removesuffix(" Processor").replace("(R)", "")
 
 
 TABLES = {
@@ -379,6 +444,7 @@ TABLES = {
     "lengths": _lengths,
     "results": _results,
     "routing": _routing,
+    "trainings": _trainings,
     "varied": _varied,
 }
 
@@ -400,7 +466,9 @@ def _figure(mark: re.Match[str]) -> str:
         numbers = [
             a / b for a, b in zip(numbers, values(content, divisor), strict=True)
         ]
-    kind, unit = re.fullmatch(r"(\.\d[f%])(M|min|x|less)?", form).groups(default="")  # type: ignore[union-attr]
+    kind, unit = re.fullmatch(r"(\.\d[f%])(M|min|x|less|more)?", form).groups(
+        default=""
+    )  # type: ignore[union-attr]
     of, suffix = SHOWN[unit]
     numbers = list(map(of, numbers))
     if extremes:

@@ -1,6 +1,8 @@
-"""Write the tables of keys in docs/block.md and docs/simulation.md from the models, the
-table of numbers in docs/tuning.md from `core/tuning.py`, the figures of all pages from
-results (`figures.py`), and the README's picture: `python scripts/reference.py`.
+"""Write what is generated in the docs: `python scripts/reference.py`.
+
+These are the tables of keys in docs/configuration.md and docs/simulation.md, the
+numbers of `core/tuning.py` in docs/tuning.md, docs/claims.md from tests/claims.yaml,
+the figures of all pages from results (`figures.py`), and the README's picture.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import claims_page
 import docs_hooks
 import figures
 import numbers_page
@@ -21,7 +24,7 @@ from das_adapter.sim.config import ArmBlock, SimConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES: dict[Path, list[tuple[str, type[BaseModel]]]] = {
-    DOCS / "block.md": [("", DasConfig)],
+    DOCS / "configuration.md": [("", DasConfig)],
     DOCS / "simulation.md": [("", SimConfig), ("arms.NAME.", ArmBlock)],
 }
 """Pages with a table, and what they list: models of keys, with what stands before each
@@ -32,8 +35,8 @@ END = "<!-- end of keys -->"
 
 
 def table(page: Path) -> str:
-    """Return a page's table: a row per key, with its default and what it does."""
-    rows = ["| key | default | what it does |", "|---|---|---|"]
+    """Return a page's table: a row per key with its default, and what it does."""
+    rows = ["| key | what it does |", "|---|---|"]
     for key, field in (
         row for prefix, model in PAGES[page] for row in keys(model, prefix)
     ):
@@ -43,10 +46,8 @@ def table(page: Path) -> str:
             .replace("|", "\\|")
         )
         allowed = "" if key.endswith("_bytes") else _bounds(field)
-        rows.append(
-            f"| `{key}` | {_default(key, field.get_default(call_default_factory=True))}"
-            f" | {does}{allowed} |"
-        )
+        default = _default(key, field.get_default(call_default_factory=True))
+        rows.append(f"| `{key}`<br>default: {default} | {does}{allowed} |")
     return "\n".join(rows)
 
 
@@ -96,6 +97,7 @@ def _default(key: str, value: Any) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(update(page))
+    claims_page.PAGE.write_text(claims_page.page())
     numbers_page.PAGE.write_text(numbers_page.page())
     (DOCS / "pictures" / "chart_epochs.svg").write_bytes(docs_hooks.epochs())
     for page in figures.PAGES:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PLACEHOLDER = "REPOSITORY_URL"
+"""What stands in the README where the address of the repository belongs."""
 URLS = "[project.urls]\n"
 ADDRESSES = {
     "Repository": "",
@@ -68,7 +70,8 @@ def name(repository: str, root: Path = ROOT) -> None:
     """Write the addresses of the repository into pyproject.toml and CITATION.cff, in
     place of earlier ones.
 
-    They also come before the README's links, since the package index shows it.
+    The README gets it in its command to clone and before its links, since the package
+    index shows it.
     """
     address = repository.rstrip("/")
     path = root / "pyproject.toml"
@@ -91,6 +94,7 @@ def name(repository: str, root: Path = ROOT) -> None:
     text = re.sub(
         r"(!\[[^\]]*\]\()(?!http)", rf"\1{address}/raw/main/", path.read_text()
     )
+    text = text.replace(PLACEHOLDER, address)
     path.write_text(re.sub(r"(\]\()(?!http)", rf"\1{address}/blob/main/", text))
 
 

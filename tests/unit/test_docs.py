@@ -1,5 +1,5 @@
 """The docs say what is: the site builds without a warning, blocks parse, metrics and
-alarms are those of the source, and the table of what works names tests.
+alarms are those of the source, and what works with what has tests.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import claims_page
 import pytest
 import yaml
-from documented import PAGES, ROOT, blocks, marks, nightly
+from documented import PAGES, ROOT, blocks, marks
 
 from das_adapter.config import parse
 from das_adapter.protocol.metrics import Counters, RolloutClock, figures
@@ -37,6 +38,8 @@ def test_the_site_builds_without_a_warning_or_a_broken_link(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("index.html", "SECURITY.html", "pictures/chart_epochs.svg"):
         assert (tmp_path / name).stat().st_size > 1000
+    first = (tmp_path / "index.html").read_text()
+    assert "Try it on a laptop" in first and 'src="pictures/chart_epochs.svg"' in first
     for page in tmp_path.glob("*.html"):
         assert not re.findall(
             r'<(?:script|link|img)[^>]+(?:src|href)="http[^"]*"', page.read_text()
@@ -50,6 +53,7 @@ def test_every_page_can_be_found() -> None:
         for path in (ROOT / "docs").glob("*.md")
     }
     listed = set(re.findall(r"^ +- .*: (\S+\.md)$", config, re.MULTILINE))
+    assert "index.md" in listed - pages  # the site's first page is the README
     assert pages <= listed, "name it under nav in mkdocs.yml"
 
 
@@ -186,82 +190,73 @@ def test_every_alarm_is_explained_word_for_word() -> None:
 
 
 COLUMNS = {
-    "`history`": ("`history` on V1", "`history` on V2"),
-    "`self`": ("`self`, `history+self` on V1", "`self`, `history+self` on V2"),
+    "`history`": ("history on V1", "history on V2"),
+    "`self`": ("self on V1", "self on V2"),
     "neural": ("neural on V1", "neural on V2"),
 }
-"""Columns of the first tables of support.md, and those of its last one that show what
-they claim on V1 and on V2.
+"""Columns of support.md, and those of tests/claims.yaml that show what they claim on V1
+and on V2.
 """
 NOT_TESTED = "\N{EN DASH}"
 
 
-def tables(page: str) -> list[dict[str, dict[str, str]]]:
-    """Return the tables of a page: the cells of each row by its name and by column,
-    without footnotes.
+def marked_features(page: str) -> dict[str, dict[str, str]]:
+    """Return the tables with marks of a page: the cells of each row by its name and by
+    column, without footnotes.
     """
-    found: list[dict[str, dict[str, str]]] = []
+    found: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
     for line in re.sub(r"\[\^\d+\]", "", (ROOT / page).read_text()).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("| |"):
             columns = cells[1:]
-            found.append({})
-        elif line.startswith("| "):
-            found[-1][cells[0]] = dict(zip(columns, cells[1:], strict=True))
+        elif line.startswith("| ") and columns:
+            found[cells[0]] = dict(zip(columns, cells[1:], strict=True))
     return found
 
 
-def shown(row: dict[str, str], column: str) -> bool:
-    """Say whether a cell names a test that exists and says rightly when it runs; a cell
-    may point at another one.
-    """
-    cell = row[column]
-    if same := re.search(r"\bas (`history` on V[12])", cell):
-        assert same[1] != column
-        return shown(row, same[1])
-    if cell.startswith("refused"):
-        return False
-    file = None
+def shown(row: dict[str, list[str]], column: str) -> bool:
+    """Say whether tests show a feature; a column may point at another one."""
     found = False
-    for name, at_night in re.findall(r"`(test_[\w.]+)`( \(nightly\))?", cell):
-        if name.endswith(".py"):
-            (file,) = (ROOT / "tests").glob(f"*/{name}")
-            continue
-        assert file and name in marks(file), (name, cell)
-        assert bool(at_night) == nightly(file, name), name
-        found = True
-    return found
+    for item in row[column]:
+        if item.startswith("as "):
+            assert not row[item[3:]][0].startswith("as "), (column, item)
+            found |= shown(row, item[3:])
+        elif claims_page.is_test(item):
+            file, _, name = item.partition("::")
+            assert name in marks(ROOT / file), item
+            found = True
+    return found and "refused" not in row[column]
 
 
-def named(cell: str) -> list[str]:
-    """Return what a cell of claims.md names: tests, results and targets of make."""
-    found = re.findall(r"`([^`]+)`", cell)
-    assert ", ".join(f"`{name}`" for name in found) == cell, cell
-    return found
+def refused(row: dict[str, list[str]], column: str) -> bool:
+    """Say whether a feature is refused."""
+    return any("refused" in item for item in row[column] if "::" not in item)
 
 
-def test_every_claim_names_what_shows_it_and_when() -> None:
-    rows = re.findall(
-        r"^\| (?!claim)(.+) \| (.+) \| (.+) \|$",
-        (ROOT / "docs/claims.md").read_text(),
-        re.MULTILINE,
+def test_the_page_of_claims_is_that_of_its_source() -> None:
+    assert claims_page.PAGE.read_text() == claims_page.page(), (
+        "run python scripts/reference.py"
     )
-    assert len(rows) > 20
+
+
+def test_every_claim_names_what_shows_it() -> None:
     nights = (ROOT / ".github/workflows/nightly.yml").read_text()
-    for claim, cell, when in rows:
-        assert when in ("every push", "nightly", "measured"), (claim, when)
-        for name in named(cell):
-            file, _, test = name.partition("::")
-            if when == "measured":
-                assert (ROOT / "benchmarks/results" / name).exists(), name
+    claims = [claim for part in claims_page.read()["claims"].values() for claim in part]
+    assert len(claims) > 20
+    for claim in claims:
+        assert claim["shown by"], claim
+        at_night = set()
+        for name in claim["shown by"]:
+            if claims_page.is_test(name):
+                file, _, test = name.partition("::")
+                assert not test or test in marks(ROOT / file), name
+                at_night.add(claims_page.runs_at_night(name))
             elif name.startswith("make "):
-                assert when == "nightly" and re.search(rf"\b{name[5:]}\b", nights), name
+                assert re.search(rf"\b{name[5:]}\b", nights), name
             else:
-                tests = [test] if test else list(marks(ROOT / file))
-                assert set(tests) <= set(marks(ROOT / file)), name
-                assert {nightly(ROOT / file, one) for one in tests} == {
-                    when == "nightly"
-                }, name
+                assert (ROOT / "benchmarks/results" / name).exists(), name
+        assert len(at_night) < 2, f"some run at night only: {claim['claim']}"
 
 
 def test_tests_that_pages_name_are_there() -> None:
@@ -274,14 +269,12 @@ def test_tests_that_pages_name_are_there() -> None:
     assert len(found) > 30 and found <= there
 
 
-def test_every_mark_of_what_works_has_tests_and_they_say_which_run_at_night() -> None:
-    *claims, tests = tables("docs/support.md")
-    names = [name for table in claims for name in table]
-    assert names == list(tests) and len(names) > 15
+def test_every_mark_of_what_works_has_tests() -> None:
+    claims = marked_features("docs/support.md")
+    tests = claims_page.read()["what works with what"]
+    assert list(claims) == list(tests) and len(claims) > 15
     marked = 0
-    for name, claim in (
-        (name, claim) for table in claims for name, claim in table.items()
-    ):
+    for name, claim in claims.items():
         for column, mark in claim.items():
             runners = COLUMNS[column]
             assert mark in ("✓", "V1", "V2", "✗", NOT_TESTED), (name, column, mark)
@@ -293,16 +286,12 @@ def test_every_mark_of_what_works_has_tests_and_they_say_which_run_at_night() ->
                     )
                     marked += 1
                 elif mark == "✗":
-                    assert re.search("refused|V1 runs", tests[name][runner]), (
-                        name,
-                        runner,
-                    )
+                    assert refused(tests[name], runner), (name, runner)
                 else:
                     assert not shown(tests[name], runner), (
                         f"{name}, {column} is {mark}: there is a test on {runner}"
                     )
-                    assert mark != NOT_TESTED or "not tested" in tests[name][runner], (
-                        name,
-                        runner,
-                    )
+                    assert mark != NOT_TESTED or any(
+                        "not tested" in item for item in tests[name][runner]
+                    ), (name, runner)
     assert marked > 50

@@ -17,7 +17,7 @@ import pytest
 import stale
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("README", "index", "start", "figures", "verl", "trl", "placement")
+OURS = ("README", "start", "faq", "figures", "verl", "trl", "routing")
 """Pages with figures of our own alone: they have no ratio that is written by hand."""
 PICTURE = ROOT / "docs/pictures/chart_epochs.svg"
 SCRIPTS = {
@@ -31,6 +31,12 @@ BY_EPOCH = "comparison.history.rollout_ratio_by_epoch"
 def test_figures_are_those_of_the_result_files(page: Path) -> None:
     text = page.read_text()
     assert figures.update(text) == text, "run python scripts/reference.py"
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_no_mark_of_a_figure_begins_a_line(page: Path) -> None:
+    """A comment at the beginning of a line ends the paragraph."""
+    assert not re.findall(r"^ *<!-- figure .*", page.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

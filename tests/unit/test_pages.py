@@ -57,6 +57,29 @@ def glossary() -> dict[str, str]:
     return {word: meaning for word, meaning in rows if word != "word"}
 
 
+def pages_for_users() -> list[Path]:
+    """Return the README and the pages that do not stand under Internals or Project."""
+    _, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    for_users, _ = nav.split("  - Internals:\n")
+    names = re.findall(r": (\S+\.md)$", for_users, re.MULTILINE)
+    assert names[0] == "index.md"
+    return [ROOT / "README.md", *(ROOT / "docs" / name for name in names[1:])]
+
+
+def test_what_users_read_is_short() -> None:
+    words = sum(len(prose(page).split()) for page in pages_for_users())
+    assert 5000 < words <= 17000
+
+
+@pytest.mark.parametrize("page", pages_for_users(), ids=lambda page: page.stem)
+def test_pages_for_users_have_no_words_of_internals(page: Path) -> None:
+    text = re.sub(r"`[^`]+`", "", prose(page))
+    found = re.findall(
+        r"\b(?:stock|sealed|seals?|harvest\w*|spool|arena|visits?|siblings?)\b", text
+    )
+    assert not found, f"say it in the field's words: {found}"
+
+
 def test_the_readme_is_two_screens() -> None:
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 125

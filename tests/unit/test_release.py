@@ -90,6 +90,7 @@ def test_the_address_is_written_once_however_often_it_is_given(copy: Path) -> No
     )
     assert "](https://example.org/a/das-adapter/blob/main/docs/install.md)" in readme
     assert not re.findall(r"\]\((?!http)", readme)
+    assert "git clone https://example.org/a/das-adapter" in readme
 
 
 def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
