@@ -164,7 +164,8 @@ def _of_text(text: str) -> Table:
             raise _no_json(first, rest, error) from None
         return _json_lines(text)
     if isinstance(content, Mapping):
-        return Table(JSON, [content], [1])
+        before = text[: len(text) - len(text.lstrip())]
+        return Table(JSON, [content], [1 + before.count("\n")])
     return _mappings(JSON, list(enumerate(content, 1)))
 
 

@@ -35,6 +35,8 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
+_UNBOUNDED = 10_000
+"""Columns that no table needs."""
 _WHOLE = {"no_wrap": True}
 """Layout of columns whose cells are not wrapped."""
 
@@ -67,7 +69,8 @@ def print_table(
     console = Console(markup=False)
     if layout == _WHOLE:
         # neither a pipe's 80 columns nor a small terminal may cut a figure
-        needed = Measurement.get(console, console.options, table).maximum
+        unbounded = console.options.update(max_width=_UNBOUNDED)
+        needed = Measurement.get(console, unbounded, table).maximum
         console.width = max(console.width, needed)
     console.print(table)
 

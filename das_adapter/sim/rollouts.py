@@ -192,14 +192,16 @@ def _from_files(path: Path, tokenizer: str | None) -> list[RecordedResponse]:
 
 
 def _training_files(directory: Path) -> list[Path]:
-    """Return the files of rollouts in a directory but NeMo-RL's validations.
+    """Return the files of rollouts in a directory but NeMo-RL's validations, and those
+    to which nothing was written.
 
     Raises:
         DasError: there are none.
     """
     found = []
     for file in tables.named(directory, _DUMPS):
-        if not file.name.startswith("val_data_step"):
+        is_validation = file.name.startswith("val_data_step")
+        if not is_validation and file.stat().st_size:
             found.append(file)
     if found:
         return found

@@ -401,5 +401,12 @@ def test_a_table_is_whole_on_a_pipe_of_80_columns(tmp_path: Path) -> None:
         assert cell in row.split() or cell in row, (cell, row)
     assert "VLLM_BATCH_INVARIANT=1" in done.output
     assert "A 12.35, B 1.00" in done.output
+    narrow = CliRunner(env={"COLUMNS": "40"})
+    assert (
+        row
+        in narrow.invoke(
+            main, ["compare", str(a), str(b), "--every", "4"]
+        ).output.splitlines()
+    )
     same = CliRunner().invoke(main, ["compare", str(a), str(a)])
     assert "VLLM_BATCH_INVARIANT" not in same.output

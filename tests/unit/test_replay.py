@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -128,13 +129,30 @@ def test_responses_of_several_policies_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["not json", '{"other": 1}', "[1]", '{"token_ids": [1, 2]}']
+    ("text", "named"),
+    [
+        ("not json", "1.jsonl: found text that is neither JSON nor a table"),
+        ('{"other": 1}', "1.jsonl:2: no rollout"),
+        ("[1]", "1.jsonl: found JSON whose row 1 is 1"),
+        ('{"token_ids": [1, 2]}', "1.jsonl:2: no rollout"),
+    ],
 )
-def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) -> None:
+def test_what_is_no_rollout_is_named_with_its_line(
+    tmp_path: Path, text: str, named: str
+) -> None:
     path = tmp_path / "1.jsonl"
     path.write_text("\n" + text)
-    with pytest.raises(DasError, match=r"1\.jsonl:2"):
+    with pytest.raises(DasError, match=re.escape(named)):
         read(path, str(TOKENIZER))
+
+
+def test_a_file_of_a_dump_to_which_nothing_was_written_is_left_out(
+    tmp_path: Path,
+) -> None:
+    row = {"token_ids": [1, 2], "token_loss_mask": [0, 1]}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row))
+    (tmp_path / "2.jsonl").touch()
+    assert len(read(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,10 +175,10 @@ def test_a_file_that_can_t_be_read_is_named(
 
 def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text("")
-    with pytest.raises(DasError, match="no rollout"):
+    with pytest.raises(DasError, match="found an empty file"):
         read(tmp_path / "1.jsonl")
     (tmp_path / "1.jsonl").write_text(
-        '{"token_ids": [1, 2], "token_loss_mask": [0, 1], "step": null}'
+        '{"token_ids": [1, 2], "token_loss_mask": [0, 1], "step": "x"}'
     )
     with pytest.raises(DasError, match=r"1\.jsonl:1: no rollout"):
         read(tmp_path / "1.jsonl")
