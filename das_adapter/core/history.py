@@ -102,24 +102,37 @@ class HistoryRules:
         three generations, and the next is written.
         """
         quarter = max(0.0, room / 4)
-        budget = int(min(self.config.max_bytes, quarter))
+        max_bytes = self.config.max_bytes
+        budget = int(min(_bytes_of_texts(store, max_bytes), quarter))
         self._shrunk += store.shrink(budget)
-        if store.nbytes > budget:
+        if store.nbytes > min(_bytes_of_texts(store, max_bytes), quarter):
             return True
         shrunk = Shrunk(*self._shrunk.tolist())
         self._shrunk = np.zeros_like(self._shrunk)
         if shrunk.tokens:
             full = "das.history.max_bytes"
-            if budget != self.config.max_bytes:
+            if quarter < max_bytes:
                 full = f"a quarter of {store.directory}"
             logger.warning(
                 "das: history: above %s=%d: %d of %d tokens were dropped; %d problems"
                 " were thinned out, %d forgotten",
                 full,
-                budget,
+                int(min(max_bytes, quarter)),
                 shrunk.tokens,
                 shrunk.tokens + store.tokens,
                 shrunk.thinned,
                 shrunk.dropped,
             )
         return False
+
+
+def _bytes_of_texts(store: HistoryStore, budget: int) -> int:
+    """Return how many bytes of a budget a store's texts may take: the memory that the
+    writer holds for each of its problems takes the rest. Where problems are dropped, as
+    many bytes of either go.
+    """
+    texts = store.nbytes
+    problems = tuning.PROBLEM_BYTES * store.problems
+    if texts + problems <= budget:
+        return budget
+    return budget * texts // (texts + problems)

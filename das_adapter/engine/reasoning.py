@@ -14,8 +14,8 @@ def lost_grammar(made: Any) -> str | None:
     (vLLM's `VllmConfig`) may not hold for all tokens of a step, as what is allowed;
     None: they hold.
     """
-    asked = made.structured_outputs_config
-    if not asked.reasoning_parser or asked.enable_in_reasoning:
+    asked = getattr(made, "structured_outputs_config", None)
+    if asked is None or not asked.reasoning_parser or asked.enable_in_reasoning:
         return None
     from vllm.v1.structured_output import StructuredOutputManager
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core import tuning
 from das_adapter.core.history import HistoryRules
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.errors import IndexFileError
@@ -479,3 +480,23 @@ def test_a_history_that_begins_anew_leaves_the_engines_their_lock(
     again = opened(tmp_path)
     assert again.store.tokens == 0 and users.stat().st_ino == before
     again.store.close()
+
+
+def test_the_memory_of_many_small_problems_counts_as_part_of_max_bytes(
+    tmp_path: Path, caplog: Any
+) -> None:
+    """As HTTP clients make them, with ever new prompts and short answers."""
+    rules = HistoryRules(HistoryConfig(max_bytes=2**20))
+    store = HistoryStore(tmp_path / "history", rules.window)
+    text = np.arange(10, dtype=np.int32).tobytes()
+    for version in range(4):
+        batch = [(1000 * version + problem, text, version) for problem in range(1000)]
+        rules.add_and_seal(store, batch)
+        for _ in range(100):
+            if not rules.shrink_slice(store):
+                break
+        memory = store.nbytes + tuning.PROBLEM_BYTES * store.problems
+        assert memory <= 2**20
+    assert 1000 < store.problems < 2**20 / tuning.PROBLEM_BYTES
+    assert store.nbytes > 0 and "das.history.max_bytes=1048576" in caplog.text
+    store.close()

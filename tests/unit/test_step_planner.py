@@ -494,6 +494,22 @@ def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
     assert first.text == [4, 5, 6]
 
 
+def test_tokens_that_vllm_throws_away_are_counted_once_they_are_written_again() -> None:
+    """A reset of the prefix cache drops the output of the step in flight."""
+    first = LiveRequest("a", 7, 8, 40, True, length=8, text=[])
+    again = LiveRequest("a", 7, 8, 40, True, length=9, text=[4])
+    chooses = Engine().planner
+    steps = (([first], [4]), ([], [5, 6, 7]), ([again], []), ([], [5, 6]), ([], [7]))
+    for begun, sampled in steps:
+        drafts = {"a": 2} if len(sampled) > 1 else {}
+        step = Step(begun, frozenset(), drafts, False, 0.0, req_ids=["a"])
+        chooses.process_output(Output(step, [sampled], 0.0))
+    chooses.count_last()
+    counters = chooses.engine.counters
+    assert first.text == [4, 5, 6, 7]
+    assert counters.tokens == 4 and counters.accepted_tokens >= 0
+
+
 class Plain:
     """An engine that never has anything to draft: the host's work in a step takes
     `busy` seconds.

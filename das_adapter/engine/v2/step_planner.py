@@ -540,6 +540,7 @@ class StepPlanner:
             known = self.engine.live.get(request.req_id)
             if known is not None:
                 # It was preempted.
+                self._take_back_discarded(known, request)
                 known.length = request.length
                 known.text = request.text
                 self.texts.open(known)
@@ -548,6 +549,19 @@ class StepPlanner:
             with self.engine.surviving():
                 self.engine.open(request, request.length)
                 self.texts.open(request)
+
+    def _take_back_discarded(self, known: LiveRequest, request: LiveRequest) -> None:
+        """Count no longer what vLLM threw away of a request that comes back: the tokens
+        of the step in flight when the prefix cache was reset.
+        """
+        discarded = int(self.texts.length[known.slot]) - request.length
+        if discarded <= 0 or not known.record or self.engine.rehearsing:
+            return
+        counters = self.engine.counters
+        counters.tokens = max(0, counters.tokens - discarded)
+        # a step brings one token that was no draft
+        accepted = counters.accepted_tokens - (discarded - 1)
+        counters.accepted_tokens = max(0, accepted)
 
     def _close(self, req_ids: Sequence[str]) -> None:
         self.texts.close(req_ids)
