@@ -780,6 +780,12 @@ CPP_INLINE_REQUESTS = number(
 )
 
 # What the next drafts will be, on vLLM's V2 runner (live_texts.cpp)
+CPP_SYNC_TOKENS = number(
+    100,
+    "tokens of a kind or of a source to which its counts are cut at a weight sync",
+    "benchmarks/results/controller_grid.json: a collapse of acceptance is noticed at"
+    " once; the number is a guess: an error of about 0.05",
+)
 
 CPP_FORECAST_BATCHES = number(
     256.0,
@@ -794,6 +800,13 @@ CPP_UNOFFERED_BATCHES = number(
 )
 
 # Which text a history keeps (suffix_index.cpp, suffix_thin.hpp)
+
+FORECAST_KEPT_BATCHES = number(
+    8.0,
+    "batches as which those before a weight sync count in the average draft, at most",
+    "benchmarks/results/controller_grid.json: after a collapse drafts are expected that"
+    " are not there; the number is a guess: soon, but not at the first batch",
+)
 
 CPP_SEGMENTS_PER_PROBLEM = number(
     8,

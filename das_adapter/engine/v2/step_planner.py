@@ -583,6 +583,7 @@ class StepPlanner:
                     ended.append(req_id)
             ended.sort()
             self._close(ended)
+            self.texts.forget_drafts()
             self._last_arrival = None
             self._may_put_off = 0
             return self.engine.refresh(message)
