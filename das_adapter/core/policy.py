@@ -291,6 +291,7 @@ class DraftPolicy:
             chances=chances,
             offsets=offsets,
             drafter=drafter,
+            max_total=self.latency.max_tokens(running) - running,
             min_chance=search.min_chance,
             by_worth=self._rules.budget == "optimal",
         )

@@ -254,10 +254,18 @@ LAUNCH_S = number(
     " such a step was seen",
     "a guess: steps within the graphs do not tell",
 )
+STEP_GROWTH = number(
+    2.0,
+    "times the tokens of the largest step that was timed that a step may have, drafts"
+    " included",
+    "benchmarks/results/controller_grid.json: what larger steps take is not known; four"
+    " or five doublings reach any size",
+)
 KNEES = number(
-    (4, 8, 16, 32, 64, 128, 256, 512),
+    (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
     "tokens in a step at which a fitted curve may bend",
-    "a guess: powers of two, as far as steps usually reach",
+    "a guess: powers of two and the middles between them, as far as steps usually"
+    " reach",
 )
 ASSUMED_STEP_S = number(
     0.02,

@@ -50,11 +50,12 @@ def test_a_bent_curve_with_a_price_for_drafting_is_recovered() -> None:
     assert found.slope(8) == pytest.approx(0.0, abs=1e-8)
 
 
-def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_cheap() -> (
+def test_drafted_steps_of_one_size_do_not_say_that_a_draft_has_a_price_of_its_own() -> (
     None
 ):
     """What a draft costs beside its tokens can't be told from steps that are all of one
-    size.
+    size. Where times begin to rise is told by the sizes between, which are tried as if
+    they were cheap.
     """
     truth = StepModel(base=0.0045, token=0.0, bend=0.00013, knee=35, context=1.8e-8)
     for seed in range(20):
@@ -68,11 +69,22 @@ def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_ch
                 ) * np.exp(0.03 * rng.normal())
                 times.add(tokens, requests, tokens > 64, seconds, requests * context)
         model = times.fit()
-        for tokens in (68, 128, 512):
+        assert model.draft == 0.0
+        for tokens in (192, 128, 96):
+            seconds = truth.step(tokens, 64, True, 64 * 420)
+            if model.step(tokens, 64, True, 64 * 420) > 0.8 * seconds:
+                continue
+            for _ in range(3):
+                times.add(tokens, 64, True, seconds, 64 * 420)
+            model = times.fit()
+        for tokens in (68, 128, 238):
             expected = truth.step(tokens, 64, True, 64 * 420)
             assert model.step(tokens, 64, True, 64 * 420) == pytest.approx(
                 expected, rel=0.2
             )
+        assert model.step(512, 64, True, 64 * 420) > 0.8 * truth.step(
+            512, 64, True, 64 * 420
+        )
 
 
 @pytest.mark.parametrize("told", [True, False])
