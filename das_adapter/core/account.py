@@ -86,6 +86,8 @@ class Account:
         self._restart()
 
     def _restart(self) -> None:
+        self._measuring = False
+        """Whether plain steps are timed before a loss that is suspected is judged."""
         self.time.restart()
         self._on = False
         """Whether a number of requests, `speculate`, lets it draft."""
@@ -106,6 +108,8 @@ class Account:
         """
         if self.idle:
             return False
+        if self._measuring:
+            return False
         return drafted or self.looks(requests)
 
     def looks(self, requests: int) -> bool:
@@ -114,6 +118,8 @@ class Account:
 
     def rest_steps(self, requests: int) -> int:
         """Return for how many steps after this one no drafter is asked, as far as can
+        if self._measuring:
+            return 2 * tuning.JUDGED_SAMPLES
         be said now.
         """
         if self.idle:
@@ -213,8 +219,12 @@ class Account:
         if drafted:
             self._drafted_in_a_row += 1
             self._plain_in_a_row = 0
+        requests = len(step.slots)
         else:
             self._plain_in_a_row += 1
+        if self._measuring and self.time.known_at(requests):
+            self._measuring = False
+            self._judge_batch(requests)
             self._drafted_in_a_row = 0
         self.time.record_step(step, predicted)
         if step.asked:
@@ -227,9 +237,7 @@ class Account:
         batch_steps = self.time.batch.steps
         is_checked = self._drafted_steps % tuning.GUARD_STEPS == 0
         if is_checked and batch_steps >= tuning.GUARD_STEPS:
-            reason = self._explain_batch_loss()
-            if reason is not None:
-                self.stop(reason)
+            self._judge_batch(requests)
 
     def record_baseline_steps(self, slots: Ints, sums: Floats) -> None:
         """Record steps as `PlainTime.record_baseline_steps` does; they are not given
@@ -296,6 +304,18 @@ class Account:
             "of_stock": of_stock,
             "state": self.state.value,
             "reason": reason,
+    def _judge_batch(self, requests: int) -> None:
+        """Stop drafting where it has lost in the present batch, of so many requests;
+        where plain steps of that size are not known, some are taken first.
+        """
+        reason = self._explain_batch_loss()
+        if reason is None:
+            return
+        if self.time.known_at(requests):
+            self.stop(reason)
+        else:
+            self._measuring = True
+
         }
 
     # Inside

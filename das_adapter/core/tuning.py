@@ -201,6 +201,12 @@ JUDGED_SAMPLES = number(
     "baseline steps below which nothing is held against a rollout",
     "a guess: fewer say little about their scatter",
 )
+NEAR_REQUESTS = number(
+    2.0,
+    "times the requests of baseline steps, or that share of them, up to which their"
+    " times are known",
+    "a guess: beyond, the engine's own steps would have to tell how times go on",
+)
 BASELINE_SAMPLES = number(
     256,
     "baseline steps whose times are compared with their model, the latest",
