@@ -53,14 +53,11 @@ class Account:
         self,
         time: PlainTime,
         speculate: Speculate = "auto",
-        look_share: float = tuning.LOOK_SHARE,
     ) -> None:
         """
         Args:
             time: what plain steps take.
             speculate: the key of the block.
-            look_share: share of the time that looks may take while nothing is worth
-                drafting; 0: they are as rare as can be.
         """
         self.time = time
         self.state = State.DRAFTING
@@ -70,7 +67,6 @@ class Account:
         self.step = 0
         """Decode steps since the engine's start."""
         self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
-        self._look_share = look_share
         self.probe_wait = tuning.PROBE_STEPS
         """Plain steps in a row after which a drafted one is due."""
         self.model_rest = RolloutRest()
@@ -86,12 +82,12 @@ class Account:
         self._restart()
 
     def _restart(self) -> None:
-        self._measuring = False
-        """Whether plain steps are timed before a loss that is suspected is judged."""
         self.time.restart()
         self._on = False
         """Whether a number of requests, `speculate`, lets it draft."""
         self._drafted_steps = 0
+        self._measuring = False
+        """Whether plain steps are timed before a loss that is suspected is judged."""
         self._model_took_s = 0.0
         self._model_saved_s = 0.0
 
@@ -108,22 +104,22 @@ class Account:
         """
         if self.idle:
             return False
-        if self._measuring:
-            return False
         return drafted or self.looks(requests)
 
     def looks(self, requests: int) -> bool:
         """Return whether drafts are looked for at the end of this step."""
+        if self._measuring:
+            return False
         return self.look.due(self.step, requests)
 
     def rest_steps(self, requests: int) -> int:
         """Return for how many steps after this one no drafter is asked, as far as can
-        if self._measuring:
-            return 2 * tuning.JUDGED_SAMPLES
         be said now.
         """
         if self.idle:
             return sys.maxsize
+        if self._measuring:
+            return 2 * tuning.JUDGED_SAMPLES
         next_look = self.look.due_in(self.step, requests)
         return max(0, next_look - 1)
 
@@ -193,7 +189,7 @@ class Account:
         drafts = drafted and not probing
         if drafts:
             self.probe_wait = tuning.PROBE_STEPS
-        looks_s = self._look_share * seconds
+        looks_s = tuning.LOOK_SHARE * seconds
         wait_steps = math.inf
         if looks_s:
             requests_s = tuning.LOOK_REQUEST_S * running
@@ -219,16 +215,16 @@ class Account:
         if drafted:
             self._drafted_in_a_row += 1
             self._plain_in_a_row = 0
-        requests = len(step.slots)
         else:
             self._plain_in_a_row += 1
+            self._drafted_in_a_row = 0
+        self.time.record_step(step, predicted)
+        requests = len(step.slots)
+        if step.asked:
+            self.record_model(took_s=step.drafting_seconds)
         if self._measuring and self.time.known_at(requests):
             self._measuring = False
             self._judge_batch(requests)
-            self._drafted_in_a_row = 0
-        self.time.record_step(step, predicted)
-        if step.asked:
-            self.record_model(took_s=step.drafting_seconds)
         if not drafted:
             return
         self._drafted_steps += 1
@@ -304,6 +300,10 @@ class Account:
             "of_stock": of_stock,
             "state": self.state.value,
             "reason": reason,
+        }
+
+    # Inside
+
     def _judge_batch(self, requests: int) -> None:
         """Stop drafting where it has lost in the present batch, of so many requests;
         where plain steps of that size are not known, some are taken first.
@@ -315,10 +315,6 @@ class Account:
             self.stop(reason)
         else:
             self._measuring = True
-
-        }
-
-    # Inside
 
     def _explain_batch_loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they

@@ -254,18 +254,18 @@ REFIT_STEPS = number(
     " where a token costs three times what the roofline says; the number is a guess:"
     " longer than most rollouts",
 )
-LAUNCH_S = number(
-    0.005,
-    "seconds that a step takes longer whose kernels are launched one by one, until"
-    " such a step was seen",
-    "a guess: steps within the graphs do not tell",
-)
 STEP_GROWTH = number(
     2.0,
     "times the tokens of the largest step that was timed that a step may have, drafts"
     " included",
     "benchmarks/results/controller_grid.json: what larger steps take is not known; four"
     " or five doublings reach any size",
+)
+LAUNCH_S = number(
+    0.005,
+    "seconds that a step takes longer whose kernels are launched one by one, until"
+    " such a step was seen",
+    "a guess: steps within the graphs do not tell",
 )
 KNEES = number(
     (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
@@ -780,6 +780,12 @@ CPP_MEMORY_TOKENS = number(
     "tokens of a kind or of a source at which its counts are halved",
     "a guess: follows a policy that changes, and varies by less than a hundredth",
 )
+CPP_SYNC_TOKENS = number(
+    100,
+    "tokens of a kind or of a source to which its counts are cut at a weight sync",
+    "benchmarks/results/controller_grid.json: a collapse of acceptance is noticed at"
+    " once; the number is a guess: an error of about 0.05",
+)
 CPP_AHEAD_CHANCE = number(
     0.95,
     "prior chance of a token that was written ahead with the request's noise",
@@ -794,11 +800,12 @@ CPP_INLINE_REQUESTS = number(
 )
 
 # What the next drafts will be, on vLLM's V2 runner (live_texts.cpp)
-CPP_SYNC_TOKENS = number(
-    100,
-    "tokens of a kind or of a source to which its counts are cut at a weight sync",
-    "benchmarks/results/controller_grid.json: a collapse of acceptance is noticed at"
-    " once; the number is a guess: an error of about 0.05",
+
+FORECAST_KEPT_BATCHES = number(
+    8.0,
+    "batches as which those before a weight sync count in the average draft, at most",
+    "benchmarks/results/controller_grid.json: after a collapse drafts are expected that"
+    " are not there; the number is a guess: soon, but not at the first batch",
 )
 
 CPP_FORECAST_BATCHES = number(
@@ -814,13 +821,6 @@ CPP_UNOFFERED_BATCHES = number(
 )
 
 # Which text a history keeps (suffix_index.cpp, suffix_thin.hpp)
-
-FORECAST_KEPT_BATCHES = number(
-    8.0,
-    "batches as which those before a weight sync count in the average draft, at most",
-    "benchmarks/results/controller_grid.json: after a collapse drafts are expected that"
-    " are not there; the number is a guess: soon, but not at the first batch",
-)
 
 CPP_SEGMENTS_PER_PROBLEM = number(
     8,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core import tuning
 from das_adapter.core.account import State, collapsed
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
@@ -72,11 +71,10 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
-        look_share: float = tuning.LOOK_SHARE,
     ) -> None:
         """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
         where all requests of a step share one (V2); `leads`: whether this rank decides,
-        has the history and writes the decision log; `look_share`: see `DraftPolicy`.
+        has the history and writes the decision log.
         """
         self.config = config
         self.counters = Counters()
@@ -111,7 +109,6 @@ class EngineController:
             drafts,
             lengths,
             sizes,
-            look_share,
         )
         if known is None:
             self.policy.latency.set_prior(assumed())

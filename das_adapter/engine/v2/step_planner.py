@@ -166,8 +166,6 @@ class StepPlanner:
             vllm_config,
             drafts,
             lengths=lengths,
-            # For a look outputs can't be put off for some steps.
-            look_share=0.0,
         )
         self.texts = LiveTexts(config.num_draft_tokens, self.engine.live)
         self._own_lengths = False
@@ -583,9 +581,9 @@ class StepPlanner:
                     ended.append(req_id)
             ended.sort()
             self._close(ended)
-            self.texts.forget_drafts()
             self._last_arrival = None
             self._may_put_off = 0
+            self.texts.forget_drafts()
             return self.engine.refresh(message)
 
     def map_guest_history(self, files: Sequence[str]) -> None:
