@@ -429,8 +429,11 @@ class StepTimes:
 
     def max_tokens(self, requests: int) -> int:
         """Return the most tokens of a step of so many requests, drafts included, whose
-        time can be told from those of the steps that were seen.
+        time can be told from those of the steps that were seen: none but the requests'
+        own, before any.
         """
+        if not self.largest_tokens:
+            return requests
         largest = max(self.largest_tokens, float(requests))
         return int(tuning.STEP_GROWTH * largest)
 
@@ -682,6 +685,9 @@ def fit(
         columns["bend"] = np.maximum(0.0, beyond_knee)
         for extra in ((), extras):
             names = (*line, *bend, *extra)
+            if knee and len(names) > max_coefficients:
+                # few steps: times are flat up to the knee
+                names = ("base", *bend, *extra)
             if len(names) > max_coefficients:
                 continue
             coefficients, loss = _robust(names, columns, t, relative_weight)
