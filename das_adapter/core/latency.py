@@ -327,8 +327,8 @@ class StepTimes:
         """
         Args:
             prior: the model until the first fit; None: `ASSUMED`.
-            min_step_kinds: how many kinds of step must have been seen twice, whatever
-                their context, before that.
+            min_step_kinds: how many kinds of step must have been seen, whatever their
+                context, before that: twice each, if so many were.
             sizes: `StepModel.sizes` of the engine.
         """
         launch_s = tuning.LAUNCH_S if sizes else 0.0
@@ -430,7 +430,7 @@ class StepTimes:
     def max_tokens(self, requests: int) -> int:
         """Return the most tokens of a step of so many requests, drafts included, whose
         time can be told from those of the steps that were seen: none but the requests'
-        own, before any.
+        own, before a kind of step was seen often enough.
         """
         if not self.largest_tokens:
             return requests
@@ -479,7 +479,7 @@ class StepTimes:
     def fit(self) -> StepModel:
         """Fit the model again and return it.
 
-        While too few kinds of step were seen twice, or all of about one size, it is the
+        While too few kinds of step were seen, or all of about one size, it is the
         prior, whose times are multiplied to meet those that were seen. Where there was
         no prior, steps of about one size say that smaller ones take as long. Beyond the
         largest step that was seen times rise as the prior's do: that small steps take
@@ -491,18 +491,18 @@ class StepTimes:
         if not self._cells:
             return self.model
         self.known = True
+        all_cells = list(self._cells.values())
         cells = []
-        step_kinds = set()
-        for cell in self._cells.values():
+        for cell in all_cells:
             if len(cell.seconds) >= tuning.FIT_TIMES:
                 cells.append(cell)
-                step_kinds.add(cell.step_kind)
         if cells:
             self.largest_tokens = max(cell.tokens for cell in cells)
         self._has_news = False
+        if len({cell.step_kind for cell in cells}) < self._min_step_kinds:
+            cells = all_cells
+        step_kinds = {cell.step_kind for cell in cells}
         too_few = len(step_kinds) < self._min_step_kinds
-        if too_few:
-            cells = list(self._cells.values())
         steps = _Steps.of(cells)
         tokens = steps.tokens
         prior = self._prior
