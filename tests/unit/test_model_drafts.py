@@ -217,7 +217,6 @@ def test_before_the_first_step_it_drafts_where_the_papers_speed_up_is_enough(
         drafts.set_pass_prior(of_pass)
         das = DasConfig(drafter="self", max_draft_tokens=tokens)
         policy = DraftPolicy(das, longest_response=8192, prior=step, drafts=drafts)
-        policy.latency.largest_tokens = 10_000  # as if such steps had been timed
         slots = np.array([policy.begin(i, 0, 8192) for i in range(b)])
         one = np.ones(b, dtype=int)
         plan = decide(
@@ -376,7 +375,6 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
         drafts=drafts,
         lengths=(1, 2, 4, 5, 8),
     )
-    policy.latency.largest_tokens = 100  # as if such steps had been timed
     slots = np.array([policy.begin(i, 0, 500) for i in range(running)])
 
     def history(limits: Any, floor: float) -> Any:
