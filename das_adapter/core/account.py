@@ -53,11 +53,13 @@ class Account:
         self,
         time: PlainTime,
         speculate: Speculate = "auto",
+        look_steps: int = 1,
     ) -> None:
         """
         Args:
             time: what plain steps take.
             speculate: the key of the block.
+            look_steps: steps in which the host works for one look for drafts.
         """
         self.time = time
         self.state = State.DRAFTING
@@ -66,6 +68,7 @@ class Account:
         """Why, where there is more to say."""
         self.step = 0
         """Decode steps since the engine's start."""
+        self._look_steps = look_steps
         self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
         self.probe_wait = tuning.PROBE_STEPS
         """Plain steps in a row after which a drafted one is due."""
@@ -193,7 +196,7 @@ class Account:
         wait_steps = math.inf
         if looks_s:
             requests_s = tuning.LOOK_REQUEST_S * running
-            look_s = tuning.LOOK_S + requests_s
+            look_s = self._look_steps * (tuning.LOOK_S + requests_s)
             wait_steps = look_s / looks_s
         again_soon = drafted or probing
         self.look.done(self.step, running, again_soon, wait_steps)

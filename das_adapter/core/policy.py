@@ -108,6 +108,7 @@ class DraftPolicy:
         drafts: ModelDrafts | None = None,
         lengths: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
+        look_steps: int = 1,
     ) -> None:
         """
         Args:
@@ -119,10 +120,11 @@ class DraftPolicy:
             lengths: draft lengths to choose from, rising, where all requests of a step
                 have the same; None: each has its own.
             sizes: tokens for which the engine has CUDA graphs; see `StepModel`.
+            look_steps: see `Account`.
         """
         times = StepTimes(prior, sizes=sizes)
         plain_time = PlainTime(times, sizes)
-        self._account = Account(plain_time, config.speculate)
+        self._account = Account(plain_time, config.speculate, look_steps)
         self._lengths = LengthModel(longest_response)
         self.drafts = drafts
         """Figures of the model that drafts; None: none does."""

@@ -71,10 +71,11 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
+        look_steps: int = 1,
     ) -> None:
         """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
         where all requests of a step share one (V2); `leads`: whether this rank decides,
-        has the history and writes the decision log.
+        has the history and writes the decision log; `look_steps`: see `Account`.
         """
         self.config = config
         self.counters = Counters()
@@ -109,6 +110,7 @@ class EngineController:
             drafts,
             lengths,
             sizes,
+            look_steps,
         )
         if known is None:
             self.policy.latency.set_prior(assumed())

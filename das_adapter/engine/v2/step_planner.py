@@ -166,6 +166,8 @@ class StepPlanner:
             vllm_config,
             drafts,
             lengths=lengths,
+            # until one hears of a look no output can be put off
+            look_steps=1 + LATE_STEPS,
         )
         self.texts = LiveTexts(config.num_draft_tokens, self.engine.live)
         self._own_lengths = False
