@@ -76,6 +76,10 @@ DEVICE_SEARCH_S = (1e-4, 1e-7)
 """Seconds of a look on a GPU, and of each request in it."""
 HOST_SEARCH_S = (tuning.LOOK_S, tuning.LOOK_REQUEST_S)
 KNEE_BASE_S = 0.008
+ALWAYS_FOUND = ("collapse", "halfway", "late", "hopeless")
+"""Drafts that are found however wrong they are; others are not for two tokens after a
+wrong one.
+"""
 USELESS = 0.03
 """Chance of a token after a collapse."""
 
@@ -338,7 +342,10 @@ def texts_of(cell: Cell, learner: Learner, seed: int = 0) -> list[list[LearnedTe
         texts = []
         for place, length in enumerate(lengths_of(cell, rng)):
             chance, promised = chances_of(cell, rng, length, rollout)
-            texts.append(LearnedText(rng, chance, promised, place, learner))
+            text = LearnedText(rng, chance, promised, place, learner)
+            if cell.drafts in ALWAYS_FOUND:
+                text.blind = 0
+            texts.append(text)
         rollouts.append(texts)
     return rollouts
 

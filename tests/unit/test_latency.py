@@ -50,6 +50,44 @@ def test_a_bent_curve_with_a_price_for_drafting_is_recovered() -> None:
     assert found.slope(8) == pytest.approx(0.0, abs=1e-8)
 
 
+def test_plain_steps_of_several_sizes_do_not_tell_a_drafts_price_from_its_tokens() -> (
+    None
+):
+    truth = StepModel(base=0.008, token=0.0, bend=0.001, knee=24)
+    times = StepTimes()
+    for requests, tokens in ((4, 4), (8, 8), (16, 16), (8, 136)):
+        for _ in range(5):
+            drafted = tokens > requests
+            seconds = truth.step(tokens, requests, drafted)
+            times.add(tokens, requests, drafted, seconds)
+    model = times.fit()
+    assert model.draft == 0.0
+    assert model.step(272, 8, True) > 1.5 * model.step(136, 8, True)
+
+
+def test_a_step_has_at_most_twice_the_tokens_of_the_largest_that_was_timed() -> None:
+    times = StepTimes(StepModel(base=0.008, token=0.0))
+    assert times.max_tokens(8) == 8
+    largest = []
+    for _ in range(10):
+        tokens = times.max_tokens(8)
+        times.add(tokens, 8, tokens > 8, 0.008)
+        times.keep_fitted()
+        largest.append(tokens)
+    # each size is seen twice before the next
+    assert largest == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128]
+
+
+def test_a_bend_is_found_within_a_few_steps_of_a_larger_size() -> None:
+    truth = StepModel(base=0.008, token=0.0, bend=0.001, knee=48)
+    times = StepTimes(StepModel(base=0.02, token=0.0))
+    for tokens in (32, 32, 64, 64, 48, 48):
+        times.add(tokens, 32, tokens > 32, truth.step(tokens, 32, tokens > 32))
+        times.keep_fitted()
+    assert times.model.step(48, 32, True) == pytest.approx(0.008, rel=0.05)
+    assert times.model.step(64, 32, True) == pytest.approx(0.024, rel=0.05)
+
+
 def test_drafted_steps_of_one_size_do_not_say_that_a_draft_has_a_price_of_its_own() -> (
     None
 ):
