@@ -423,7 +423,10 @@ class StepTimes:
         cell.add(size, requests, context, seconds)
         is_larger = size >= tuning.ALIKE_STEPS * self.largest_tokens
         is_new = len(cell.seconds) == tuning.FIT_TIMES
-        if is_new and (is_larger or is_wrong):
+        # among many steps a wrong one is rather noise
+        rare_steps = tuning.NEWS_SHARE * self._fitted_at
+        is_news = is_wrong and self.observed - self._fitted_at >= rare_steps
+        if is_new and (is_larger or is_news):
             self._has_news = True
         return predicted_s
 

@@ -232,6 +232,12 @@ REFIT_ERROR = number(
     "a guess; fitting at the scatter of single times took 36 % of the engine's thread"
     " with a 1.5B policy on an H200",
 )
+NEWS_SHARE = number(
+    0.06,
+    "steps since the last fit, as a share of those before it, from which on a step of a"
+    " new kind that was predicted wrongly has the model fitted again",
+    "a guess: at once among the first 32 steps, and less than a hundred times in all",
+)
 RECENT_PREDICTIONS = number(
     8,
     "predictions over which the recent error is averaged",
