@@ -35,6 +35,7 @@ COMMANDS = {
     "agreement.json": "benchmarks/agreement.py --out OUT",
     "chaos.json": "benchmarks/soak.py --seed 0 --seed 1 --seed 2 --out OUT",
     "controller.json": "benchmarks/controller.py --out OUT",
+    "controller_grid.json": "benchmarks/controller_grid.py --out OUT",
     "controller_overhead.json": "benchmarks/controller_overhead.py --out OUT",
     "demo.json": "examples/verl/demo.py --out FOLDER",
     "demo_not_strict.json": "examples/verl/demo.py --not-strict --out FOLDER",

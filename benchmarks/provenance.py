@@ -24,6 +24,12 @@ MEASURES = {
         "csrc",
     ],
     "agreement.py": ["das_adapter/core/index", TUNING, "csrc"],
+    "controller_grid.py": [
+        "das_adapter/core",
+        "das_adapter/engine/v2/step_planner.py",
+        "das_adapter/engine/v2/live.py",
+        "csrc",
+    ],
     "controller_overhead.py": ["das_adapter/core", "das_adapter/engine", "csrc"],
     "graphs.py": [
         f"das_adapter/{part}"

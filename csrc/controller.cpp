@@ -95,11 +95,11 @@ class GrowingStep {
 // each request's draft, `chances[offsets[i]]` and on, the seconds that an accepted
 // token of it saves, and StepModel's costs; returns the gain. Of m tokens the best set
 // is the m of greatest value, and as values fall along each draft, those above a
-// threshold are a prefix of it: the best m decides. das_adapter/core/budget.py explains
-// it.
+// threshold are a prefix of it: the best m decides, of those
+// up to `max_kept`. das_adapter/core/budget.py explains it.
 double allocate(const In<float>& chances, const In<int64_t>& offsets,
                 const In<double>& token_gain_s, const nb::tuple& costs,
-                Out<int64_t> keep) {
+                int64_t max_kept, Out<int64_t> keep) {
   const size_t batch = token_gain_s.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument(
@@ -126,7 +126,8 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets,
   double value_sum = 0;
   double best_gain_s = 0;
   size_t num_kept = 0;
-  for (size_t m = 1; m <= num_drafts; ++m) {
+  const size_t last = std::min(num_drafts, static_cast<size_t>(max_kept));
+  for (size_t m = 1; m <= last; ++m) {
     value_sum += best_first[m - 1];
     const double gain_s = value_sum - (step.seconds(m) - baseline_s);
     if (gain_s > best_gain_s) {
@@ -302,9 +303,10 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"),
-        nb::arg("token_gain_s"), nb::arg("costs"), nb::arg("keep"),
+        nb::arg("token_gain_s"), nb::arg("costs"), nb::arg("max_kept"), nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b], "
-        "given what StepModel says of the costs. Return the expected gain in seconds.");
+        "max_kept in all at most, given what StepModel says of the costs. Return the "
+        "expected gain in seconds.");
   nb::class_<RequestColumns>(m, "RequestColumns")
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>,
                     Out<double>, Out<double>>(),

@@ -189,7 +189,8 @@ nb::dict rules() {
       {"COUNTS", Acceptance::kCounts},
       {"PRIOR", static_cast<int64_t>(tuning::PRIOR_TOKENS)},
       {"DOUBT", static_cast<int64_t>(tuning::SOURCE_PRIOR_TOKENS)},
-      {"MEMORY", tuning::MEMORY_TOKENS}};
+      {"MEMORY", tuning::MEMORY_TOKENS},
+      {"KEPT", tuning::SYNC_TOKENS}};
   nb::dict found;
   for (const auto& [name, value] : numbers) found[name] = value;
   const auto& shares = tuning::SHARE_STEPS;
@@ -203,6 +204,12 @@ nb::dict rules() {
   const auto& chances = fresh.prior_chance;
   found["CHANCES"] = owned(std::vector<double>(chances.begin(), chances.end()));
   return found;
+}
+
+void check_kinds(const In<uint16_t>& kinds) {
+  for (size_t i = 0; i < kinds.size(); ++i)
+    if (kinds.data()[i] > Acceptance::kAhead)
+      throw std::invalid_argument("Acceptance: no such kind of token");
 }
 
 }  // namespace
@@ -239,6 +246,32 @@ void bind_suffix_index(nb::module_& m) {
     }
     return nb::make_tuple(owned(std::move(problems)), file.header().newest);
   });
+  nb::class_<das::Acceptance>(m, "Acceptance")
+      .def(nb::init<>())
+      .def(
+          "chances",
+          [](const das::Acceptance& acceptance, const In<uint16_t>& kinds) {
+            das::check_kinds(kinds);
+            std::vector<float> chances(kinds.size());
+            for (size_t i = 0; i < kinds.size(); ++i)
+              chances[i] = static_cast<float>(acceptance.chance(kinds.data()[i]));
+            return owned(std::move(chances));
+          },
+          "Return the chance of a token of each kind, float32 [n].")
+      .def(
+          "learn",
+          [](das::Acceptance& acceptance, const In<uint16_t>& kinds,
+             const In<bool>& accepted) {
+            das::check_kinds(kinds);
+            if (accepted.size() != kinds.size())
+              throw std::invalid_argument("learn: kinds and accepted differ in length");
+            for (size_t i = 0; i < kinds.size(); ++i) {
+              acceptance.learn(kinds.data()[i], accepted.data()[i]);
+              if (!accepted.data()[i]) break;
+            }
+          },
+          "Learn from a draft up to its first token that was not accepted.")
+      .def("forget", &das::Acceptance::forget, "Reduce the counts, at a weight sync.");
   nb::class_<das::Drafting>(m, "Drafting")
       .def("result", &das::Drafting::result)
       .def("put", &das::Drafting::put);
@@ -282,6 +315,7 @@ void bind_suffix_index(nb::module_& m) {
       .def("map_guest_history", method(&SuffixIndex::map_guest_history), unlocked())
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
+      .def("forget_chances", method(&SuffixIndex::forget_chances), unlocked())
       .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("hurry") = false)
       .def("has",
            [](SharedIndex& shared, uint64_t problem, const Tokens& tokens,

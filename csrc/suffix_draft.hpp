@@ -148,6 +148,23 @@ class Acceptance {
     return estimate(cell, odds / (1 - prior + odds));
   }
 
+  // Reduces the counts to a few, at a weight sync: the new policy accepts about what
+  // the last one did, but if it does not, the counts of the last must not outweigh its
+  // own.
+  void forget() {
+    for (Cell& cell : cells_) {
+      if (cell.tried <= tuning::SYNC_TOKENS) continue;
+      cell.accepted = cell.accepted * tuning::SYNC_TOKENS / cell.tried;
+      cell.tried = tuning::SYNC_TOKENS;
+    }
+    for (Source& source : sources_) {
+      const double kept = std::min(1.0, tuning::SYNC_TOKENS / source.tried);
+      source.tried *= kept;
+      source.accepted *= kept;
+      source.expected *= kept;
+    }
+  }
+
   void learn(uint16_t kind, bool accepted) {
     Cell& cell = cells_[kind];
     cell.tried += 1;

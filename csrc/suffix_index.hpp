@@ -63,6 +63,7 @@ class SuffixIndex {
   void map_guest_history(const std::string& path);
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
+  void forget_chances() { acceptance_.forget(); }  // at a weight sync
   // Puts a file's bytes of what is in no file into one, and, unless `hurry`, of what
   // lies in files of which little is used, or in many small ones; returns how many.
   uint64_t write(bool hurry);

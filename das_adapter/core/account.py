@@ -53,14 +53,13 @@ class Account:
         self,
         time: PlainTime,
         speculate: Speculate = "auto",
-        look_share: float = tuning.LOOK_SHARE,
+        look_steps: int = 1,
     ) -> None:
         """
         Args:
             time: what plain steps take.
             speculate: the key of the block.
-            look_share: share of the time that looks may take while nothing is worth
-                drafting; 0: they are as rare as can be.
+            look_steps: steps in which the host works for one look for drafts.
         """
         self.time = time
         self.state = State.DRAFTING
@@ -69,8 +68,8 @@ class Account:
         """Why, where there is more to say."""
         self.step = 0
         """Decode steps since the engine's start."""
+        self._look_steps = look_steps
         self.look = Backoff(tuning.LOOK_FIRST_STEPS, tuning.LOOK_STEPS)
-        self._look_share = look_share
         self.probe_wait = tuning.PROBE_STEPS
         """Plain steps in a row after which a drafted one is due."""
         self.model_rest = RolloutRest()
@@ -90,6 +89,8 @@ class Account:
         self._on = False
         """Whether a number of requests, `speculate`, lets it draft."""
         self._drafted_steps = 0
+        self._measuring = False
+        """Whether plain steps are timed before a loss that is suspected is judged."""
         self._model_took_s = 0.0
         self._model_saved_s = 0.0
 
@@ -110,6 +111,8 @@ class Account:
 
     def looks(self, requests: int) -> bool:
         """Return whether drafts are looked for at the end of this step."""
+        if self._measuring:
+            return False
         return self.look.due(self.step, requests)
 
     def rest_steps(self, requests: int) -> int:
@@ -118,6 +121,8 @@ class Account:
         """
         if self.idle:
             return sys.maxsize
+        if self._measuring:
+            return 2 * tuning.JUDGED_SAMPLES
         next_look = self.look.due_in(self.step, requests)
         return max(0, next_look - 1)
 
@@ -187,11 +192,11 @@ class Account:
         drafts = drafted and not probing
         if drafts:
             self.probe_wait = tuning.PROBE_STEPS
-        looks_s = self._look_share * seconds
+        looks_s = tuning.LOOK_SHARE * seconds
         wait_steps = math.inf
         if looks_s:
             requests_s = tuning.LOOK_REQUEST_S * running
-            look_s = tuning.LOOK_S + requests_s
+            look_s = self._look_steps * (tuning.LOOK_S + requests_s)
             wait_steps = look_s / looks_s
         again_soon = drafted or probing
         self.look.done(self.step, running, again_soon, wait_steps)
@@ -217,8 +222,12 @@ class Account:
             self._plain_in_a_row += 1
             self._drafted_in_a_row = 0
         self.time.record_step(step, predicted)
+        requests = len(step.slots)
         if step.asked:
             self.record_model(took_s=step.drafting_seconds)
+        if self._measuring and self.time.known_at(requests):
+            self._measuring = False
+            self._judge_batch(requests)
         if not drafted:
             return
         self._drafted_steps += 1
@@ -227,9 +236,7 @@ class Account:
         batch_steps = self.time.batch.steps
         is_checked = self._drafted_steps % tuning.GUARD_STEPS == 0
         if is_checked and batch_steps >= tuning.GUARD_STEPS:
-            reason = self._explain_batch_loss()
-            if reason is not None:
-                self.stop(reason)
+            self._judge_batch(requests)
 
     def record_baseline_steps(self, slots: Ints, sums: Floats) -> None:
         """Record steps as `PlainTime.record_baseline_steps` does; they are not given
@@ -299,6 +306,18 @@ class Account:
         }
 
     # Inside
+
+    def _judge_batch(self, requests: int) -> None:
+        """Stop drafting where it has lost in the present batch, of so many requests;
+        where plain steps of that size are not known, some are taken first.
+        """
+        reason = self._explain_batch_loss()
+        if reason is None:
+            return
+        if self.time.known_at(requests):
+            self.stop(reason)
+        else:
+            self._measuring = True
 
     def _explain_batch_loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they

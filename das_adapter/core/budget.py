@@ -14,6 +14,9 @@ from das_adapter.core.length import chance_ended_by
 from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
 
+UNLIMITED = 2**62
+"""Draft tokens of a step where there is no limit."""
+
 
 def drafts_needed(
     rounds: float,
@@ -143,6 +146,7 @@ def allocate(
     worth_s: Floats,
     model: StepModel,
     by_worth: bool = True,
+    max_total: int = UNLIMITED,
 ) -> StepPlan:
     """Keep the draft tokens that are worth more than they cost in the step that all
     kept tokens make up.
@@ -159,13 +163,14 @@ def allocate(
         worth_s: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
         by_worth: False: keep all tokens, and return what that gains.
+        max_total: the most tokens that are kept by their worth.
     """
     requests = len(worth_s)
     no_model_drafts = np.zeros(requests, dtype=np.int64)
     if by_worth:
         keep = np.empty(requests, dtype=np.int64)
         costs = model.native_costs(requests)
-        gain = native().allocate(chances, offsets, worth_s, costs, keep)
+        gain = native().allocate(chances, offsets, worth_s, costs, max_total, keep)
         return StepPlan(keep, no_model_drafts, gain)
     keep = np.diff(offsets)
     (saved_s,) = prefix_worth(worth_s, chances, offsets, keep)

@@ -327,8 +327,8 @@ class StepTimes:
         """
         Args:
             prior: the model until the first fit; None: `ASSUMED`.
-            min_step_kinds: how many kinds of step must have been seen twice, whatever
-                their context, before that.
+            min_step_kinds: how many kinds of step must have been seen, whatever their
+                context, before that: twice each, if so many were.
             sizes: `StepModel.sizes` of the engine.
         """
         launch_s = tuning.LAUNCH_S if sizes else 0.0
@@ -343,6 +343,12 @@ class StepTimes:
         self.recent_error = 0.0
         """Relative error of the last few predictions since the last fit: large outside
         the fitted range, or where times scatter.
+        """
+        self.largest_tokens = 0.0
+        """Tokens of the largest step that the model was fitted to."""
+        self._has_news = False
+        """Whether steps of a kind were seen often enough since, which are larger or
+        were predicted wrongly.
         """
         self._min_step_kinds = min_step_kinds
         self._fitted_at = 0
@@ -381,10 +387,12 @@ class StepTimes:
         together.
         """
         predicted_s = None
+        is_wrong = False
         if self.known:
             predicted_s = self.model.step(tokens, requests, drafted, context)
             if seconds > 0:
                 relative_error = predicted_s / seconds - 1.0
+                is_wrong = abs(relative_error) > tuning.REFIT_ERROR
                 self._record_error(relative_error)
         self.observed += 1
         size = int(self._prior.padded_size(tokens, drafted))
@@ -413,7 +421,24 @@ class StepTimes:
             )
             self._cells[key] = cell
         cell.add(size, requests, context, seconds)
+        is_larger = size >= tuning.ALIKE_STEPS * self.largest_tokens
+        is_new = len(cell.seconds) == tuning.FIT_TIMES
+        # among many steps a wrong one is rather noise
+        rare_steps = tuning.NEWS_SHARE * self._fitted_at
+        is_news = is_wrong and self.observed - self._fitted_at >= rare_steps
+        if is_new and (is_larger or is_news):
+            self._has_news = True
         return predicted_s
+
+    def max_tokens(self, requests: int) -> int:
+        """Return the most tokens of a step of so many requests, drafts included, whose
+        time can be told from those of the steps that were seen: none but the requests'
+        own, before a kind of step was seen often enough.
+        """
+        if not self.largest_tokens:
+            return requests
+        largest = max(self.largest_tokens, float(requests))
+        return int(tuning.STEP_GROWTH * largest)
 
     def _record_error(self, relative_error: float) -> None:
         error = min(1.0, abs(relative_error))
@@ -435,9 +460,10 @@ class StepTimes:
         return error / num_predictions
 
     def keep_fitted(self) -> None:
-        """Fit the model at the first step, and again after enough new ones, earlier
-        where its recent predictions were wrong: soon, and where that did not help, each
-        time after twice as many.
+        """Fit the model at the first step, when steps of a new kind were seen that are
+        larger than all before or were predicted wrongly, and again after enough new
+        ones, earlier where recent predictions were wrong: soon, and where that did not
+        help, each time after twice as many.
         """
         new_steps = self.observed - self._fitted_at
         is_wrong = self.recent_error > tuning.REFIT_ERROR
@@ -445,7 +471,7 @@ class StepTimes:
         due = min(doubled, tuning.REFIT_STEPS)
         if is_wrong:
             due = min(self._refit_steps, due)
-        if self.known and new_steps < due:
+        if self.known and new_steps < due and not self._has_news:
             return
         refit_steps = tuning.REFIT_SOON_STEPS
         if is_wrong:
@@ -456,7 +482,7 @@ class StepTimes:
     def fit(self) -> StepModel:
         """Fit the model again and return it.
 
-        While too few kinds of step were seen twice, or all of about one size, it is the
+        While too few kinds of step were seen, or all of about one size, it is the
         prior, whose times are multiplied to meet those that were seen. Where there was
         no prior, steps of about one size say that smaller ones take as long. Beyond the
         largest step that was seen times rise as the prior's do: that small steps take
@@ -468,15 +494,18 @@ class StepTimes:
         if not self._cells:
             return self.model
         self.known = True
+        all_cells = list(self._cells.values())
         cells = []
-        step_kinds = set()
-        for cell in self._cells.values():
+        for cell in all_cells:
             if len(cell.seconds) >= tuning.FIT_TIMES:
                 cells.append(cell)
-                step_kinds.add(cell.step_kind)
+        if cells:
+            self.largest_tokens = max(cell.tokens for cell in cells)
+        self._has_news = False
+        if len({cell.step_kind for cell in cells}) < self._min_step_kinds:
+            cells = all_cells
+        step_kinds = {cell.step_kind for cell in cells}
         too_few = len(step_kinds) < self._min_step_kinds
-        if too_few:
-            cells = list(self._cells.values())
         steps = _Steps.of(cells)
         tokens = steps.tokens
         prior = self._prior
@@ -646,6 +675,8 @@ def fit(
     for knee in tuning.KNEES:
         if smallest < knee < largest:
             knees.append(float(knee))
+    # where several fit alike, the largest: the next steps show whether it is right
+    knees.reverse()
     num_steps = len(t)
     max_coefficients = max(num_steps, 3) - 1
     best_score = np.inf
@@ -657,13 +688,16 @@ def fit(
         columns["bend"] = np.maximum(0.0, beyond_knee)
         for extra in ((), extras):
             names = (*line, *bend, *extra)
+            if knee and len(names) > max_coefficients:
+                # few steps: times are flat up to the knee
+                names = ("base", *bend, *extra)
             if len(names) > max_coefficients:
                 continue
             coefficients, loss = _robust(names, columns, t, relative_weight)
             log_loss = np.log(loss + 1e-6)
             penalty = len(coefficients) * np.log(num_steps)
             score = num_steps * log_loss + penalty
-            if score < best_score:
+            if score < best_score - 1e-6:
                 best_score = score
                 best_knee = knee
                 best = coefficients
@@ -697,14 +731,9 @@ def _told_apart(
     some_drafted = 0 < d.sum() < len(d)
     some_launched = 0 < launched.sum() < len(launched)
     any_drafted = d.any()
-    if some_drafted:
-        without_drafts = n[d == 0]
-        with_drafts = n[d == 1]
-        if _varies(without_drafts, tuning.TELLS_DRAFT) or _varies(
-            with_drafts, tuning.TELLS_DRAFT
-        ):
-            # else it can't be told from what the tokens of drafts cost
-            extras.append("draft")
+    if some_drafted and _varies(n[d == 1], tuning.TELLS_DRAFT):
+        # else it can't be told from what the tokens of drafts cost
+        extras.append("draft")
     if some_launched:
         extras.append("launch")
     if any_drafted and _varies(b, tuning.TELLS_REQUEST):

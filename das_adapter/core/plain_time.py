@@ -278,6 +278,14 @@ class PlainTime:
         """Whether enough baseline steps were timed."""
         return len(self._samples) >= tuning.JUDGED_SAMPLES
 
+    def known_at(self, requests: float) -> bool:
+        """Return whether enough baseline steps were timed, and some of about so many
+        requests, so that what plain steps take is not extrapolated.
+        """
+        least = self._seen_requests.smallest / tuning.NEAR_REQUESTS
+        most = self._seen_requests.largest * tuning.NEAR_REQUESTS
+        return self.known and least <= requests <= most
+
     def plain_s(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps
         alone where nothing is known.
@@ -317,6 +325,9 @@ class PlainTime:
         asked_s = sum([batch.seconds for batch in self._batches])
         all_steps = asked_steps + baseline.steps
         if all_steps < tuning.JUDGED_STEPS:
+            return None
+        asked_requests = sum([batch.requests for batch in self._batches])
+        if asked_steps and not self.known_at(asked_requests / asked_steps):
             return None
         seconds = asked_s + baseline.seconds
         plain_s = self.plain_s()

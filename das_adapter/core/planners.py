@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.budget import allocate, prefix_worth
+from das_adapter.core.budget import UNLIMITED, allocate, prefix_worth
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Chances, Floats, Ints, StepPlan
@@ -40,6 +40,8 @@ class DraftCandidates(NamedTuple):
     """Whether tokens that are worth less than they cost are left out; else budgets are
     fixed.
     """
+    max_total: int = UNLIMITED
+    """Maximum draft tokens of all requests, where budgets are not fixed."""
 
     @property
     def history_tokens(self) -> Ints:
@@ -61,7 +63,12 @@ def plan_own_lengths(
         model: what a step costs.
     """
     plan = allocate(
-        candidates.chances, candidates.offsets, worth_s, model, candidates.by_worth
+        candidates.chances,
+        candidates.offsets,
+        worth_s,
+        model,
+        candidates.by_worth,
+        candidates.max_total,
     )
     drafter = candidates.drafter
     if drafter is not None and drafter.follows and plan.total:
@@ -108,6 +115,8 @@ def plan_one_length(
     needed = shortest_sufficient_length(drafted, lengths)
     tried = []
     for length in lengths:
+        if by_worth and running * length > candidates.max_total:
+            break
         if length == needed or (by_worth and length < needed):
             tried.append(length)
     kept = [np.minimum(history_tokens, length) for length in tried]
@@ -211,6 +220,7 @@ class _ModelChoice:
     ) -> None:
         self._max_tokens = candidates.max_tokens
         self._by_worth = candidates.by_worth
+        self._max_total = candidates.max_total
         self._drafter = drafter
         self._worth_s = worth_s
         self._model = model
@@ -248,7 +258,7 @@ class _ModelChoice:
         steep = self._plan_at(steep_price)
         if steep is None or steep.gain <= plan.gain:
             return plan
-        free = int(room) - steep.total
+        free = min(int(room), self._max_total) - steep.total
         if free <= 0:
             return steep
         return self._fill_up(steep, free)
@@ -300,6 +310,8 @@ class _ModelChoice:
             verifying_s = self._model.verifying_s(running, num_draft_tokens)
             own_s = self._drafter.passes_s(made_here, plain_s)
             gain = saved_s[column] - verifying_s - own_s
+            if self._by_worth and num_draft_tokens > self._max_total:
+                gain = -np.inf
             passes_s.append(own_s)
             gains.append(gain)
         best = gains.index(max(gains))

@@ -108,7 +108,7 @@ class DraftPolicy:
         drafts: ModelDrafts | None = None,
         lengths: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
-        look_share: float = tuning.LOOK_SHARE,
+        look_steps: int = 1,
     ) -> None:
         """
         Args:
@@ -120,11 +120,11 @@ class DraftPolicy:
             lengths: draft lengths to choose from, rising, where all requests of a step
                 have the same; None: each has its own.
             sizes: tokens for which the engine has CUDA graphs; see `StepModel`.
-            look_share: share of the time that looks may take, see `Account`.
+            look_steps: see `Account`.
         """
         times = StepTimes(prior, sizes=sizes)
         plain_time = PlainTime(times, sizes)
-        self._account = Account(plain_time, config.speculate, look_share)
+        self._account = Account(plain_time, config.speculate, look_steps)
         self._lengths = LengthModel(longest_response)
         self.drafts = drafts
         """Figures of the model that drafts; None: none does."""
@@ -293,6 +293,7 @@ class DraftPolicy:
             drafter=drafter,
             min_chance=search.min_chance,
             by_worth=self._rules.budget == "optimal",
+            max_total=self.latency.max_tokens(running) - running,
         )
         if self._rules.always:
             plan = self._plan_everything(draftable)

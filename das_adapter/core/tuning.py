@@ -201,6 +201,12 @@ JUDGED_SAMPLES = number(
     "baseline steps below which nothing is held against a rollout",
     "a guess: fewer say little about their scatter",
 )
+NEAR_REQUESTS = number(
+    2.0,
+    "times the requests of baseline steps, or that share of them, up to which their"
+    " times are known",
+    "a guess: beyond, the engine's own steps would have to tell how times go on",
+)
 BASELINE_SAMPLES = number(
     256,
     "baseline steps whose times are compared with their model, the latest",
@@ -226,6 +232,12 @@ REFIT_ERROR = number(
     "a guess; fitting at the scatter of single times took 36 % of the engine's thread"
     " with a 1.5B policy on an H200",
 )
+NEWS_SHARE = number(
+    0.06,
+    "steps since the last fit, as a share of those before it, from which on a step of a"
+    " new kind that was predicted wrongly has the model fitted again",
+    "a guess: at once among the first 32 steps, and less than a hundred times in all",
+)
 RECENT_PREDICTIONS = number(
     8,
     "predictions over which the recent error is averaged",
@@ -248,6 +260,13 @@ REFIT_STEPS = number(
     " where a token costs three times what the roofline says; the number is a guess:"
     " longer than most rollouts",
 )
+STEP_GROWTH = number(
+    2.0,
+    "times the tokens of the largest step that was timed that a step may have, drafts"
+    " included",
+    "benchmarks/results/controller_grid.json: what larger steps take is not known; four"
+    " or five doublings reach any size",
+)
 LAUNCH_S = number(
     0.005,
     "seconds that a step takes longer whose kernels are launched one by one, until"
@@ -255,9 +274,10 @@ LAUNCH_S = number(
     "a guess: steps within the graphs do not tell",
 )
 KNEES = number(
-    (4, 8, 16, 32, 64, 128, 256, 512),
+    (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
     "tokens in a step at which a fitted curve may bend",
-    "a guess: powers of two, as far as steps usually reach",
+    "a guess: powers of two and the middles between them, as far as steps usually"
+    " reach",
 )
 ASSUMED_STEP_S = number(
     0.02,
@@ -773,6 +793,12 @@ CPP_MEMORY_TOKENS = number(
     "tokens of a kind or of a source at which its counts are halved",
     "a guess: follows a policy that changes, and varies by less than a hundredth",
 )
+CPP_SYNC_TOKENS = number(
+    100,
+    "tokens of a kind or of a source to which its counts are cut at a weight sync",
+    "benchmarks/results/controller_grid.json: a collapse of acceptance is noticed at"
+    " once; the number is a guess: an error of about 0.05",
+)
 CPP_AHEAD_CHANCE = number(
     0.95,
     "prior chance of a token that was written ahead with the request's noise",
@@ -787,6 +813,13 @@ CPP_INLINE_REQUESTS = number(
 )
 
 # What the next drafts will be, on vLLM's V2 runner (live_texts.cpp)
+
+FORECAST_KEPT_BATCHES = number(
+    8.0,
+    "batches as which those before a weight sync count in the average draft, at most",
+    "benchmarks/results/controller_grid.json: after a collapse drafts are expected that"
+    " are not there; the number is a guess: soon, but not at the first batch",
+)
 
 CPP_FORECAST_BATCHES = number(
     256.0,

@@ -7,8 +7,13 @@ last decides:
 
     worth[i] = own_s[i] + P(i ends last) * rest_of_round_s
 
-A round that is not needed saves at most what a plain round costs: a draft that takes a
-request to its end with fewer rounds cannot save the drafts of those rounds as well.
+The rounds that are saved are those of the present, with their drafts, or plain ones,
+where these are cheaper: plain decoding is always possible, so that no saved round is
+worth more than a plain one. Else drafts that make rounds dear would make it seem worth
+any price to save one.
+
+If each request saves a token, the rollout is one round shorter: so all worths add up to
+no more than a plain round, however steep times are at the present batch.
 """
 
 from __future__ import annotations
@@ -37,15 +42,25 @@ def token_worth(
         model: times of the engine's steps.
         drafting_s: seconds that drafting takes in a step, lately.
     """
+    running = float(len(last))
+    one_token = np.ones_like(load)
+    plain_token_s = model.slope(running)
+    plain_rest_s = _rest_of_round(last, one_token, model)
+    plain_s = plain_token_s + request_s + last * plain_rest_s
+
     tokens = 1.0 + load
     token_s = model.slope(float(tokens.sum()))
-    drafted_round_s = (token_s * tokens + request_s) / pace
-    plain_round_s = token_s + request_s
-    own_s: Floats = np.minimum(drafted_round_s, plain_round_s)
-    rest_s = _rest_of_round(last, tokens, model)
+    own_s = (token_s * tokens + request_s) / pace
+    rest_s = _rest_of_round(last, tokens, model) + drafting_s
     expected_pace = float(last @ pace)
-    saved_s = min(rest_s, (rest_s + drafting_s) / expected_pace)
-    return own_s + last * saved_s
+    drafted_s = own_s + last * rest_s / expected_pace
+
+    worth_s: Floats = np.minimum(drafted_s, plain_s)
+    round_s = model.plain_step(running)
+    total_s = float(worth_s.sum())
+    if total_s > round_s:
+        worth_s *= round_s / total_s
+    return worth_s
 
 
 def _rest_of_round(last: Floats, tokens: Floats, model: StepModel) -> float:

@@ -16,7 +16,6 @@ import numpy as np
 
 from das_adapter import __version__, compat
 from das_adapter.config import DasConfig
-from das_adapter.core import tuning
 from das_adapter.core.account import State, collapsed
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
@@ -83,11 +82,11 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
-        look_share: float = tuning.LOOK_SHARE,
+        look_steps: int = 1,
     ) -> None:
         """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from
         where all requests of a step share one (V2); `leads`: whether this rank decides,
-        has the history and writes the decision log; `look_share`: see `DraftPolicy`.
+        has the history and writes the decision log; `look_steps`: see `Account`.
         """
         self.config = config
         self.counters = Counters()
@@ -124,7 +123,7 @@ class EngineController:
             drafts,
             lengths,
             sizes,
-            look_share,
+            look_steps,
         )
         if known is None:
             self.policy.latency.set_prior(assumed())

@@ -140,6 +140,7 @@ class HistorySource:
                 self.index.generation,
             )
         self.index.clear_live()
+        self.index.forget_chances()
         return self.index.generation
 
     def map_guest_history(self, files: Sequence[str]) -> None:

@@ -432,6 +432,7 @@ class Indexed(Source):
         for index in self.indices:
             index.refresh()
             index.clear_live()
+            index.forget_chances()
 
 
 def _remove(store: HistoryStore) -> None:

@@ -50,11 +50,50 @@ def test_a_bent_curve_with_a_price_for_drafting_is_recovered() -> None:
     assert found.slope(8) == pytest.approx(0.0, abs=1e-8)
 
 
-def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_cheap() -> (
+def test_plain_steps_of_several_sizes_do_not_tell_a_drafts_price_from_its_tokens() -> (
+    None
+):
+    truth = StepModel(base=0.008, token=0.0, bend=0.001, knee=24)
+    times = StepTimes()
+    for requests, tokens in ((4, 4), (8, 8), (16, 16), (8, 136)):
+        for _ in range(5):
+            drafted = tokens > requests
+            seconds = truth.step(tokens, requests, drafted)
+            times.add(tokens, requests, drafted, seconds)
+    model = times.fit()
+    assert model.draft == 0.0
+    assert model.step(272, 8, True) > 1.5 * model.step(136, 8, True)
+
+
+def test_a_step_has_at_most_twice_the_tokens_of_the_largest_that_was_timed() -> None:
+    times = StepTimes(StepModel(base=0.008, token=0.0))
+    assert times.max_tokens(8) == 8
+    largest = []
+    for _ in range(10):
+        tokens = times.max_tokens(8)
+        times.add(tokens, 8, tokens > 8, 0.008)
+        times.keep_fitted()
+        largest.append(tokens)
+    # each size is seen twice before the next
+    assert largest == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128]
+
+
+def test_a_bend_is_found_within_a_few_steps_of_a_larger_size() -> None:
+    truth = StepModel(base=0.008, token=0.0, bend=0.001, knee=48)
+    times = StepTimes(StepModel(base=0.02, token=0.0))
+    for tokens in (32, 32, 64, 64, 48, 48):
+        times.add(tokens, 32, tokens > 32, truth.step(tokens, 32, tokens > 32))
+        times.keep_fitted()
+    assert times.model.step(48, 32, True) == pytest.approx(0.008, rel=0.05)
+    assert times.model.step(64, 32, True) == pytest.approx(0.024, rel=0.05)
+
+
+def test_drafted_steps_of_one_size_do_not_say_that_a_draft_has_a_price_of_its_own() -> (
     None
 ):
     """What a draft costs beside its tokens can't be told from steps that are all of one
-    size.
+    size. Where times begin to rise is told by the sizes between, which are tried as if
+    they were cheap.
     """
     truth = StepModel(base=0.0045, token=0.0, bend=0.00013, knee=35, context=1.8e-8)
     for seed in range(20):
@@ -68,11 +107,22 @@ def test_probes_of_a_batch_that_never_shrinks_do_not_say_that_more_tokens_are_ch
                 ) * np.exp(0.03 * rng.normal())
                 times.add(tokens, requests, tokens > 64, seconds, requests * context)
         model = times.fit()
-        for tokens in (68, 128, 512):
+        assert model.draft == 0.0
+        for tokens in (192, 128, 96):
+            seconds = truth.step(tokens, 64, True, 64 * 420)
+            if model.step(tokens, 64, True, 64 * 420) > 0.8 * seconds:
+                continue
+            for _ in range(3):
+                times.add(tokens, 64, True, seconds, 64 * 420)
+            model = times.fit()
+        for tokens in (68, 128, 238):
             expected = truth.step(tokens, 64, True, 64 * 420)
             assert model.step(tokens, 64, True, 64 * 420) == pytest.approx(
                 expected, rel=0.2
             )
+        assert model.step(512, 64, True, 64 * 420) > 0.8 * truth.step(
+            512, 64, True, 64 * 420
+        )
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -109,6 +109,12 @@ class SuffixIndex:
         self._core.refresh(generation)
         return self.generation
 
+    def forget_chances(self) -> None:
+        """Reduce what was learned of the chances of draft tokens, at a weight sync: the
+        new policy may accept other tokens.
+        """
+        self._core.forget_chances()
+
     def map_guest_history(self, path: FilePath) -> None:
         """Map the history of problems that have none here, as `HistoryStore.give` wrote
         it; each keeps it until the `clear_live` that finds no live text of it, or until

@@ -112,6 +112,8 @@ class DeviceIndex:
         """Chance of each kind of draft token before anything is learned, float64
         [kinds].
         """
+        self._kept = int(rules["KEPT"])
+        """Tokens of a kind or a source that count after a weight sync, at most."""
         fading = torch.from_numpy(rules["FADING"])
         self._fading = fading.to(self.device)
         """Weight of sealed text by its age in visits, int32 [256]."""
@@ -207,6 +209,20 @@ class DeviceIndex:
         self.cells.zero_()
         self.sources.zero_()
         self.chance.zero_()
+
+    def forget_chances(self) -> None:
+        """Reduce what was learned of the chances of draft tokens, at a weight sync, as
+        `SuffixIndex.forget_chances` does.
+        """
+        tried = self.cells[:, 0]
+        accepted = self.cells[:, 1]
+        is_cut = tried > self._kept
+        share = accepted * self._kept // tried.clamp(min=1)
+        accepted.copy_(torch.where(is_cut, share, accepted))
+        tried.clamp_(max=self._kept)
+        source_tried = self.sources[:, :1].clamp(min=1.0)
+        kept_share = (self._kept / source_tried).clamp(max=1.0)
+        self.sources.mul_(kept_share)
 
     # A step
 

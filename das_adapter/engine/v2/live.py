@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import tuning
 from das_adapter.core.native import native
 from das_adapter.core.requests import EMPTY_INTS, with_slots
 from das_adapter.core.steps import Chances, Floats, Ints, Outcome
@@ -153,6 +154,12 @@ class LiveTexts:
             mean_survival=self.mean_chances,
             persistence=self.persistence,
         )
+
+    def forget_drafts(self) -> None:
+        """Reduce the weight of past drafts, at a weight sync: the new policy may be
+        offered others.
+        """
+        self.persistence[0] = min(self.persistence[0], tuning.FORECAST_KEPT_BATCHES)
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not

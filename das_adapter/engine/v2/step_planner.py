@@ -166,8 +166,8 @@ class StepPlanner:
             vllm_config,
             drafts,
             lengths=lengths,
-            # For a look outputs can't be put off for some steps.
-            look_share=0.0,
+            # until one hears of a look no output can be put off
+            look_steps=1 + LATE_STEPS,
         )
         self.texts = LiveTexts(config.num_draft_tokens, self.engine.live)
         self._own_lengths = False
@@ -599,6 +599,7 @@ class StepPlanner:
             self._close(ended)
             self._last_arrival = None
             self._may_put_off = 0
+            self.texts.forget_drafts()
             return self.engine.refresh(message)
 
     def map_guest_history(self, files: Sequence[str]) -> None:

@@ -415,6 +415,7 @@ class DeviceWorkerState(WorkerState):
         answer = super().refresh(message)
         if self.index is not None:
             self.index.arena.forget()
+            self.index.forget_chances()
         return answer
 
     def map_guest_history(self, files: list[str]) -> None:
