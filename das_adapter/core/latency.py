@@ -670,7 +670,7 @@ def fit(
     line: tuple[str, ...] = ("base",)
     if largest > smallest:
         line = ("base", "token")
-    extras = _told_apart(n, b, d, s, launched)
+    extras = told_apart(n, b, d, s, launched)
     knees = [0.0]
     for knee in tuning.KNEES:
         if smallest < knee < largest:
@@ -717,7 +717,7 @@ def fit(
     )
 
 
-def _told_apart(
+def told_apart(
     n: Floats,
     b: Floats,
     d: Floats,

@@ -26,7 +26,7 @@ StepSeconds = Callable[[Floats], Floats]
 
 
 @dataclass
-class _Steps:
+class _StepsOfSize:
     """Steps of equally many requests."""
 
     steps: float = 0.0
@@ -89,9 +89,9 @@ class _Batch:
     """Tokens of live requests, by slot, those of baseline steps included."""
     finished: list[int] = field(default_factory=list)
     """Tokens of requests that ended."""
-    baseline: dict[int, _Steps] = field(default_factory=dict)
+    baseline: dict[int, _StepsOfSize] = field(default_factory=dict)
     """Baseline steps, by their requests."""
-    asked: dict[int, _Steps] = field(default_factory=dict)
+    asked: dict[int, _StepsOfSize] = field(default_factory=dict)
     """Steps in which a drafter was asked, by their requests; its passes apart."""
 
     @property
@@ -215,7 +215,7 @@ class PlainTime:
         rounds = batch.rounds.get(requests, 0.0)
         mean_tokens = num_tokens / requests
         batch.rounds[requests] = rounds + mean_tokens
-        of_requests = batch.asked.setdefault(requests, _Steps())
+        of_requests = batch.asked.setdefault(requests, _StepsOfSize())
         of_requests.add(1.0, seconds - passes_s, step.context)
 
     def _record_baseline_step(self, step: TimedStep) -> None:
@@ -248,7 +248,7 @@ class PlainTime:
         requests = len(slots)
         batch = self.batch
         batch.record_tokens(slots, int(steps))
-        of_requests = batch.baseline.setdefault(requests, _Steps())
+        of_requests = batch.baseline.setdefault(requests, _StepsOfSize())
         of_requests.add(steps, seconds, context)
         self.passed_s += seconds
 
@@ -362,9 +362,9 @@ class PlainTime:
             return None
         return float((baseline.seconds + asked_s) / stock_s)
 
-    def _all_baseline(self) -> _Steps:
+    def _all_baseline(self) -> _StepsOfSize:
         """Return the sum of all baseline steps."""
-        total = _Steps()
+        total = _StepsOfSize()
         for batch in self._batches:
             for part in batch.baseline.values():
                 total.add(part.steps, part.seconds, part.context)
@@ -428,7 +428,7 @@ class PlainTime:
         return np.minimum(tuning.INTERRUPTED_STEP, ratios)
 
 
-def _counts(steps: Mapping[int, _Steps]) -> dict[int, float]:
+def _counts(steps: Mapping[int, _StepsOfSize]) -> dict[int, float]:
     """Return how many steps there are, by their requests."""
     return {requests: of_requests.steps for requests, of_requests in steps.items()}
 

@@ -296,7 +296,7 @@ def figures(
             combined = combine(values)
             metrics[f"das/{name}"] = float(combined)
     rollout = _rollout_figures(parts)
-    if rollout:
+    if rollout.get("das/rollout_s"):
         # where a host times the rollout, engines' decode steps alone say less
         metrics.pop("das/of_stock", None)
     return metrics | rollout

@@ -58,7 +58,7 @@ def test_plain_steps_of_several_sizes_do_not_tell_a_drafts_price_from_its_tokens
     for largest, told in ((136.0, False), (256.0, True)):
         tokens = np.array([4.0, 8.0, 16.0, 136.0, largest])
         drafted = tokens > requests
-        found = latency._told_apart(tokens, requests, drafted, no_context, no_context)
+        found = latency.told_apart(tokens, requests, drafted, no_context, no_context)
         assert ("draft" in found) == told
 
 
