@@ -93,6 +93,19 @@ def test_the_address_is_written_once_however_often_it_is_given(copy: Path) -> No
     assert "git clone https://example.org/a/das-adapter" in readme
 
 
+@pytest.mark.parametrize(
+    "workflow", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda p: p.name
+)
+def test_actions_are_pinned_by_the_hash_of_their_commit(workflow: Path) -> None:
+    """A tag may come to name other code, which would run beside the right to
+    publish.
+    """
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    used = [step["uses"] for job in jobs for step in job["steps"] if "uses" in step]
+    assert used
+    assert [name for name in used if not re.search(r"@[0-9a-f]{40}$", name)] == []
+
+
 def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     runs = {
