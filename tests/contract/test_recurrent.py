@@ -128,10 +128,13 @@ def test_preempted_requests_come_back_with_their_state(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["deltanet", "mamba2"])
 def test_new_weights_and_sleep_leave_no_state_behind(
     v2_engine: Any, policies: Any, kind: str
 ) -> None:
+    """With short convolutions and these weights stock vLLM's own tokens depend on how
+    prompts are cut.
+    """
     first, second, third = ROUNDS[0], *ROUNDS
     rounds = synced([replace(first, perturb=0.1), replace(second, sleep=1), third])
     result = drafted(
