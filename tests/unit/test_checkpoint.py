@@ -287,3 +287,17 @@ def test_a_weight_version_that_no_run_has_is_refused(
     monkeypatch.setattr(checkpoint, "newest_in", lambda path: newest)
     with pytest.raises(DasError, match="weight version"):
         checkpoint.check(saved, FACTS, "das.history.load")
+
+
+def test_a_history_without_a_text_is_saved_and_read(tmp_path: Path) -> None:
+    """As of a node that is home to no problem yet."""
+    facts = checkpoint.facts_of("problem", SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    target = tmp_path / "saved"
+    with HistoryStore(tmp_path / "store") as store:
+        checkpoint.write(
+            target,
+            facts,
+            np.array([], RESPONSE),
+            lambda index: store.save(index / "0") or 1,
+        )
+    assert len(checkpoint.check(target, facts, "das.history.load")) == 0
