@@ -83,7 +83,7 @@ def test_where_no_roofline_is_known_draft_tokens_cost_nothing_up_to_a_gpus_knee(
     on_gpu: bool, free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SimpleNamespace(
-        is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce RTX 4090"
+        is_cuda_alike=lambda: on_gpu, get_device_name=lambda: "NVIDIA GeForce GTX 1080"
     )
     monkeypatch.setattr(timing, "current_platform", other)
     times = EngineController(DasConfig(), engine()).policy.latency
