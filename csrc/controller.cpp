@@ -95,8 +95,8 @@ class GrowingStep {
 // each request's draft, `chances[offsets[i]]` and on, the seconds that an accepted
 // token of it saves, and StepModel's costs; returns the gain. Of m tokens the best set
 // is the m of greatest value, and as values fall along each draft, those above a
-// threshold are a prefix of it: the best m decides, of those
-// up to `max_kept`. das_adapter/core/budget.py explains it.
+// threshold are a prefix of it: the best m decides, of those up to `max_kept`.
+// das_adapter/core/budget.py explains it.
 double allocate(const In<float>& chances, const In<int64_t>& offsets,
                 const In<double>& token_gain_s, const nb::tuple& costs,
                 int64_t max_kept, Out<int64_t> keep) {

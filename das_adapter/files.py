@@ -4,7 +4,9 @@ is no file, and one bad file costs that file alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -46,6 +48,22 @@ def read_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> byt
                 os.fspath(path),
             )
         return file.read()
+
+
+def is_locked(path: str | os.PathLike[str], operation: int) -> bool:
+    """Return whether somebody's lock on a file keeps this process from one by
+    `operation` (`fcntl.LOCK_SH` or `LOCK_EX`), which it does not keep; False where
+    there is no such file.
+    """
+    with contextlib.suppress(OSError):
+        descriptor = open_without_waiting(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def parse_or_skip(

@@ -125,19 +125,12 @@ def _dense(config: Mapping[str, Any]) -> PolicySizes:
     of_layer = _attention_weights(hidden, shape)
     if not num_experts:
         of_layer += feed_forward
-        return PolicySizes(
-            **_embeddings(config),
-            **shape,
-            linear=layers * of_layer,
-            attention_layers=layers,
-        )
     return PolicySizes(
         **_embeddings(config),
         **shape,
+        **_experts(config, layers * num_experts * feed_forward, num_experts),
         linear=layers * of_layer,
         attention_layers=layers,
-        experts=layers * num_experts * feed_forward,
-        chosen_share=config["num_experts_per_tok"] / num_experts,
     )
 
 
@@ -159,26 +152,20 @@ def _deltanet(config: Mapping[str, Any]) -> PolicySizes:
     linear = state.layers * recurrent
     linear += attention_layers * (_attention_weights(hidden, shape) + gate)
     num_experts = config.get("num_experts") or 0
-    if not num_experts:
+    expert = 0
+    if num_experts:
+        shared_width = config.get("shared_expert_intermediate_size") or 0
+        # the router and the shared expert, with its gate
+        linear += layers * hidden * (num_experts + 3 * shared_width + 1)
+        expert = 3 * hidden * config["moe_intermediate_size"]
+    else:
         linear += layers * 3 * hidden * config["intermediate_size"]
-        return PolicySizes(
-            **_embeddings(config),
-            **shape,
-            linear=linear,
-            attention_layers=attention_layers,
-            state=state,
-        )
-    shared_width = config.get("shared_expert_intermediate_size") or 0
-    # the router and the shared expert, with its gate
-    linear += layers * hidden * (num_experts + 3 * shared_width + 1)
-    expert = 3 * hidden * config["moe_intermediate_size"]
     return PolicySizes(
         **_embeddings(config),
         **shape,
+        **_experts(config, layers * num_experts * expert, num_experts),
         linear=linear,
         attention_layers=attention_layers,
-        experts=layers * num_experts * expert,
-        chosen_share=config["num_experts_per_tok"] / num_experts,
         state=state,
     )
 
@@ -201,33 +188,39 @@ def _nemotron(config: Mapping[str, Any]) -> PolicySizes:
     if "mlp" in kinds:
         linear += kinds.count("mlp") * 2 * hidden * config["intermediate_size"]
     expert_layers = kinds.count("moe")
-    if not expert_layers:
-        return PolicySizes(
-            **_embeddings(config),
-            **shape,
-            linear=linear,
-            attention_layers=attention_layers,
-            state=state,
-        )
-    num_experts = config["n_routed_experts"]
-    num_shared = config.get("n_shared_experts") or 0
-    shared_width = config.get("moe_shared_expert_intermediate_size") or 0
-    # the router and the shared experts
-    linear += expert_layers * hidden * (num_experts + 2 * num_shared * shared_width)
-    # Nemotron-3 Super's experts are narrower than its layers
-    latent = config.get("moe_latent_size") or hidden
-    if latent != hidden:
-        linear += expert_layers * 2 * hidden * latent
-    expert = 2 * latent * config["moe_intermediate_size"]
+    num_experts = 0
+    expert = 0
+    if expert_layers:
+        num_experts = config["n_routed_experts"]
+        num_shared = config.get("n_shared_experts") or 0
+        shared_width = config.get("moe_shared_expert_intermediate_size") or 0
+        # the router and the shared experts
+        linear += expert_layers * hidden * (num_experts + 2 * num_shared * shared_width)
+        # Nemotron-3 Super's experts are narrower than its layers
+        latent = config.get("moe_latent_size") or hidden
+        if latent != hidden:
+            linear += expert_layers * 2 * hidden * latent
+        expert = 2 * latent * config["moe_intermediate_size"]
     return PolicySizes(
         **_embeddings(config),
         **shape,
+        **_experts(config, expert_layers * num_experts * expert, num_experts),
         linear=linear,
         attention_layers=attention_layers,
-        experts=expert_layers * num_experts * expert,
-        chosen_share=config["num_experts_per_tok"] / num_experts,
         state=state,
     )
+
+
+def _experts(
+    config: Mapping[str, Any], weights: int, num_experts: int
+) -> dict[str, Any]:
+    """Return the weights of all routed experts, of so many in each layer, and the share
+    that a token passes; nothing where there are none.
+    """
+    if not num_experts:
+        return {}
+    share = config["num_experts_per_tok"] / num_experts
+    return {"experts": weights, "chosen_share": share}
 
 
 def _embeddings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,9 @@ children, once the history has begun.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import logging.handlers
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ from pathlib import Path
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index.store import is_served
 from das_adapter.errors import DasError
-from das_adapter.files import open_without_waiting, parse_or_skip
+from das_adapter.files import is_locked, parse_or_skip
 from das_adapter.protocol.processes import leave_process
 from das_adapter.protocol.spool import ASK, USERS, Answer
 from das_adapter.service.writer import Writer
@@ -117,16 +115,7 @@ class LocalHistory:
         """Return whether an engine lives. False where files were removed, which the
         next engine that asks will notice.
         """
-        path = self._writer.directory / USERS
-        with contextlib.suppress(OSError):
-            users = open_without_waiting(path, os.O_RDWR)
-            try:
-                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-            finally:
-                os.close(users)
-        return False
+        return is_locked(self._writer.directory / USERS, fcntl.LOCK_EX)
 
     def _offset_of(self, engine: str, newest: int) -> int:
         """Return the offset from an engine's weight versions to the history's, where

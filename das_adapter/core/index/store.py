@@ -29,6 +29,7 @@ from das_adapter.core.index.values import (
 )
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
+from das_adapter.files import is_locked
 
 UInt64 = npt.NDArray[np.uint64]
 
@@ -288,15 +289,7 @@ def _lock_file(directory: Path) -> int:
 
 def is_served(directory: Path) -> bool:
     """Return whether a store writes to a directory, which may hang."""
-    with contextlib.suppress(OSError):  # there was none
-        descriptor = os.open(directory / "writer", os.O_RDWR | os.O_NONBLOCK)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
+    return is_locked(directory / "writer", fcntl.LOCK_SH)
 
 
 def problems_in(path: FilePath) -> UInt64:
