@@ -31,11 +31,10 @@ POEM = 90
 
 
 @pytest.mark.parametrize(
-    ("which", "passed"),
-    [("not long", 48), pytest.param("long", 3, marks=pytest.mark.long)],
+    "which", ["not long", pytest.param("long", marks=pytest.mark.long)]
 )
 def test_kernels_equal_their_reference_in_the_interpreter(
-    newest_env: dict[str, str], which: str, passed: int
+    newest_env: dict[str, str], which: str
 ) -> None:
     import v2_cpu
 
@@ -61,7 +60,7 @@ def test_kernels_equal_their_reference_in_the_interpreter(
         check=False,
     )
     assert run.returncode == 0, run.stdout[-4000:]
-    assert f"{passed} passed" in run.stdout
+    assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
 @mock.patch.object(DeviceIndex, "_launch", device_reference.launch)

@@ -213,7 +213,7 @@ def slow_policy() -> None:
     output = StepPlanner.process_output
 
     def slowly(self: Any, arrived: Output) -> DraftPlan:
-        return output(self, arrived._replace(arrived=50.0 * next(steps)))
+        return output(self, arrived._replace(arrived=0.05 * next(steps)))
 
     StepPlanner.process_output = slowly  # type: ignore[method-assign]
     count_unequal()
