@@ -57,6 +57,7 @@ COMMANDS = {
     ),
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
+    "others.json": "benchmarks/others.py --traces TRACES --out OUT",
     "kernels.json": "benchmarks/kernels.py --out OUT",
     "long_responses.json": (
         f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"

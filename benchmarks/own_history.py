@@ -14,9 +14,11 @@ from das_adapter.core.index.values import ALL, Tokens
 class OwnHistory(SuffixIndex):
     """Maps what its own store publishes, merged as a node's history is in time."""
 
-    def __init__(self) -> None:
+    def __init__(self, others_tokens: int = 0) -> None:
+        """`others_tokens`: see `HistoryStore`."""
         super().__init__()
-        self.store = HistoryStore(tempfile.mkdtemp(prefix="das-own-"))
+        folder = tempfile.mkdtemp(prefix="das-own-")
+        self.store = HistoryStore(folder, others_tokens=others_tokens)
         self.map(self.store.directory)
         weakref.finalize(self, _remove, self.store)
 

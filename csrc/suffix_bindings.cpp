@@ -41,6 +41,11 @@ auto method(R (SuffixIndex::*call)(A...) const) {
   };
 }
 
+void check_problem(uint64_t problem) {
+  if (problem == kOthers)
+    throw nb::value_error("problem: found 2^64 - 1, allowed: less");
+}
+
 void check_tokens(const Token* tokens, size_t count) {
   for (size_t i = 0; i < count; ++i)
     if (tokens[i] < 0 || tokens[i] > kMaxToken)
@@ -277,18 +282,21 @@ void bind_suffix_index(nb::module_& m) {
       .def("put", &das::Drafting::put);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
-      .def(nb::init<>())
+      .def(nb::init<bool>(), nb::arg("others") = true)
       .def("add",
            [](SharedIndex& shared, uint64_t problem, const Tokens& tokens,
               int64_t version) {
+             das::check_problem(problem);
              das::check_tokens(tokens);
              shared.use([&](SuffixIndex& index) {
                index.add(problem, tokens.data(), tokens.size(), version);
              });
            })
+      .def("share_texts", method(&SuffixIndex::share_texts))
       .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"),
            nb::arg("min_texts") = 0, nb::arg("max_tokens") = UINT64_MAX)
       .def("merge", method(&SuffixIndex::merge), unlocked())
+      .def("merge_others", method(&SuffixIndex::merge_others), unlocked())
       .def("shrink",
            [](SharedIndex& shared, uint64_t max_bytes, uint64_t max_tokens) {
              const auto shrunk = das::unlocked(shared, [&](SuffixIndex& index) {
@@ -329,6 +337,7 @@ void bind_suffix_index(nb::module_& m) {
       .def("open",
            [](SharedIndex& shared, uint64_t problem, const Tokens& prompt,
               const Tokens& prefix, const Tokens& ahead) {
+             das::check_problem(problem);
              for (const auto* tokens : {&prompt, &prefix, &ahead})
                das::check_tokens(*tokens);
              return shared.use([&](SuffixIndex& index) {
@@ -350,15 +359,17 @@ void bind_suffix_index(nb::module_& m) {
       .def("age", method(&SuffixIndex::age))
       .def("flat",
            [](SharedIndex& shared, uint64_t problem, uint64_t max_words) {
+             const bool thins = problem != das::kOthers;
              const auto history = das::unlocked(shared, [&](const SuffixIndex& index) {
                return index.history(problem);
              });
-             auto flat =
-                 das::unlocked([&] { return SuffixIndex::flat(history, max_words); });
+             auto flat = das::unlocked(
+                 [&] { return SuffixIndex::flat(history, max_words, thins); });
              return nb::make_tuple(owned(std::move(flat.tokens)),
                                    owned(std::move(flat.places)));
            })
       .def("clear_live", method(&SuffixIndex::clear_live))
+      .def_prop_ro("has_others", method(&SuffixIndex::has_others))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))
       .def_prop_ro("nbytes", method(&SuffixIndex::nbytes))

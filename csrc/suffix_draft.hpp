@@ -77,16 +77,17 @@ inline const VoteTable& votes_by_strength() {
 // Estimates the chance that a draft token is accepted, given that all before it in its
 // draft were; it learns from what requests wrote after their drafts.
 //
-// Each draft token has a kind: its source (`own`: only the request's own text or
-// prompt; else other texts too), its share of the votes, the strength of the strongest
-// place behind it, and how many places there are. The last three are cut into classes,
-// and packed into one number, as engine/v2/votes.py does, too:
+// Each draft token has a kind: its source (the request's own text and prompt alone;
+// other texts of its problem, too; texts of all problems), its share of the votes, the
+// strength of the strongest place behind it, and how many places there are. The last
+// three are cut into classes, and packed into one number, as engine/v2/votes.py does,
+// too:
 //
-//   kind = ((own * kShares + share class) * kStrengths + strength class) * kCounts
+//   kind = ((source * kShares + share class) * kStrengths + strength class) * kCounts
 //          + count class
 //
-//   source 0 (other texts)            source 1 (own)                  kAhead
-//   0 ................. kKinds - 1 |  kKinds ......... 2 kKinds - 1 |  2 kKinds
+//   source kProblem     kOwn                        kOthers kAhead 0 .... kKinds - 1 |
+//   kKinds .... 2 kKinds - 1 | 2 kKinds .... 3 kKinds - 1 | 3 kKinds
 //
 // For each kind the tokens that were tried and those accepted are counted. While a kind
 // has few counts, its estimate is close to a prior, which weighs as much as
@@ -100,7 +101,8 @@ class Acceptance {
   static constexpr uint32_t kStrengths = tuning::STRENGTH_STEPS.size() + 1;
   static constexpr uint32_t kCounts = tuning::COUNT_STEPS.size() + 1;
   static constexpr uint32_t kKinds = kShares * kStrengths * kCounts;  // of one source
-  static constexpr uint16_t kAhead = 2 * kKinds;
+  enum Source : uint32_t { kProblem, kOwn, kOthers, kSources };
+  static constexpr uint16_t kAhead = kSources * kKinds;
 
   // The chance of each kind of a source before anything is learned.
   std::array<double, kKinds> prior_chance;
@@ -121,13 +123,13 @@ class Acceptance {
 
   // `votes` of `all_votes` are for the token.
   static uint16_t kind(uint64_t votes, uint64_t all_votes, uint32_t strength,
-                       uint32_t num_places, bool own) {
+                       uint32_t num_places, Source source) {
     const double vote_share =
         static_cast<double>(votes) / static_cast<double>(all_votes);
     const uint32_t share_class = class_of(vote_share, tuning::SHARE_STEPS);
     const uint32_t strength_class = class_of(strength, tuning::STRENGTH_STEPS);
     const uint32_t count_class = class_of(num_places, tuning::COUNT_STEPS);
-    const uint32_t by_share = own * kShares + share_class;
+    const uint32_t by_share = source * kShares + share_class;
     const uint32_t by_strength = by_share * kStrengths + strength_class;
     return static_cast<uint16_t>(by_strength * kCounts + count_class);
   }
@@ -136,7 +138,7 @@ class Acceptance {
     const Cell& cell = cells_[kind];
     if (kind == kAhead) return estimate(cell, tuning::AHEAD_CHANCE);
     constexpr double prior_tokens = tuning::SOURCE_PRIOR_TOKENS;
-    const Source& source = sources_[kind / kKinds];
+    const Outcomes& source = sources_[kind / kKinds];
     const double accepted = source.accepted + prior_tokens;
     const double rejected = source.tried - source.accepted + prior_tokens;
     const double expected = source.expected + prior_tokens;
@@ -157,7 +159,7 @@ class Acceptance {
       cell.accepted = cell.accepted * tuning::SYNC_TOKENS / cell.tried;
       cell.tried = tuning::SYNC_TOKENS;
     }
-    for (Source& source : sources_) {
+    for (Outcomes& source : sources_) {
       const double kept = std::min(1.0, tuning::SYNC_TOKENS / source.tried);
       source.tried *= kept;
       source.accepted *= kept;
@@ -174,7 +176,7 @@ class Acceptance {
       cell.accepted /= 2;
     }
     if (kind == kAhead) return;
-    Source& source = sources_[kind / kKinds];
+    Outcomes& source = sources_[kind / kKinds];
     source.tried += 1;
     source.accepted += accepted;
     source.expected += prior_chance[kind % kKinds];
@@ -190,7 +192,8 @@ class Acceptance {
     uint32_t accepted = 0;
     uint32_t tried = 0;
   };
-  struct Source {  // tokens of a source; `expected`: to be accepted, by their priors
+  // Of the tokens of a source; `expected`: to be accepted, by their priors.
+  struct Outcomes {
     double accepted = 0;
     double tried = 0;
     double expected = 0;
@@ -209,8 +212,8 @@ class Acceptance {
            (cell.tried + tuning::PRIOR_TOKENS);
   }
 
-  std::array<Cell, 2 * kKinds + 1> cells_;
-  std::array<Source, 2> sources_;
+  std::array<Cell, kSources * kKinds + 1> cells_;
+  std::array<Outcomes, kSources> sources_;
 };
 
 }  // namespace das

@@ -38,7 +38,7 @@ void poll(const std::vector<Candidate>& candidates, uint32_t step,
 }
 
 // Returns the vote with the most votes; of equals the one for the lowest token.
-const Vote& elected(const std::vector<Vote>& votes) {
+const Vote& most_voted(const std::vector<Vote>& votes) {
   return *std::min_element(
       votes.begin(), votes.end(), [](const Vote& a, const Vote& b) {
         return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
@@ -56,10 +56,24 @@ void keep_voters(std::vector<Candidate>& candidates, Token token) {
   candidates.resize(num_kept);
 }
 
+// Returns the strength of a place at which so many tokens match a context.
+uint32_t strength_of(Context context, const Stored* last, uint32_t length) {
+  uint32_t beyond = 0;
+  if (length < tuning::DEPTH_TOKENS)
+    beyond = match_beyond(context, last, length, tuning::BEYOND_TOKENS);
+  return match_strength(length, beyond);
+}
+
 // Drops the oldest segments of a history that has too many.
 void keep_newest_segments(std::vector<Segment>& history) {
   if (history.size() > tuning::SEGMENTS_PER_PROBLEM)
     history.erase(history.begin(), history.end() - tuning::SEGMENTS_PER_PROBLEM);
+}
+
+uint64_t token_count(const std::vector<std::pair<int32_t, Text>>& texts) {
+  uint64_t sum = 0;
+  for (const auto& [version, text] : texts) sum += text.size();
+  return sum;
 }
 
 // Returns the whole text as a context.
@@ -78,15 +92,30 @@ void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count,
   if (count > Segment::kCapacity - 3)
     throw std::invalid_argument("tokens: found 2^24 or more, allowed: fewer");
   if (!count) return;
+  Text text(tokens, tokens + count);
+  if (others_sample_.takes(narrow, count, others_tokens_ / 2))
+    stage(kOthers, narrow, text);
+  stage(problem, narrow, std::move(text));
+}
+
+void SuffixIndex::stage(uint64_t problem, int32_t version, Text text) {
   auto& staged = problems_[problem].staged;
   if (staged.empty()) staged_.push_back(problem);
-  staged.emplace_back(narrow, Text(tokens, tokens + count));
+  staged.emplace_back(version, std::move(text));
+}
+
+void SuffixIndex::share_texts(uint64_t max_tokens) {
+  others_tokens_ = max_tokens;
+  const auto others = problems_.find(kOthers);
+  if (max_tokens || others == problems_.end()) return;
+  const Change change(*this, {kOthers});
+  others->second.history.clear();
 }
 
 uint64_t SuffixIndex::staged_tokens() const {
   uint64_t sum = 0;
   for (uint64_t id : staged_)
-    for (const auto& [version, text] : problems_.at(id).staged) sum += text.size();
+    if (id != kOthers) sum += das::token_count(problems_.at(id).staged);
   return sum;
 }
 
@@ -102,22 +131,24 @@ uint64_t SuffixIndex::nbytes(const History& history) {
   return sum;
 }
 
-void SuffixIndex::count(const Problem& problem, int64_t sign) {
+void SuffixIndex::count(uint64_t id, int64_t sign) {
+  const Problem& problem = problems_[id];
   for (const Segment& segment : problem.history) {
     sealed_.bytes += sign * segment.nbytes();
-    sealed_.tokens += sign * segment.token_count();
     sealed_.segments += sign;
     if (segment.file) segment.file->used_bytes += sign * segment.nbytes();
   }
-  sealed_.problems += problem.history.empty() ? 0 : sign;
+  if (id == kOthers || problem.history.empty()) return;  // texts of other problems
+  sealed_.tokens += sign * token_count(problem.history);
+  sealed_.problems += sign;
 }
 
 SuffixIndex::Change::~Change() {
   for (uint64_t id : problems_) {
     Problem& problem = index_.problems_[id];
-    index_.count(problem, 1);
+    index_.count(id, 1);
     if (index_.store_) index_.changed_.insert(id);
-    if (problem.history.size() > 1) index_.unmerged_.insert(id);
+    if (id != kOthers && problem.history.size() > 1) index_.unmerged_.insert(id);
     index_.forget_if_empty(id);
   }
 }
@@ -161,17 +192,27 @@ int64_t SuffixIndex::Problem::oldest_fitting_visit(uint64_t max_tokens) const {
 uint64_t SuffixIndex::seal(size_t window, size_t min_texts, uint64_t max_tokens) {
   std::vector<uint64_t> chosen;
   uint64_t num_sealed = 0;
+  const auto choose = [&](uint64_t id) {
+    chosen.push_back(id);
+    num_sealed += das::token_count(problems_.at(id).staged);
+  };
+  bool others = false;
   for (uint64_t id : staged_) {
     const auto& staged = problems_.at(id).staged;
-    if (staged.empty() || num_sealed >= max_tokens || staged.size() < min_texts)
+    others |= id == kOthers;
+    if (id == kOthers || staged.empty() || num_sealed >= max_tokens ||
+        staged.size() < min_texts)
       continue;
-    chosen.push_back(id);
+    choose(id);
     sealed_group_ = std::max(sealed_group_, staged.size());
-    for (const auto& [version, text] : staged) {
-      num_sealed += text.size();
+    for (const auto& [version, text] : staged)
       newest_ = std::max<int64_t>(newest_, version);
-    }
   }
+  uint64_t least_others = 0;
+  if (min_texts > 1) least_others = others_tokens_ / tuning::OTHERS_SEALED_PARTS;
+  if (others && num_sealed < max_tokens &&
+      das::token_count(problems_.at(kOthers).staged) >= least_others)
+    choose(kOthers);
   // At the end, whatever is thrown, problems without staged texts are forgotten.
   const auto is_sealed = [&](uint64_t id) { return problems_.at(id).staged.empty(); };
   const auto forget_sealed = [&](void*) {
@@ -181,14 +222,19 @@ uint64_t SuffixIndex::seal(size_t window, size_t min_texts, uint64_t max_tokens)
   const std::unique_ptr<void, decltype(forget_sealed)> at_end(this, forget_sealed);
   {
     const Change change(*this, chosen);
-    for (uint64_t id : chosen) seal_staged(problems_.at(id), window);
+    for (uint64_t id : chosen) {
+      Problem& problem = problems_.at(id);
+      seal_staged(problem);
+      if (id == kOthers)
+        drop_others_beyond_room(problem);
+      else
+        drop_beyond(problem, window);
+    }
   }
   return num_sealed;
 }
 
-// Makes a problem's staged texts its newest history, and drops visits beyond the
-// window.
-void SuffixIndex::seal_staged(Problem& problem, size_t window) {
+void SuffixIndex::seal_staged(Problem& problem) {
   auto& history = problem.history;
   for (const Segment& segment : history) check(segment);  // before anything changes
   Builder fresh;
@@ -202,6 +248,11 @@ void SuffixIndex::seal_staged(Problem& problem, size_t window) {
   history.push_back(fresh.build());
   problem.staged = {};
   problem.find_visits();
+}
+
+// Drops visits beyond the window.
+void SuffixIndex::drop_beyond(Problem& problem, size_t window) const {
+  auto& history = problem.history;
   problem.visits.resize(std::min(problem.visits.size(), window));
   const int64_t oldest_visit = problem.visits.back();
   if (history.size() > tuning::SEGMENTS_PER_PROBLEM)
@@ -209,6 +260,15 @@ void SuffixIndex::seal_staged(Problem& problem, size_t window) {
   else
     drop_before(problem, oldest_visit);
   keep_newest_segments(history);
+}
+
+// Drops the oldest visits, some more than are too much, so that a large segment is not
+// built anew every time.
+void SuffixIndex::drop_others_beyond_room(Problem& others) const {
+  auto& history = others.history;
+  if (token_count(history) > others_tokens_)
+    drop_before(others, others.oldest_fitting_visit(others_tokens_ / 4 * 3));
+  if (history.size() > tuning::SEGMENTS_PER_PROBLEM) history = merged(history);
 }
 
 void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
@@ -231,21 +291,26 @@ uint64_t SuffixIndex::merge(uint64_t max_tokens) {
   uint64_t num_merged = 0;
   while (!unmerged_.empty() && num_merged < max_tokens) {
     const uint64_t id = *unmerged_.begin();
-    const auto it = problems_.find(id);
-    const size_t count = it == problems_.end() ? 0 : mergeable(it->second.history);
-    if (count > 1) {
-      const Change change(*this, {id});
-      auto& history = it->second.history;
-      const auto first = history.end() - static_cast<ptrdiff_t>(count);
-      for (auto segment = first; segment != history.end(); ++segment) {
-        check(*segment);
-        num_merged += segment->token_count();
-      }
-      *first = das::merged({first, history.end()}).front();
-      history.erase(first + 1, history.end());
-    }
+    num_merged += merge_newest(id);
     unmerged_.erase(id);
   }
+  return num_merged;
+}
+
+uint64_t SuffixIndex::merge_newest(uint64_t id) {
+  const auto it = problems_.find(id);
+  const size_t count = it == problems_.end() ? 0 : mergeable(it->second.history);
+  if (count < 2) return 0;
+  const Change change(*this, {id});
+  auto& history = it->second.history;
+  const auto first = history.end() - static_cast<ptrdiff_t>(count);
+  uint64_t num_merged = 0;
+  for (auto segment = first; segment != history.end(); ++segment) {
+    check(*segment);
+    num_merged += segment->token_count();
+  }
+  *first = das::merged({first, history.end()}).front();
+  history.erase(first + 1, history.end());
   return num_merged;
 }
 
@@ -255,15 +320,24 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t max_tokens)
     level_ = UINT64_MAX;
     return shrunk;
   }
+  const auto others = problems_.find(kOthers);
+  uint64_t others_bytes =
+      others == problems_.end() ? 0 : nbytes(others->second.history);
+  if (others_bytes > max_bytes / 4) {
+    const Change change(*this, {kOthers});
+    others->second.history.clear();
+    others_bytes = 0;
+  }
+  const uint64_t problems_bytes = max_bytes - others_bytes;
   const uint64_t tokens_before = sealed_.tokens;
   std::vector<Thinnable> problems = thinnable();
-  drop_longest_unseen(problems, max_bytes, shrunk);
+  drop_longest_unseen(problems, problems_bytes, shrunk);
   std::sort(problems.begin(), problems.end(),
             [](const Thinnable& a, const Thinnable& b) {
               return std::make_pair(a.bytes, a.recency()) <
                      std::make_pair(b.bytes, b.recency());
             });
-  level_ = std::min(level_, fitting_level(problems, max_bytes));
+  level_ = std::min(level_, fitting_level(problems, problems_bytes));
   // The largest are thinned out to less than that, so that a problem is not thinned out
   // every time.
   const uint64_t target_bytes = level_ / 4 * tuning::THINNED_QUARTERS;
@@ -288,7 +362,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t max_tokens)
 std::vector<SuffixIndex::Thinnable> SuffixIndex::thinnable() {
   std::vector<Thinnable> found;
   for (auto& [id, problem] : problems_) {
-    if (problem.history.empty()) continue;
+    if (id == kOthers || problem.history.empty()) continue;
     Thinnable thinnable{&problem, id, nbytes(problem.history), INT64_MIN};
     for (const Segment& segment : problem.history)
       for (const auto& run : segment.runs)
@@ -367,22 +441,23 @@ SuffixIndex::History SuffixIndex::history(uint64_t id) const {
   return it == problems_.end() ? History() : it->second.history;
 }
 
-SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t max_words) {
+SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t max_words,
+                                    bool thins) {
   const auto num_words = [](const Segment& s) { return s.tokens.size + s.places.size; };
   Flat out;
   if (history.empty()) return out;
   Problem problem;
   problem.history = history;
   problem.find_visits();
-  if (history.size() > 1) {
-    const int64_t oldest = problem.oldest_fitting_visit(Segment::kCapacity - 2);
-    problem.history = merged(history, oldest);
-  }
+  uint64_t most = Segment::kCapacity - 2;
+  if (!thins) most = std::min(most, max_words / 2);
+  problem.history = merged(history, problem.oldest_fitting_visit(most));
   // There are several where the newest visit alone is too large.
   Segment segment = *std::max_element(
       problem.history.begin(), problem.history.end(),
       [](const auto& a, const auto& b) { return a.tokens.size < b.tokens.size; });
   if (num_words(segment) > max_words) {
+    if (!thins) return out;
     const double share =
         static_cast<double>(max_words) / static_cast<double>(num_words(segment));
     const double max_bytes =
@@ -505,13 +580,14 @@ void SuffixIndex::clear_live() {
     const bool stays = live_.count(id);
     it = stays ? std::next(it) : guests_.erase(it);
     if (stays) continue;
-    clear_history(problems_.at(id));
+    clear_history(id);
     forget_if_empty(id);
   }
 }
 
-void SuffixIndex::clear_history(Problem& problem) {
-  count(problem, -1);
+void SuffixIndex::clear_history(uint64_t id) {
+  count(id, -1);
+  Problem& problem = problems_.at(id);
   problem.history.clear();
   problem.visits.clear();
 }
@@ -580,11 +656,7 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   const Contexts contexts = this->contexts(request, scratch);
   uint32_t strongest = 0;
   search(request, contexts, [&](const Found& found) {
-    uint32_t beyond = 0;
-    if (found.length < tuning::DEPTH_TOKENS)
-      beyond =
-          match_beyond(found.context, found.last, found.length, tuning::BEYOND_TOKENS);
-    const uint32_t strength = match_strength(found.length, beyond);
+    const uint32_t strength = strength_of(found.context, found.last, found.length);
     strongest = std::max(strongest, strength);
     candidates.push_back(
         {found.last + 1, found.end, strength, found.weight, found.own});
@@ -597,6 +669,34 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
     candidates.push_back({found.last + 2, found.end, differing_strength(found.length),
                           found.weight, found.own});
   });
+}
+
+void SuffixIndex::gather_others(const Request& request, Scratch& scratch) const {
+  if (!has_others()) return;
+  const Context context = contexts(request, scratch).response;
+  const auto report = [&](const Segment& segment, const Segment::Place& place,
+                          uint32_t length) {
+    const Stored* const last = &segment.tokens[place.position];
+    const uint32_t strength = strength_of(context, last, length);
+    scratch.others.push_back({last + 1, segment.tokens.end(), strength, 1, false});
+  };
+  das::search(problems_.at(kOthers).history, context, report);
+}
+
+SuffixIndex::Elected SuffixIndex::elect(const std::vector<Candidate>& candidates,
+                                        uint32_t step, bool others,
+                                        Scratch& scratch) const {
+  auto& votes = scratch.votes;
+  poll(candidates, step, votes);
+  if (votes.empty()) return {};
+  uint64_t all_votes = 0;
+  for (const Vote& vote : votes) all_votes += vote.votes;
+  const Vote& best = most_voted(votes);
+  auto source = best.own ? Acceptance::kOwn : Acceptance::kProblem;
+  if (others) source = Acceptance::kOthers;
+  const uint16_t kind =
+      Acceptance::kind(best.votes, all_votes, best.strength, best.num_places, source);
+  return {best.token, kind, acceptance_.chance(kind)};
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles,
@@ -629,26 +729,37 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   for (size_t i = r.stream->text.size() - 1; i < r.ahead.size(); ++i)
     if (!add(r.ahead[i], Acceptance::kAhead)) return;
   auto& candidates = scratch.candidates;
-  auto& votes = scratch.votes;
+  auto& others = scratch.others;
   gather(r, scratch);
-  uint32_t step = 0;  // tokens drafted since the last search
+  others.clear();
+  bool asked_others = false;
+  // Tokens drafted since the last search.
+  uint32_t step = 0;
+  uint32_t others_step = 0;
   for (;;) {
-    poll(candidates, step, votes);
-    if (votes.empty() && step) {
+    Elected best = elect(candidates, step, false, scratch);
+    if (!best.chance && step) {
       // All candidates ended here: search with the draft, too.
       gather(r, scratch);
       step = 0;
-      poll(candidates, step, votes);
+      best = elect(candidates, step, false, scratch);
     }
-    if (votes.empty()) return;
-    uint64_t all_votes = 0;
-    for (const Vote& vote : votes) all_votes += vote.votes;
-    const Vote best = elected(votes);
-    const uint16_t kind = Acceptance::kind(best.votes, all_votes, best.strength,
-                                           best.num_places, best.own);
-    if (!add(best.token, kind)) return;
+    if (best.chance < tuning::OTHERS_CHANCE) {
+      Elected other = elect(others, others_step, true, scratch);
+      const bool is_new = !asked_others || others_step;
+      if (!other.chance && is_new) {
+        gather_others(r, scratch);
+        asked_others = true;
+        others_step = 0;
+        other = elect(others, others_step, true, scratch);
+      }
+      if (other.chance > best.chance) best = other;
+    }
+    if (!best.chance || !add(best.token, best.kind)) return;
     keep_voters(candidates, best.token);
+    keep_voters(others, best.token);
     ++step;
+    ++others_step;
   }
 }
 
@@ -711,7 +822,8 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
   Store::Histories histories;
   for (size_t i = 0; i < found.count; ++i) {
     const uint64_t id = file->entry(i).problem;
-    if (!problems.count(id)) continue;
+    const bool is_wanted = id == kOthers ? others_tokens_ > 0 : problems.count(id) > 0;
+    if (!is_wanted) continue;
     file->check(i);
     Segment segment = SegmentFile::segment(file, i);
     segment.file = nullptr;  // it is in memory only, so that a store writes it
@@ -744,7 +856,7 @@ void SuffixIndex::map_guest_history(const std::string& path) {
     if (!problem.history.empty() || segments.size() > tuning::SEGMENTS_PER_PROBLEM)
       continue;
     problem.history = std::move(segments);
-    count(problem, 1);
+    count(id, 1);
     problem.find_visits();
     guests_.insert(id);
   }
@@ -756,7 +868,7 @@ void SuffixIndex::attach(const std::string& directory, bool write) {
   if (!write) return;
   store_->take_over();
   for (const auto& [id, problem] : problems_)
-    if (problem.history.size() > 1) unmerged_.insert(id);
+    if (id != kOthers && problem.history.size() > 1) unmerged_.insert(id);
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
@@ -855,21 +967,22 @@ void SuffixIndex::replace_histories(Store::Histories histories, bool whole,
     if (segments.size() > tuning::SEGMENTS_PER_PROBLEM)
       throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
     const auto it = problems_.find(id);
-    if (it == problems_.end() || it->second.live.streams.empty()) continue;
+    const bool has_requests = it != problems_.end() && !it->second.live.streams.empty();
+    if (id != kOthers && !has_requests) continue;
     for (const Segment& segment : segments) check(segment);
   }
   newest_ = header.newest;
   if (whole)
     for (auto it = problems_.begin(); it != problems_.end();) {
-      if (!guests_.count(it->first)) clear_history(it->second);
+      if (!guests_.count(it->first)) clear_history(it->first);
       it = it->second.empty() ? problems_.erase(it) : std::next(it);
     }
   for (auto& [id, segments] : histories) {
     Problem& problem = problems_[id];
     guests_.erase(id);
-    count(problem, -1);
+    count(id, -1);
     problem.history = std::move(segments);
-    count(problem, 1);
+    count(id, 1);
     if (!problem.live.streams.empty()) problem.find_visits();
     forget_if_empty(id);
   }

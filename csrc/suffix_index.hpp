@@ -16,6 +16,38 @@
 
 namespace das {
 
+// The problem whose history are texts of all problems: requests of every problem draft
+// from it, too.
+constexpr uint64_t kOthers = UINT64_MAX;
+
+// Chooses the texts that all problems share: of each version a part, spread over its
+// texts as far as the version before says how many there are.
+class OthersSample {
+ public:
+  // Returns whether a text is taken, where those of a version have `most` tokens.
+  bool takes(int32_t version, uint64_t tokens, uint64_t most) {
+    if (version > version_) {
+      const bool had_more = num_arrived_ > most;
+      share_ = 1;
+      if (had_more) share_ = static_cast<double>(most) / num_arrived_;
+      version_ = version;
+      num_arrived_ = 0;
+      num_taken_ = 0;
+    }
+    const bool is_behind = num_taken_ <= share_ * num_arrived_;
+    num_arrived_ += tokens;
+    if (!is_behind || num_taken_ + tokens > most) return false;
+    num_taken_ += tokens;
+    return true;
+  }
+
+ private:
+  int32_t version_ = INT32_MIN;
+  double share_ = 1;  // of the version's tokens
+  uint64_t num_arrived_ = 0;  // tokens of the version
+  uint64_t num_taken_ = 0;    // of these
+};
+
 // A history as it is now, to be written to one file; other threads may change the index
 // meanwhile.
 struct Saving {
@@ -30,17 +62,24 @@ struct Saving {
 // same files.
 class SuffixIndex {
  public:
-  SuffixIndex() = default;
+  // `others`: whether requests draft from texts of all problems.
+  explicit SuffixIndex(bool others = true) : drafts_from_others_(others) {}
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
   // The history: made by calls, or mapped from a store's files.
+  // Keeps texts of all problems as the history of kOthers, too: the newest, so many
+  // tokens at most; 0: none.
+  void share_texts(uint64_t max_tokens);
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
   // Seals problems with at least `min_texts` texts added, about so many tokens, and
-  // drops their visits beyond the window; returns how many tokens were sealed.
+  // drops their visits beyond the window; returns how many tokens were sealed. Texts
+  // that all problems share are sealed last.
   uint64_t seal(size_t window, size_t min_texts, uint64_t max_tokens);
   // Merges problems with several segments, about so many tokens; returns how many.
   uint64_t merge(uint64_t max_tokens);
+  // Merges texts that all problems share; returns how many tokens.
+  uint64_t merge_others() { return merge_newest(kOthers); }
   struct Shrunk {
     uint64_t tokens;   // that went
     uint64_t thinned;  // problems thinned out
@@ -53,6 +92,12 @@ class SuffixIndex {
   // Returns whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
+  // Whether requests draft from texts of all problems, and there are some.
+  bool has_others() const {
+    const auto others = problems_.find(kOthers);
+    return drafts_from_others_ && others != problems_.end() &&
+           !others->second.history.empty();
+  }
   // Some problems' history, to be used by another index: `give` writes it to a file for
   // this user alone, `absorb` adds it as older than what there is already.
   using Ids = std::unordered_set<uint64_t>;
@@ -89,16 +134,16 @@ class SuffixIndex {
   using History = std::vector<Segment>;
   History history(uint64_t problem) const;
   // A problem's history as a device searches it: one segment with the newest visits
-  // that it can hold, or a part of a visit that it cannot, thinned out where it has too
-  // much for `max_words` words of 32 bits. Empty where there is none. Takes long, and
-  // no index.
+  // that it can hold, or a part of a visit that it cannot. Where it has too much for
+  // `max_words` words of 32 bits it is thinned out, or unless `thins` has the newest
+  // visits that fit. Empty where there is none. Takes long, and no index.
   struct Flat {
     std::vector<Token> tokens;  // those of the segment
     // The segment's places: the position in the low 24 bits, the text's age in visits,
     // 255 at most, in the high 8.
     std::vector<uint32_t> places;
   };
-  static Flat flat(const History& history, uint64_t max_words);
+  static Flat flat(const History& history, uint64_t max_words, bool thins);
 
   // Throws std::invalid_argument if a request is not open.
   void check_open(const int64_t* handles, size_t count) const;
@@ -168,6 +213,7 @@ class SuffixIndex {
   // Working memory of drafting.
   struct Scratch {
     std::vector<Candidate> candidates;
+    std::vector<Candidate> others;  // in texts of other problems
     std::vector<Vote> votes;
     Text response;
     Text prompted;
@@ -197,7 +243,7 @@ class SuffixIndex {
    public:
     Change(SuffixIndex& index, std::vector<uint64_t> problems)
         : index_(index), problems_(std::move(problems)) {
-      for (uint64_t id : problems_) index_.count(index_.problems_[id], -1);
+      for (uint64_t id : problems_) index_.count(id, -1);
     }
     ~Change();
     Change(const Change&) = delete;
@@ -209,7 +255,7 @@ class SuffixIndex {
   };
 
   // Adds a problem's history to the sizes, or (`sign` -1) removes it from them.
-  void count(const Problem& problem, int64_t sign);
+  void count(uint64_t problem, int64_t sign);
   static uint64_t token_count(const History& history);
   static uint64_t nbytes(const History& history);
   const Request& request(int64_t handle) const;
@@ -217,7 +263,13 @@ class SuffixIndex {
     return const_cast<Request&>(std::as_const(*this).request(handle));
   }
 
-  void seal_staged(Problem& problem, size_t window);
+  // Merges a problem's newest segments; returns how many tokens.
+  uint64_t merge_newest(uint64_t problem);
+  void stage(uint64_t problem, int32_t version, Text text);
+  // Makes a problem's staged texts its newest history.
+  static void seal_staged(Problem& problem);
+  void drop_beyond(Problem& problem, size_t window) const;
+  void drop_others_beyond_room(Problem& others) const;
   std::vector<Thinnable> thinnable();
   void drop_longest_unseen(std::vector<Thinnable>& problems, uint64_t max_bytes,
                            Shrunk& shrunk);
@@ -231,7 +283,7 @@ class SuffixIndex {
   void replace_histories(Store::Histories histories, bool whole,
                          const FileHeader& header, const std::string& path);
   void forget_if_empty(uint64_t problem);
-  void clear_history(Problem& problem);
+  void clear_history(uint64_t problem);
 
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch,
              Draft& out) const;
@@ -241,10 +293,23 @@ class SuffixIndex {
   void search(const Request& request, const Contexts& contexts, Report&& report) const;
   // Collects candidates for what follows the request's text and its draft.
   void gather(const Request& request, Scratch& scratch) const;
+  // The same, in texts of other problems.
+  void gather_others(const Request& request, Scratch& scratch) const;
+  // A token that candidates vote for.
+  struct Elected {
+    Token token = 0;
+    uint16_t kind = 0;
+    double chance = 0;  // 0: there is none
+  };
+  Elected elect(const std::vector<Candidate>& candidates, uint32_t step, bool others,
+                Scratch& scratch) const;
 
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;
+  const bool drafts_from_others_;
+  uint64_t others_tokens_ = 0;  // see `share_texts`
+  OthersSample others_sample_;
   std::vector<uint64_t> staged_;  // problems with staged texts
   std::unordered_set<uint64_t> live_;  // problems with live text
   std::unordered_set<uint64_t> unmerged_;  // problems with several segments

@@ -18,7 +18,7 @@ namespace das {
 // never for Python. This is the only way to an index that threads share.
 class SharedIndex {
  public:
-  SharedIndex() = default;
+  explicit SharedIndex(bool others = true) : index_(others) {}
   ~SharedIndex() {
     finish();
     if (desk_) desk_->close();

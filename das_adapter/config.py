@@ -124,6 +124,12 @@ class HistoryConfig(_Block):
     `cache_salt`; only for an engine without a trainer integration whose clients trust
     each other.
     """
+    others: Annotated[Literal["auto", "off"], BeforeValidator(_read_off)] = "auto"
+    """Whether a request also drafts from the newest responses to other prompts, at most
+    2 million tokens of a node, where they promise more. `auto`: where one trainer sends
+    all requests: through veRL or NeMo-RL, through vLLM's `LLM` class, or with
+    `scope: trusted`.
+    """
     max_bytes: Size = ByteSize(8 * 2**30)
     """Size of a node's history, such as 512MiB. When it is full, the largest problems
     lose their least useful text first (problems above a million tokens their oldest
@@ -336,6 +342,7 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.max_bytes": {"history.scope": _SHARED},
     "history.device_bytes": {"history.scope": _SHARED},
+    "history.others": {"history.scope": ("problem", "trusted")},
     "history.run_ahead": {
         "history.scope": _SHARED,
         "routing": ("longest_first", "least_loaded"),

@@ -544,7 +544,7 @@ def _past() -> HistoryStore:
 
     folder = Path(os.environ[FOLDER])
     rules = HistoryRules(HistoryConfig())
-    return HistoryStore(folder / "history", rules.window)
+    return rules.store(folder / "history")
 
 
 _TURNS = itertools.count()

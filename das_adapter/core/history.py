@@ -14,7 +14,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core import tuning
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.core.index.values import ALL, Shrunk
+from das_adapter.core.index.values import ALL, FilePath, Shrunk
 
 logger = logging.getLogger("das_adapter")
 
@@ -32,9 +32,18 @@ class HistoryRules:
         """Visits of a problem that are kept. With `global` there is one problem, which
         every step visits: bytes are the limit there.
         """
+        self.others_tokens = 0
+        """Tokens of the texts that requests of all problems draft from, at most."""
+        if config.others == "auto" and config.scope in ("problem", "trusted"):
+            affordable = config.max_bytes // tuning.OTHERS_BYTES
+            self.others_tokens = min(tuning.OTHERS_TOKENS, affordable)
         self._alone = itertools.count(1)
         self._shrunk = np.zeros(4, np.int64)
         """Sum of what the slices of `shrink_slice` did, int64 [4] as `Shrunk`."""
+
+    def store(self, directory: FilePath) -> HistoryStore:
+        """Open the store of a directory; see `HistoryStore`."""
+        return HistoryStore(directory, self.window, self.others_tokens)
 
     @property
     def keeps_texts(self) -> bool:

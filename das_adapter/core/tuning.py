@@ -805,6 +805,12 @@ CPP_AHEAD_CHANCE = number(
     "a guess: the policies differ by one update; benchmarks/results/agreement.json has"
     " how far texts agree after updates of several sizes",
 )
+CPP_OTHERS_CHANCE = number(
+    0.75,
+    "chance of a token of the own problem's texts below which texts of other problems"
+    " are asked",
+    "recorded rollouts of four models: 0.75 drafts as well as 1, and asks a third less",
+)
 CPP_INLINE_REQUESTS = number(
     4,
     "requests up to which drafting wakes no thread",
@@ -834,6 +840,23 @@ CPP_UNOFFERED_BATCHES = number(
 )
 
 # Which text a history keeps (suffix_index.cpp, suffix_thin.hpp)
+
+OTHERS_TOKENS = number(
+    2**21,
+    "tokens of the texts that all problems of a node share, at most",
+    "a guess: 15 MB on the node, and 17 MB of each GPU",
+)
+CPP_OTHERS_SEALED_PARTS = number(
+    16,
+    "parts of the room of these texts, of which one at least is sealed at once before"
+    " a weight sync",
+    "a guess: small segments would have to be merged again and again",
+)
+OTHERS_BYTES = number(
+    64,
+    "bytes of a history's budget for each token of the texts that all problems share",
+    "a guess: an eighth of a small budget",
+)
 
 CPP_SEGMENTS_PER_PROBLEM = number(
     8,

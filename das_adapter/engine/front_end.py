@@ -67,7 +67,7 @@ def choose_runner(stock: Any) -> Any:
         if config is None:
             return stock(self, *args, **kwargs)
         if not hosted(self):
-            prepare_standalone(self, config)
+            config = prepare_standalone(self, config)
             if config.uses_history and config.history.scope == "problem":
                 logger.info(
                     "das: a request drafts from texts of its whole prompt and"

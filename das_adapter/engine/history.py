@@ -27,8 +27,8 @@ class HistorySource:
     """The suffix index of an engine, over the history of its node."""
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
-        self.index = SuffixIndex()
         self._rules = HistoryRules(config)
+        self.index = SuffixIndex(others=self._rules.others_tokens > 0)
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""

@@ -92,10 +92,13 @@ def take_block_from_environment(args: Any) -> None:
         args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
 
 
-def prepare_standalone(args: Any, config: DasConfig) -> None:
+def prepare_standalone(args: Any, config: DasConfig) -> DasConfig:
     """Refuse, with a ConfigError, what an engine without a host can't do, and name the
-    run.
+    run; return the block, with which a server's clients draft from no other's text
+    unless it says so.
     """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     if config.drafter != "none" and args.speculative_config:
         raise ConfigError(
             f"das.drafter={config.drafter!r} and speculative_config both choose a"
@@ -112,9 +115,15 @@ def prepare_standalone(args: Any, config: DasConfig) -> None:
     refused = without_host(config)
     if refused:
         raise ConfigError(refused)
+    if isinstance(args, AsyncEngineArgs) and config.history.scope == "problem":
+        # clients of a server need not know each other
+        history = config.history.model_copy(update={"others": "off"})
+        config = config.model_copy(update={"history": history})
+        _put_block(args, config)
     run = os.environ.get(RUN_VARIABLE)
     if run:
         args.additional_config = {**args.additional_config, RUN_KEY: run}
+    return config
 
 
 def without_host(config: DasConfig) -> str | None:
@@ -160,9 +169,14 @@ def with_draft_tokens(args: Any, config: DasConfig, most: int) -> DasConfig:
     engine (vLLM's `EngineArgs`) then have.
     """
     changed = config.model_copy(update={"max_draft_tokens": most})
-    block = changed.to_dict()
-    args.additional_config = {**args.additional_config, SETTINGS_KEY: block}
+    _put_block(args, changed)
     return changed
+
+
+def _put_block(args: Any, config: DasConfig) -> None:
+    """Give all processes of an engine a block (vLLM's `EngineArgs`)."""
+    block = config.to_dict()
+    args.additional_config = {**args.additional_config, SETTINGS_KEY: block}
 
 
 def history_name(vllm_config: Any) -> str:

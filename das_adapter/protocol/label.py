@@ -16,7 +16,7 @@ from das_adapter.core.identity import FirstTurns, prompt_identity, request_seed
 from das_adapter.errors import DasError
 
 _LARGEST = {
-    "problem": 2**64 - 1,
+    "problem": 2**64 - 2,
     "seed": 2**63 - 1,
     "record": 1,
     "start": 2**31 - 1,

@@ -271,7 +271,7 @@ class Writer:
             self._published.append(file)
 
     def _open_store(self, directory: Path) -> HistoryStore:
-        store = HistoryStore(directory, self.rules.window)
+        store = self.rules.store(directory)
         make_private(directory / FOLDER)
         try:
             janitor.watch(directory, self._grace_s)

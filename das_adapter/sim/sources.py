@@ -342,7 +342,7 @@ class Indexed(Source):
         self._texts = texts
         self._rules = HistoryRules(history)
         folder = tempfile.mkdtemp(prefix="das-sim-")
-        self._store = HistoryStore(folder, self._rules.window)
+        self._store = self._rules.store(folder)
         weakref.finalize(self, _remove, self._store)
         directory = self._store.directory
         self.indices = []

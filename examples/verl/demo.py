@@ -65,6 +65,8 @@ DECISIONS = "decisions"
 """Folder of the history arm's decision log in `--out`."""
 MEMORY_GB = 15
 """Memory that the demo takes, in 10^9 bytes (benchmarks/results/demo.json)."""
+CLAIM_ERROR = 0.1
+"""How far `das/of_stock` may be from the measured ratio of a step."""
 PER_STEP = (
     "data.train_batch_size",
     "data.val_max_samples",
@@ -83,6 +85,7 @@ COLUMNS = {
     "response_length_max": "response_length/max",
     "health": "das/health",
     "memory_used_gb": "actor/perf/cpu_memory_used_gb",
+    "of_stock": "das/of_stock",
 }
 """The figures of the summary, and their names in veRL's log."""
 
@@ -316,7 +319,7 @@ def train(
                 if step:
                     logged = arm.last_step()
                     for name, key in COLUMNS.items():
-                        figures[arm.name][name].append(logged[key])
+                        figures[arm.name][name].append(logged.get(key))
                     note = (
                         f"rollout {logged['das/rollout_s']:.1f} s, reward"
                         f" {logged['critic/score/mean']:.2f}"
@@ -351,8 +354,22 @@ def compare(arms: dict[str, dict[str, Any]], epochs: int) -> dict[str, dict[str,
             "rollout_ratio_last_third": ratio(figures, off, last_third),
             "steps_with_same_tokens": num_equal(figures, off, "token_hash"),
             "steps_with_same_reward": num_equal(figures, off, "reward"),
+            "claimed_of_measured": claims(figures, off),
         }
     return comparison
+
+
+def claims(arm: dict[str, Any], off: dict[str, Any]) -> list[float | None]:
+    """Return for each step what `das/of_stock` said, as a share of the measured ratio;
+    None: it was not known.
+    """
+    found: list[float | None] = []
+    for claimed, own_s, off_s in zip(
+        arm["of_stock"], arm["rollout_s"], off["rollout_s"], strict=True
+    ):
+        is_known = claimed is not None and own_s > 0
+        found.append(claimed * off_s / own_s if is_known else None)
+    return found
 
 
 def num_equal(arm: dict[str, Any], off: dict[str, Any], figure: str) -> int:
@@ -397,6 +414,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     console.print(f"vLLM's model runner: {', '.join(runners)}")
     for arm, compared in comparison.items():
         console.print(f"{arm}: {outcome(compared, epochs, len(rewards))}")
+        console.print(f"{arm}: {right_claims(compared)}")
 
 
 def outcome(compared: dict[str, Any], epochs: int, steps: int) -> str:
@@ -407,6 +425,16 @@ def outcome(compared: dict[str, Any], epochs: int, steps: int) -> str:
         f"the same tokens in {same} of {steps} steps; rollouts"
         f" {1 / compared['rollout_ratio_last_third']:.1f}x as fast as off over the last"
         f" third ({1 / max(ratios):.1f}x to {1 / min(ratios):.1f}x by epoch)"
+    )
+
+
+def right_claims(compared: dict[str, Any]) -> str:
+    """Say in how many steps `das/of_stock` was near the measured ratio."""
+    known = [share for share in compared["claimed_of_measured"] if share is not None]
+    near = [share for share in known if abs(share - 1) <= CLAIM_ERROR]
+    return (
+        f"das/of_stock was within {CLAIM_ERROR:.0%} of the measured ratio in"
+        f" {len(near)} of {len(known)} steps"
     )
 
 

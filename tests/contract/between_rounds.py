@@ -183,8 +183,8 @@ def publish(
     lose: str | None,
 ) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
-    with HistoryStore(directory) as store:
-        policy = HistoryRules(config)
+    policy = HistoryRules(config)
+    with policy.store(Path(directory)) as store:
         policy.add_and_seal(store, trajectories)
         while policy.shrink_slice(store):
             pass

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ KINDS = 192
 PRIOR = 40
 DOUBT = 8
 MEMORY = 8192
+SOURCES = 3
+OTHERS_CHANCE = 0.75
 SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)
 STRENGTHS = (3, 5, 8, 12, 18, 32, 64)
 
@@ -61,12 +64,14 @@ def launch(index: Any, requests: int) -> None:
         begin = int(tables.begin[slot])
         own = texts[slot, begin : begin + lengths[slot]]
         candidates = []
+        others = []
         if int(index._num_sampled[row]):  # else its prompt is being read
             candidates = _sealed(index, slot, arena, own)
+            others = _others(index, arena, own)
             candidates += _live(index, slot, texts, arena, lengths, own)
             candidates += _prompt(texts[slot, :begin], own)
         index.drafts[row] = 0
-        _vote(index, row, slot, own, candidates)
+        _vote(index, row, slot, own, candidates, others)
 
 
 def _learn(index: Any, slot: int, own: np.ndarray) -> None:
@@ -90,7 +95,7 @@ def _estimate(index: Any) -> None:
     sources = index.sources.numpy()
     chance = index.chance.numpy()
     start = index.start.numpy()
-    for source in range(2):
+    for source in range(SOURCES):
         kinds = slice(source * KINDS, (source + 1) * KINDS)
         new = outcomes[kinds].copy()
         cells[kinds] += new
@@ -156,16 +161,34 @@ def _sealed(
     index: Any, slot: int, arena: np.ndarray, own: np.ndarray
 ) -> list[Candidate]:
     tables = index.arena.tables
-    found = []
-    count = int(tables.sealed_count[slot])
     at = int(tables.sealed_texts[slot])
+    begin = int(tables.sealed_places[slot])
+    count = int(tables.sealed_count[slot])
+    return _nearest(index, arena, own, (at, begin, count), (0, 1))
+
+
+def _others(index: Any, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
+    found = _nearest(index, arena, own, index.arena.tables.others.tolist(), (0,))
+    for candidate in found:
+        candidate.weight = 1
+    return found
+
+
+def _nearest(
+    index: Any,
+    arena: np.ndarray,
+    own: np.ndarray,
+    sealed: Sequence[int],
+    shifts: Sequence[int],
+) -> list[Candidate]:
+    at, begin, count = sealed
     if not count:
         return []
-    begin = int(tables.sealed_places[slot])
+    found = []
     places = arena[begin : begin + count].view(np.uint32)
     tokens = arena[at:begin]
     whole = np.concatenate([[START], own])
-    for shift in (0, 1):
+    for shift in shifts:
         context = whole[: len(whole) - shift]
         low = 0
         high = count
@@ -284,7 +307,12 @@ def _candidate(
 
 
 def _vote(
-    index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]
+    index: Any,
+    row: int,
+    slot: int,
+    own: np.ndarray,
+    candidates: list[Candidate],
+    others: list[Candidate],
 ) -> None:
     steps = index._steps
     count = 0
@@ -292,35 +320,22 @@ def _vote(
     survival = 1.0
     offer = index.offers[slot].numpy()
     strongest = max((c.strength for c in candidates if not c.differs), default=0)
-    voters = [c for c in candidates if not c.differs or strongest < SURE]
+    candidates = [c for c in candidates if not c.differs or strongest < SURE]
     index.confidence[row] = 0.0
     for step in range(steps + 1):
-        said = [
-            (c, int(c.following[step]))
-            for c in voters
-            if step < len(c.following) and c.following[step] >= 0
-        ]
-        if not said:
+        chance, winner, kind = _elected(index, candidates, step, None)
+        if chance < OTHERS_CHANCE:
+            other = _elected(index, others, step, 2)
+            if other[0] > chance:
+                chance, winner, kind = other
+        if not chance:
             break
-        votes: dict[int, int] = {}
-        for c, token in said:
-            votes[token] = (
-                votes.get(token, 0)
-                + (min(c.strength + 2 * step, STRONGEST) + 1) ** 6 * c.weight
-            )
-        winner = min(votes, key=lambda token: (-votes[token], token))
-        voters = [c for c, token in said if token == winner]
-        share = votes[winner] / sum(votes.values())
-        longest = max(min(c.strength + 2 * step, STRONGEST) for c in voters)
-        s = sum(share >= x for x in SHARES)
-        m = sum(longest >= x for x in STRENGTHS)
-        c3 = (len(voters) > 1) + (len(voters) > 3)
-        kind = ((all(c.own for c in voters) * 8 + s) * 8 + m) * 3 + c3
+        candidates = _voters(candidates, step, winner)
+        others = _voters(others, step, winner)
         winner = min(winner, index._vocabulary - 1)
         offer[2 + step] = winner
         offer[3 + steps + step] = kind
         asked = step + 1
-        chance = float(index.chance[kind])
         survival *= chance
         if step == steps or survival < np.float32(index._min_chance):
             break
@@ -330,3 +345,34 @@ def _vote(
     index.real[row] = count
     offer[0] = asked
     offer[1] = len(own)
+
+
+def _elected(
+    index: Any, candidates: list[Candidate], step: int, source: int | None
+) -> tuple[float, int, int]:
+    """Return the chance, the token and the kind; `source` None: by the voters."""
+    votes: dict[int, int] = {}
+    for c in candidates:
+        if step < len(c.following) and c.following[step] >= 0:
+            token = int(c.following[step])
+            strength = min(c.strength + 2 * step, STRONGEST)
+            votes[token] = votes.get(token, 0) + (strength + 1) ** 6 * c.weight
+    if not votes:
+        return 0.0, 0, 0
+    winner = min(votes, key=lambda token: (-votes[token], token))
+    voters = _voters(candidates, step, winner)
+    share = votes[winner] / sum(votes.values())
+    longest = max(min(c.strength + 2 * step, STRONGEST) for c in voters)
+    if source is None:
+        source = int(all(c.own for c in voters))
+    s = sum(share >= x for x in SHARES)
+    m = sum(longest >= x for x in STRENGTHS)
+    c3 = (len(voters) > 1) + (len(voters) > 3)
+    kind = ((source * 8 + s) * 8 + m) * 3 + c3
+    return float(index.chance[kind]), winner, kind
+
+
+def _voters(candidates: list[Candidate], step: int, token: int) -> list[Candidate]:
+    return [
+        c for c in candidates if step < len(c.following) and c.following[step] == token
+    ]

@@ -79,7 +79,7 @@ class World:
         self._poems = [self.rng.integers(0, vocabulary, 60 + written) for _ in range(2)]
         if periodic:
             self._poems[0] = np.resize(self._poems[0][:5], 60 + written)
-        self.sealed = OwnHistory()
+        self.sealed = OwnHistory(others_tokens=4096)
         for version in range(2):
             for problem in range(2):
                 for _ in range(2):

@@ -122,6 +122,11 @@ def two_rounds(requested: list[Request]) -> list[Round]:
     return [Round(requested, refresh=1), Round(again)]
 
 
+def renamed(requested: list[Request]) -> list[Request]:
+    """The same requests, of problems that are new."""
+    return [r.labelled(das_problem=100 + r.label["das_problem"]) for r in requested]
+
+
 def shortened(params: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     """The same sampling parameters, up to so many tokens."""
     return [

@@ -103,7 +103,7 @@ def job(ray_address: str) -> Iterator[None]:
 def unsynced(job: None) -> None:
     """A run that has had no weight sync."""
     ledger_module.end_earlier_run()
-    ledger()
+    ray.get(ledger().__ray_ready__.remote())
 
 
 class Alone(NodeHistory):

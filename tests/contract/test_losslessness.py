@@ -26,6 +26,7 @@ from requested import (
     lossless,
     nightly,
     prompts,
+    renamed,
     requests,
     tokens,
     two_rounds,
@@ -105,6 +106,21 @@ def test_history_of_the_last_round_is_drafted_and_accepted(engine: Any) -> None:
     assert pace[1] > 1.3 * pace[0]
     assert first["stats"]["history_tokens"] == 0
     assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
+
+
+@pytest.mark.parametrize("others", nightly("auto", "off"))
+def test_a_first_visit_drafts_what_other_problems_wrote(
+    engine: Any, others: str
+) -> None:
+    first = requests(PLAIN)
+    das = {**HISTORY, "history": {"others": others}}
+    one, two = engine(
+        das=das, rounds=[Round(first, refresh=1), Round(renamed(first), refresh=2)]
+    )
+    assert two["tokens"] == one["tokens"]
+    assert two["stats"]["history_hits"] == 0
+    pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in (one, two)]
+    assert (pace[1] > 1.5 * pace[0]) == (others == "auto")
 
 
 def test_most_drafts_of_the_policy_copy_are_accepted(engine: Any) -> None:

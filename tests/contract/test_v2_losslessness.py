@@ -20,6 +20,7 @@ from requested import (
     lossless_v2,
     nightly,
     prompts,
+    renamed,
     requests,
     shortened,
     stock,
@@ -157,6 +158,20 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
         12,
     )
     assert second["stats"]["tokens"] == sum(map(len, second["tokens"]))
+
+
+@pytest.mark.parametrize("others", ["auto", *nightly("off")])
+def test_a_first_visit_drafts_what_other_problems_wrote(
+    v2_engine: Any, others: str
+) -> None:
+    first = requests(shortened(PLAIN, 60))
+    rounds = synced([Round(first), Round(renamed(first))])
+    das = {**HISTORY, "history": {**SMALL["history"], "others": others}}
+    one, two = v2_engine(das=das, rounds=rounds)
+    assert two["tokens"] == one["tokens"]
+    assert two["stats"]["history_hits"] == 0
+    pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in (one, two)]
+    assert (pace[1] > 1.5 * pace[0]) == (others == "auto")
 
 
 def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(

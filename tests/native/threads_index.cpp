@@ -96,7 +96,7 @@ int main(int argc, char** argv) {
     for (uint64_t problem : {round % kProblems, kProblems + round % kGuests}) {
       const auto history =
           shared.use([&](const SuffixIndex& index) { return index.history(problem); });
-      const auto flat = SuffixIndex::flat(history, UINT64_MAX);
+      const auto flat = SuffixIndex::flat(history, UINT64_MAX, true);
       failures += problem < kProblems ? flat.places.size() < kTokens
                                       : flat.places.size() % kTokens != 0;
     }

@@ -24,6 +24,7 @@ from das_adapter.core.tuning import (
     CPP_MEMORY_TOKENS,
     CPP_MOST_STRENGTH,
     CPP_NEEDED_LIVE_PLACES,
+    CPP_OTHERS_CHANCE,
     CPP_OWN_WEIGHT,
     CPP_PLACES_PER_SEARCH,
     CPP_PRIOR_COUNT,
@@ -43,9 +44,12 @@ from das_adapter.core.tuning import (
 START = -1  # stands before the first token of every response
 VOTES = [(i + 1) ** CPP_VOTE_POWER for i in range(CPP_MOST_STRENGTH + 1)]
 
-# whether only its own text, share of the votes, strength, number of places
-Kind = tuple[bool, int, int, int]
-AHEAD: Kind = (False, -1, -1, -1)  # written ahead
+OTHERS = -1
+"""The problem whose texts are those of all problems."""
+
+# source, share of the votes, strength, number of places
+Kind = tuple[str, int, int, int]
+AHEAD: Kind = ("ahead", -1, -1, -1)
 
 
 @dataclass
@@ -88,7 +92,9 @@ request's own.
 class ReferenceIndex:
     """See `SuffixIndex`: the same calls give the same drafts and chances."""
 
-    def __init__(self) -> None:
+    def __init__(self, others_tokens: int = 0) -> None:
+        self._others_tokens = others_tokens
+        self.forget_shares()
         self._fading = [
             max(1, int(CPP_SIBLING_WEIGHT * 2.0 ** (-age / CPP_HALF_LIFE_VISITS) + 0.5))
             for age in range(256)
@@ -102,20 +108,41 @@ class ReferenceIndex:
         self._requests: dict[int, Request] = {}
         self._kinds: dict[Kind, list[int]] = {}  # [accepted, tried]
         # accepted, tried, and expected of the kinds
-        self._sources = {own: [0.0, 0.0, 0.0] for own in (True, False)}
+        self._sources = {s: [0.0, 0.0, 0.0] for s in ("own", "problem", "others")}
 
     # History
 
     def add(self, problem: int, tokens: list[int], version: int) -> None:
-        if tokens:
-            self._staged.setdefault(problem, []).append(
-                Trajectory([START, *tokens], version)
-            )
+        if not tokens:
+            return
+        text = Trajectory([START, *tokens], version)
+        if self._shares(len(tokens), version):
+            self._staged.setdefault(OTHERS, []).append(text)
+        self._staged.setdefault(problem, []).append(text)
+
+    def _shares(self, tokens: int, version: int) -> bool:
+        newest, share, arrived, taken = self._share
+        most = self._others_tokens // 2
+        if version > newest:
+            share = most / arrived if arrived > most else 1.0
+            newest, arrived, taken = version, 0, 0
+        takes = taken <= share * arrived and taken + tokens <= most
+        self._share = (newest, share, arrived + tokens, taken + takes * tokens)
+        return takes
+
+    def forget_shares(self) -> None:
+        self._share = (-(2**31), 1.0, 0, 0)  # version, share, tokens arrived, taken
 
     def seal(self) -> None:
         for problem, added in self._staged.items():
             trajectories = [*self._history.get(problem, []), *added]
-            kept = sorted({t.version for t in trajectories})[-self.window :]
+            versions = sorted({t.version for t in trajectories})
+            kept = versions[-self.window :]
+            if problem == OTHERS:
+                kept = versions
+                if sum(len(t.places) for t in trajectories) > self._others_tokens:
+                    most = self._others_tokens // 4 * 3
+                    kept = _newest_fitting(trajectories, most)
             self._history[problem] = [t for t in trajectories if t.version in kept]
         self._staged = {}
 
@@ -125,11 +152,13 @@ class ReferenceIndex:
 
     @property
     def tokens(self) -> int:
-        return sum(len(t.places) for ts in self._history.values() for t in ts)
+        return sum(
+            len(t.places) for p, ts in self._history.items() if p != OTHERS for t in ts
+        )
 
     @property
     def problems(self) -> int:
-        return len(self._history)
+        return len(self._history.keys() - {OTHERS})
 
     # Live requests
 
@@ -197,35 +226,64 @@ class ReferenceIndex:
             tokens.append(token)
             chances.append(_narrow(chance))
         candidates = self._gather(request)
-        searched = len(ahead)
+        others: list[Candidate] = []
+        searched = others_searched = len(ahead)
+        asked_others = False
         for step in range(len(ahead), budget + 1):
-            polls = _poll(candidates, step - searched)
-            if not polls and step > searched:
+            best = self._elected(candidates, step - searched)
+            if best is None and step > searched:
                 candidates = self._gather(request)
                 searched = step
-                polls = _poll(candidates, 0)
-            if not polls:
+                best = self._elected(candidates, 0)
+            if best is None or best[0] < CPP_OTHERS_CHANCE:
+                other = self._elected(others, step - others_searched, others=True)
+                is_new = not asked_others or step > others_searched
+                if other is None and is_new:
+                    others = self._gather_others(request)
+                    others_searched = step
+                    asked_others = True
+                    other = self._elected(others, 0, others=True)
+                if other is not None and (best is None or other[0] > best[0]):
+                    best = other
+            if best is None:
                 break
-            votes = {token: sum(v for v, _, _ in poll) for token, poll in polls.items()}
-            token = min(votes, key=lambda t: (-votes[t], t))
-            share = votes[token] / sum(votes.values())
-            strength = max(s for _, s, _ in polls[token])
-            kind = (
-                all(own for _, _, own in polls[token]),
-                *_kind(share, strength, len(polls[token])),
-            )
+            own_chance, token, kind = best
             request.drafted.append((token, kind))
-            chance *= self._chance(kind)
+            chance *= own_chance
             if step == budget or chance < min_chance:
                 break
             tokens.append(token)
             chances.append(_narrow(chance))
-            candidates = [
-                c
-                for c in candidates
-                if c.following[step - searched : step - searched + 1] == [token]
-            ]
+            candidates = _voters(candidates, step - searched, token)
+            others = _voters(others, step - others_searched, token)
         return tokens, chances
+
+    def _elected(
+        self, candidates: list[Candidate], step: int, others: bool = False
+    ) -> tuple[float, int, Kind] | None:
+        """The token with the most votes: its chance, itself, its kind."""
+        polls = _poll(candidates, step)
+        if not polls:
+            return None
+        votes = {token: sum(v for v, _, _ in poll) for token, poll in polls.items()}
+        token = min(votes, key=lambda t: (-votes[t], t))
+        share = votes[token] / sum(votes.values())
+        strength = max(s for _, s, _ in polls[token])
+        source = "own" if all(own for _, _, own in polls[token]) else "problem"
+        if others:
+            source = "others"
+        kind = (source, *_kind(share, strength, len(polls[token])))
+        return self._chance(kind), token, kind
+
+    def _gather_others(self, request: Request) -> list[Candidate]:
+        context = request.text + [token for token, _ in request.drafted]
+        shared = self._history.get(OTHERS, [])
+        places = [(t.text, i, 1) for t in shared for i in t.places]
+        found = []
+        for _, text, i, length, weight in self._nearest(places, context):
+            strength = self._strength(context, text[: i + 1], length)
+            found.append(Candidate(text[i + 1 :], strength, weight, False))
+        return found
 
     def _gather(self, request: Request) -> list[Candidate]:
         draft = [token for token, _ in request.drafted]
@@ -366,11 +424,11 @@ class ReferenceIndex:
 
     def _learn(self, kind: Kind, accepted: bool) -> None:
         cell = self._kinds.setdefault(kind, [0, 0])
-        source = self._sources[kind[0]]
         cell[:] = [cell[0] + accepted, cell[1] + 1]
         if kind == AHEAD:
             cell[:] = [x // 2 for x in cell] if cell[1] >= CPP_MEMORY_TOKENS else cell
             return
+        source = self._sources[kind[0]]
         source[:] = [source[0] + accepted, source[1] + 1, source[2] + _start(kind)]
         if cell[1] >= CPP_MEMORY_TOKENS:
             cell[:] = [cell[0] // 2, cell[1] // 2]
@@ -391,6 +449,22 @@ class ReferenceIndex:
     def _forget(self, kept: Callable[[Request], bool]) -> None:
         for problem, places in list(self._live.items()):
             self._live[problem] = [(r, i) for r, i in places if kept(r)]
+
+
+def _voters(candidates: list[Candidate], step: int, token: int) -> list[Candidate]:
+    return [c for c in candidates if c.following[step : step + 1] == [token]]
+
+
+def _newest_fitting(trajectories: list[Trajectory], most: int) -> set[int]:
+    """Versions, the newest at least, that have at most so many tokens together."""
+    kept: set[int] = set()
+    total = 0
+    for version in sorted({t.version for t in trajectories}, reverse=True):
+        total += sum(len(t.text) for t in trajectories if t.version == version)
+        if kept and total > most:
+            break
+        kept.add(version)
+    return kept
 
 
 def _narrow(chance: float) -> float:

@@ -126,6 +126,8 @@ def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(
 
 def test_a_text_that_can_not_be_read_fails_in_the_step() -> None:
     class Damaged:
+        has_others = False
+
         def flat(self, problem: int, most: int) -> None:
             raise OSError("damaged")
 

@@ -403,6 +403,7 @@ VALUES: dict[str, Any] = {
     "history.load": "x",
     "history.run_ahead": "auto",
     "history.device_bytes": "1GiB",
+    "history.others": "auto",
     "self.weights": "int8",
     "draft.model": "x",
     "draft.weights": "trainer",

@@ -18,6 +18,7 @@ def figures(rollout_s: list[float], token_hash: str = "abcabcabc") -> dict[str, 
         "rollout_s": rollout_s,
         "token_hash": list(token_hash),
         "reward": [0.5] * steps,
+        "of_stock": [None, *[1.0] * (steps - 1)],
     }
 
 
@@ -38,6 +39,17 @@ def test_the_outcome_is_said_as_a_speed_up():
     assert demo.outcome(against, epochs=9, steps=9) == (
         "the same tokens in 9 of 9 steps; rollouts 2.0x as fast as off over the last"
         " third (1.6x to 2.7x by epoch)"
+    )
+
+
+def test_what_das_says_of_stock_is_held_against_what_was_measured():
+    off = figures([2.0] * 3)
+    arm = figures([2.0, 1.9, 1.0])
+    (against,) = demo.compare({"off": off, "arm": arm}, epochs=3).values()
+    shares = against["claimed_of_measured"]
+    assert shares == [None, pytest.approx(2 / 1.9), 2.0]
+    assert demo.right_claims(against) == (
+        "das/of_stock was within 10% of the measured ratio in 1 of 2 steps"
     )
 
 

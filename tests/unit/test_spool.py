@@ -34,7 +34,7 @@ from das_adapter.protocol.spool import (
 from das_adapter.service.writer import Writer
 
 SOME = [
-    Trajectory(2**64 - 1, np.arange(5, dtype=np.int32).tobytes(), 3),
+    Trajectory(2**64 - 2, np.arange(5, dtype=np.int32).tobytes(), 3),
     Trajectory(0, b"", -1),
     Trajectory(7, b"abc", 2**40),
 ]

@@ -30,7 +30,10 @@ from das_adapter.core.index.values import (
 )
 from das_adapter.core.native import native
 
-__all__ = ["IndexFileError", "SuffixIndex"]
+__all__ = ["OTHERS", "IndexFileError", "SuffixIndex"]
+
+OTHERS = 2**64 - 1
+"""The number, no problem's, under which the texts that all problems share are kept."""
 
 
 class SuffixIndex:
@@ -44,19 +47,25 @@ class SuffixIndex:
     Any thread may call: each call waits for those before it, the drafting that
     `draft_rows` has begun included. Calls that take long release the GIL.
 
-    The longest matches of the request's context in each source vote on the
+    The longest matches of the request's context in its problem's texts vote on the
     continuation; where these are short, places that match except for the last token
-    vote as well. Each draft token has an estimated chance to survive verification. The
-    index learns it from what requests wrote after their drafts, separately for tokens
-    that only the request's own text suggests and for all others.
+    vote as well. The longest matches in texts of all problems (`HistoryStore`'s
+    `others_tokens`) vote apart, and the token of the two that is likelier to be
+    accepted is drafted. Each draft token has an estimated chance to survive
+    verification. The index learns it from what requests wrote after their drafts,
+    separately for tokens that only the request's own text suggests, those that other
+    texts of its problem suggest, too, and those that come from texts of all problems.
 
-    Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers
+    Problems are identified by 0 to 2^64 - 2, token ids are 0 to 2^23 - 1; other numbers
     raise a ValueError or a TypeError, and the handle of a request that is not open a
     ValueError.
     """
 
-    def __init__(self) -> None:
-        self._core: Any = native().SuffixIndex()
+    def __init__(self, others: bool = True) -> None:
+        """`others`: whether texts of all problems are drafted from, if there are
+        some.
+        """
+        self._core: Any = native().SuffixIndex(others)
 
     # History
 
@@ -246,9 +255,9 @@ class SuffixIndex:
         it.
 
         Args:
-            problem: whose history.
+            problem: whose history; `OTHERS`: the texts of all problems.
             max_words: words of 32 bits that both arrays may take together; above that
-                the history is thinned out.
+                the history is thinned out; of `OTHERS` the newest visits stay.
 
         Returns:
             tokens: int32 [t]; -1 before each text and at the end, -2 before a stretch
@@ -267,6 +276,11 @@ class SuffixIndex:
         and sealed); open ones stay.
         """
         self._core.clear_live()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether requests draft from texts of all problems, and there are some."""
+        return bool(self._core.has_others)
 
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""

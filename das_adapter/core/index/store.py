@@ -53,13 +53,18 @@ class HistoryStore:
     time. Any thread may call.
     """
 
-    def __init__(self, directory: FilePath, window: int = ALL) -> None:
+    def __init__(
+        self, directory: FilePath, window: int = ALL, others_tokens: int = 0
+    ) -> None:
         """Create the directory for this user alone, or take over what an earlier store
         left there.
 
         Args:
             directory: of the files.
             window: visits that each problem keeps, the newest, once it is added to.
+            others_tokens: tokens of the texts that requests of all problems draft from,
+                at most: the newest, of each weight version up to a half; 0: none. They
+                do not count in `tokens`.
 
         Raises:
             DasError: another store writes there.
@@ -80,6 +85,7 @@ class HistoryStore:
         self._core: Any = native().SuffixIndex()
         try:
             self._core.attach(str(self.directory), True)
+            self._core.share_texts(others_tokens)
         except Exception:
             os.close(self._writer)
             raise
@@ -121,7 +127,8 @@ class HistoryStore:
 
         Problems are sealed that have as many trajectories as problems had in the
         generation before; all, once nothing more is added, or with `every`. Then
-        segments of about one size are merged; that is one more generation.
+        segments of about one size are merged; that is one more generation, unless they
+        are texts that all problems share.
         """
         with self._lock:
             if self._closed:
@@ -139,8 +146,11 @@ class HistoryStore:
                 merged = self._core.merge(tuning.SEAL_SLICE_TOKENS)
             if merged:
                 self._has_unpublished_merge = True
-            has_worked = sealed + merged > 0
-            more = self._write(sealed + merged, more=has_worked)
+            merged_others = 0
+            if not sealed and not merged:
+                merged_others = self._core.merge_others()
+            changed = sealed + merged + merged_others
+            more = self._write(changed, more=changed > 0)
             if self._has_unpublished_merge and not more:
                 self._core.publish()
                 self._has_unpublished_merge = False
@@ -148,7 +158,8 @@ class HistoryStore:
 
     def shrink(self, max_bytes: int) -> Shrunk:
         """Do a slice of thinning the history out, as long as `nbytes` > `max_bytes`;
-        return what it did. The last one publishes the history.
+        return what it did. The last one publishes the history. Texts that all problems
+        share go first, once they take more than a quarter.
 
         The largest problems first, down to about the same size: of a problem the
         stretches of text stay, each once, that are worth most for their bytes, by the
@@ -159,9 +170,10 @@ class HistoryStore:
         whole.
         """
         with self._changing():
+            before = self.nbytes
             shrunk = Shrunk(*self._core.shrink(max_bytes, tuning.SEAL_SLICE_TOKENS))
             self._write(shrunk.kept, more=True)
-            if shrunk.tokens and self.nbytes <= max_bytes:
+            if self.nbytes < before and self.nbytes <= max_bytes:
                 self._core.publish()
             return shrunk
 

@@ -1,6 +1,7 @@
-"""The device's arena: sealed text of the problems that are drafted for, and the texts
-of requests that have ended, until the weight sync. Sealed text is brought to it beside
-the steps: no step waits until it is looked up, and each copies a little.
+"""The device's arena: sealed text of the problems that are drafted for and of all
+problems, and the texts of requests that have ended, until the weight sync. Sealed text
+is brought to it beside the steps: no step waits until it is looked up, and each copies
+a little.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index import OTHERS, SuffixIndex
 from das_adapter.core.steps import Ints
 
 MAX_COPIED_WORDS = 2**18
@@ -21,6 +22,8 @@ Only starting a copy takes the host's time.
 """
 MAX_ORDERED = 4
 """Problems whose text is made ready, or waits in pinned memory."""
+_OTHERS_SHARE = 8
+"""Part of the arena that texts of all problems may take: one of so many."""
 _WHOLE = 2**40
 """Words in which every history fits."""
 
@@ -51,6 +54,10 @@ class Tables:
     """Offset of the places of these tokens, by slot."""
     sealed_count: Ints
     """Number of these places, by slot."""
+    others: Ints
+    """Of the sealed texts that all problems share: offset of the tokens, offset of
+    their places, number of these.
+    """
     member_count: Ints
     """Number of the texts of the request's problem, by slot."""
     members: Ints
@@ -67,6 +74,7 @@ class Tables:
             "sealed_texts": slots,
             "sealed_places": slots,
             "sealed_count": slots,
+            "others": 3,
             "member_count": slots,
             "members": slots * width,
         }
@@ -78,6 +86,7 @@ class Tables:
         self.sealed_texts = parts["sealed_texts"]
         self.sealed_places = parts["sealed_places"]
         self.sealed_count = parts["sealed_count"]
+        self.others = parts["others"]
         self.member_count = parts["member_count"]
         self.members = parts["members"]
 
@@ -164,6 +173,8 @@ class Arena:
         self._beside = beside
         self._slots = slots
         self._texts = slots
+        self._others: SealedPart | None = None
+        """Where texts of all problems lie; None: nobody has looked for them."""
         self._problems: dict[int, Problem] = {}
         self._of_slot: dict[int, int] = {}
         # begins its thread with the first work
@@ -257,6 +268,9 @@ class Arena:
         """
         self.used = 0
         self.short = 0
+        self._others = None
+        self.tables.others.fill(0)
+        self.changed = True
         self._texts = self._slots
         self.unsealed = True
         self._ordered = {}
@@ -309,13 +323,19 @@ class Arena:
         at = self._allocate(size)
         part = self.words[at : self.used]
         part.copy_(words, non_blocking=True)
+        sealed = SealedPart(
+            at=at,
+            num_tokens=num_tokens,
+            num_places=size - num_tokens,
+        )
+        if problem == OTHERS:
+            self._others = sealed
+            self.tables.others[:] = (at, at + num_tokens, sealed.num_places)
+            self.changed = True
+            return size
         known = self._problems.get(problem)
         if known is not None:
-            known.sealed = SealedPart(
-                at=at,
-                num_tokens=num_tokens,
-                num_places=size - num_tokens,
-            )
+            known.sealed = sealed
             self._describe(known)
         return size
 
@@ -323,8 +343,11 @@ class Arena:
         """Have sealed text that is missing looked up, of a few problems at a time."""
         if not self.unsealed:
             return
+        wanted = self.missing()
+        if self._others is None and index.has_others:
+            wanted.insert(0, OTHERS)
         missing = []
-        for problem in self.missing():
+        for problem in wanted:
             if problem not in self._ordered:
                 missing.append(problem)
         num_ordered = len(self._ordered)
@@ -393,14 +416,17 @@ def look_up_sealed(
     room: int,
     pinned: bool,
 ) -> SealedText:
-    """Return a problem's sealed text, in at most `room` words. Holds no lock of Python
-    while it copies.
+    """Return a problem's sealed text, in at most `room` words, or that of all problems.
+    Holds no lock of Python while it copies.
     """
-    tokens, places = index.flat(problem, room)
+    most = room
+    if problem == OTHERS:
+        most = room // _OTHERS_SHARE
+    tokens, places = index.flat(problem, most)
     num_tokens = len(tokens)
     num_places = len(places)
     lacks_room = False
-    if num_tokens == 0:
+    if num_tokens == 0 and problem != OTHERS:
         every_token, _ = index.flat(problem, _WHOLE)
         num_wanted = len(every_token)
         lacks_room = num_wanted > 0

@@ -87,22 +87,23 @@ class DeviceIndex:
         self._text_len = self._int32(num_texts)
         num_places = int(search.PLACES.value)
         num_candidates = int(search.CANDIDATES.value)
-        # of both sources
-        kinds_of_source = int(votes.KINDS.value)
-        num_kinds = 2 * kinds_of_source
+        num_sources = int(votes.SOURCES.value)
+        num_kinds = num_sources * int(votes.KINDS.value)
         offer_size = 4 + 2 * steps
         max_programs = max(slots, self._programs)
         num_keys = 2 * max_programs * num_places
         self._seen = self._int64(num_keys)
         self.found = self._int64(slots, 3, num_candidates)
         """The places that vote, of each request; see `search`."""
+        self.found_others = self._int64(slots, 3, num_places)
+        """Those in texts that all problems share."""
         self.offers = self._int32(slots, offer_size)
         """What was offered to the request of each slot; see `votes.learn`."""
         self.outcomes = self._int32(num_kinds, 2)
         """What became of the last drafts; see `votes.learn`."""
         self.cells = self._int32(num_kinds, 2)
         """Tokens tried and accepted, by kind; see `votes.estimate`."""
-        self.sources = self._float64(2, 3)
+        self.sources = self._float64(num_sources, 3)
         """Tokens tried, accepted and expected, by source; see `votes.estimate`."""
         self.chance = self._float64(num_kinds)
         """Chance of each kind of draft token; see `votes.estimate`."""
@@ -346,14 +347,16 @@ class DeviceIndex:
 
     def _launch_sealed_search(self, requests: int) -> None:
         tables = self._parts
-        grid = requests, 2
+        grid = requests, 3
         search.search_sealed[grid](
             **self._texts_of_requests(),
             sealed_texts=tables["sealed_texts"],
             sealed_places=tables["sealed_places"],
             sealed_count=tables["sealed_count"],
+            others=tables["others"],
             fading=self._fading,
             found=self.found,
+            found_others=self.found_others,
             num_warps=1,
         )
 
@@ -391,6 +394,7 @@ class DeviceIndex:
             text_len=self._text_len,
             num_sampled=self._num_sampled,
             found=self.found,
+            found_others=self.found_others,
             chance=self.chance,
             offers=self.offers,
             drafts=self.drafts,

@@ -3,7 +3,8 @@
 Texts are addressed in tokens from the begin of the arena, which holds sealed text and
 the texts of closed requests; vLLM's own array of all requests' tokens is reached by the
 same offsets. A response is preceded by `START`, which is stored in sealed text only.
-What is called a context is a request's text, read backwards from its last token.
+What is called a context is a request's text, read backwards from its last token. Sealed
+texts that all problems share are searched in one more row, and vote apart.
 
 A place that is found has three numbers, int64: where the text goes on from there, its
 traits (`_pack_traits`), and how many tokens are left of it. Of each request's
@@ -426,28 +427,43 @@ def search_sealed(
     sealed_texts,  # int64 [slots]: offset of the problem's sealed tokens
     sealed_places,  # int64 [slots]: offset of the places of these
     sealed_count,  # int64 [slots]: number of the places
+    others,  # int64 [3]: offsets of the tokens that all problems share, and of their
+    # places, and the number of these
     fading,  # int32 [256]: weight of sealed text by its age
     found,  # int64 [requests, 3, CANDIDATES]: written
+    found_others,  # int64 [requests, 3, PLACES]: written, in texts of all problems
 ):
     """Find the places of sealed text that match a request's text longest, for its whole
-    text (program_id(1) = 0) and for its text without the last token (1).
+    text (program_id(1) = 0) and for its text without the last token (1), and those of
+    the texts that all problems share (2).
 
     Places are ordered, so that the longest matches are neighbours of the place where
     the context would be; of equal lengths those behind it come first, and the nearest.
     """
     request = tl.program_id(0)
-    shift = tl.program_id(1)
+    which = tl.program_id(1)
+    is_of_others = which == 2
+    shift = tl.where(is_of_others, 0, which)
     slot = tl.load(slots + request)
     lane = tl.arange(0, 2 * PLACES)
-    out_row = found + request * 3 * CANDIDATES
-    out_at = out_row + shift * PLACES
-    out_traits = out_at + CANDIDATES
-    out_left = out_traits + CANDIDATES
+    out_at = found + request * 3 * CANDIDATES + shift * PLACES
+    width = CANDIDATES
+    if is_of_others:
+        out_at = found_others + request * 3 * PLACES
+        width = PLACES
+    out_traits = out_at + width
+    out_left = out_traits + width
     nothing = tl.zeros([2 * PLACES], tl.int64)
     is_place = lane < PLACES
     tl.store(out_traits + lane, nothing, mask=is_place)
     if slot >= 0:
+        texts = tl.load(sealed_texts + slot)
+        places = tl.load(sealed_places + slot)
         number = tl.load(sealed_count + slot)
+        if is_of_others:
+            texts = tl.load(others)
+            places = tl.load(others + 1)
+            number = tl.load(others + 2)
         number = number.to(tl.int32)
         n = tl.load(text_len + slot)
         own = tl.load(text_at + slot)
@@ -457,8 +473,6 @@ def search_sealed(
         has_places = number > 0
         has_context = n >= 0
         if has_places & has_context:
-            texts = tl.load(sealed_texts + slot)
-            places = tl.load(sealed_places + slot)
             low = _sorted_place(
                 arena=arena,
                 texts=texts,
@@ -518,6 +532,7 @@ def search_sealed(
                 there = there & differs
             age = _age_of(place)
             weight = tl.load(fading + age)
+            weight = tl.where(is_of_others, 1, weight)
             traits = _pack_traits(strength, weight, 0, shift)
             traits = traits.to(tl.int64)
             goes_on = texts + position + 1 + shift

@@ -8,7 +8,9 @@ The token with the most votes is drafted, and only the places that voted for it 
 the next one.
 The chance that it is accepted is estimated by its kind: its share of the votes, the
 greatest strength behind it, the number of places, and whether all of them are in the
-request's own text. It is learned from what requests wrote.
+request's own text. It is learned from what requests wrote. Where it is less than
+`OTHERS_CHANCE`, the places in texts that all problems share vote, too, on their own:
+the likelier token is drafted.
 
 `csrc/suffix_draft.hpp` has the same rules for the host. Here a draft ends with the
 request's own text, where the host searches again.
@@ -23,6 +25,7 @@ from das_adapter.core import tuning
 from das_adapter.core.native import native
 from das_adapter.engine.v2.search import (
     CANDIDATES,
+    PLACES,
     any_of,
     as_column,
     as_row,
@@ -51,6 +54,12 @@ KINDS = tl.constexpr(len(_RULES["CHANCES"]))
 """Kinds of draft tokens of one source: by LEVELS of their share of the votes, as many
 of strength, and COUNTS numbers of candidates.
 """
+SOURCES = tl.constexpr(3)
+"""Sources of draft tokens: the problem's texts, the request's own text alone, texts
+that all problems share.
+"""
+OTHERS_CHANCE = tl.constexpr(tuning.CPP_OTHERS_CHANCE)
+"""Chance of a token from which on texts of other problems are not asked."""
 PRIOR = tl.constexpr(_RULES["PRIOR"])
 """Weight of a kind's prior, tokens."""
 DOUBT = tl.constexpr(_RULES["DOUBT"])
@@ -119,7 +128,7 @@ def learn(
     text_len,  # int32 [texts]: tokens of each text
     arena,  # int32 [words]: all texts
     slots,  # int64 [requests]; -1: of no request
-    outcomes,  # int32 [2 * KINDS, 2]: added to, tokens tried and accepted of each kind
+    outcomes,  # int32 [SOURCES * KINDS, 2]: added to, tokens tried and accepted
     requests,  # int
     STEPS: tl.constexpr,
     PADDED: tl.constexpr,  # power of 2, above STEPS
@@ -295,19 +304,19 @@ def _estimate_source(
 
 @triton.jit
 def estimate(
-    outcomes,  # int32 [2 * KINDS, 2]: new tokens tried and accepted; set to 0
-    cells,  # int32 [2 * KINDS, 2]: the same in all, brought forward
-    sources,  # float64 [2, 3]: tried, accepted and expected tokens, brought forward
+    outcomes,  # int32 [SOURCES * KINDS, 2]: new tokens tried and accepted; set to 0
+    cells,  # int32 [SOURCES * KINDS, 2]: the same in all, brought forward
+    sources,  # float64 [SOURCES, 3]: tried, accepted, expected tokens, brought forward
     start,  # float64 [KINDS]: chances before anything is learned
-    chance,  # float64 [2 * KINDS]: written
+    chance,  # float64 [SOURCES * KINDS]: written
     LANES: tl.constexpr,  # power of 2, KINDS at least
 ):
     """Take the outcomes into the counts of each kind, and compute each kind's chance to
-    be accepted: first of drafts with other texts, then of those from the request's own.
+    be accepted, one source after the other.
 
     One program; the same estimate as `Acceptance` in `csrc/suffix_draft.hpp`.
     """
-    for source in tl.static_range(2):
+    for source in tl.static_range(SOURCES):
         first_kind = source * KINDS
         _estimate_source(
             outcomes=outcomes + 2 * first_kind,
@@ -347,15 +356,18 @@ def _kind(
 
 
 @triton.jit
-def _places(found):
+def _places(
+    found,  # int64 [3, LANES]: of a request, see `search`
+    LANES: tl.constexpr,
+):
     """Load a request's places: where the text goes on and how many tokens are left,
     strength, weight, whether it is the request's own text, and whether the place votes
     (see `search`).
     """
-    lane = tl.arange(0, CANDIDATES)
+    lane = tl.arange(0, LANES)
     place_at = found + lane
-    place_traits = place_at + CANDIDATES
-    place_left = place_traits + CANDIDATES
+    place_traits = place_at + LANES
+    place_left = place_traits + LANES
     at = tl.load(place_at)
     traits = tl.load(place_traits)
     left = tl.load(place_left)
@@ -384,14 +396,14 @@ def _power(strength):
 
 @triton.jit
 def _elected(
-    token,  # int32 [CANDIDATES]: that each place votes for
-    alive,  # bool [CANDIDATES]: whether it votes
-    strength,  # int32 [CANDIDATES]
-    weight,  # int64 [CANDIDATES]
-    own,  # bool [CANDIDATES]: whether it is in the request's own text
+    token,  # int32 [n]: that each place votes for
+    alive,  # bool [n]: whether it votes
+    strength,  # int32 [n]
+    weight,  # int64 [n]
+    own,  # bool [n]: whether it is in the request's own text
 ):
-    """Return the token with the most votes (of equals the lowest), the places that
-    voted for it, and its kind as a draft token.
+    """Return the token with the most votes (of equals the lowest), and its kind as a
+    draft token.
     """
     votes = _power(strength) * weight
     votes = tl.where(alive, votes, 0)
@@ -426,7 +438,36 @@ def _elected(
         number=count(voters),
         alone=alone,
     )
-    return winner, voters, kind
+    return winner, kind
+
+
+@triton.jit
+def _next_tokens(
+    arena,  # int32 [words]: all texts
+    at,  # int64 [n]: where the text goes on at each place
+    left,  # int64 [n]: tokens that are left of it
+    valid,  # bool [n]: whether the place agrees with the draft
+    step,  # int32: tokens of the draft
+):
+    """Return the token behind the draft at each place, int32 [n], and whether the place
+    votes for it.
+    """
+    has_next = step < left
+    readable = valid & has_next
+    token_at = arena + at + step
+    token = tl.load(token_at, mask=readable, other=-1)
+    is_token = token >= 0
+    return token, valid & is_token
+
+
+@triton.jit
+def _grown(
+    strength,  # int32 [n]: of places
+    step,  # int32: tokens drafted from there
+):
+    """Return the strength of places from which tokens were drafted."""
+    grown = strength + 2 * step
+    return tl.minimum(grown, STRONGEST)
 
 
 @triton.jit
@@ -436,7 +477,8 @@ def vote(
     num_sampled,  # int32 [requests]: tokens that each got; 0: it gets no draft
     text_len,  # int32 [texts]: tokens of each text
     found,  # int64 [requests, 3, CANDIDATES]: places, see `search`
-    chance,  # float64 [2 * KINDS]: of each kind of draft token
+    found_others,  # int64 [requests, 3, PLACES]: places in texts of all problems
+    chance,  # float64 [SOURCES * KINDS]: of each kind of draft token
     offers,  # int32 [slots, 4 + 2 * STEPS]: written, see above
     drafts,  # int64 [requests, STEPS]: written; 0 beyond the draft
     confidence,  # float32 [requests, STEPS]: written, chance of each token; 0 beyond it
@@ -458,7 +500,9 @@ def vote(
     if slot >= 0:
         n = tl.load(text_len + slot)
         own_found = found + request * 3 * CANDIDATES
-        at, left, strength, weight, own, valid = _places(own_found)
+        at, left, strength, weight, own, valid = _places(own_found, CANDIDATES)
+        others = found_others + request * 3 * PLACES
+        o_at, o_left, o_strength, o_weight, o_own, o_valid = _places(others, PLACES)
         offer, offered_tokens, offered_kinds = _offer_of(offers, slot, STEPS)
         one = 0 * n + 1
         survival = one.to(tl.float64)
@@ -467,29 +511,46 @@ def vote(
         num_new = tl.load(num_sampled + request)
         going = num_new > 0
         while going:
-            has_next = step < left
-            readable = valid & has_next
-            token_at = arena + at + step
-            token = tl.load(token_at, mask=readable, other=-1)
-            is_token = token >= 0
-            alive = valid & is_token
-            going = any_of(alive)
-            if going:
-                grown = strength + 2 * step
-                grown = tl.minimum(grown, STRONGEST)
-                winner, voters, kind = _elected(
+            token, alive = _next_tokens(arena, at, left, valid, step)
+            o_token, o_alive = _next_tokens(arena, o_at, o_left, o_valid, step)
+            winner = 0 * n
+            kind = 0 * n
+            token_chance = 0 * survival
+            if any_of(alive):
+                winner, kind = _elected(
                     token=token,
                     alive=alive,
-                    strength=grown,
+                    strength=_grown(strength, step),
                     weight=weight,
                     own=own,
                 )
+                token_chance = tl.load(chance + kind)
+            is_doubtful = token_chance < OTHERS_CHANCE
+            if is_doubtful & any_of(o_alive):
+                o_winner, o_kind = _elected(
+                    token=o_token,
+                    alive=o_alive,
+                    strength=_grown(o_strength, step),
+                    weight=o_weight,
+                    own=o_own,
+                )
+                o_kind = o_kind + 2 * KINDS
+                o_chance = tl.load(chance + o_kind)
+                is_likelier = o_chance > token_chance
+                winner = tl.where(is_likelier, o_winner, winner)
+                kind = tl.where(is_likelier, o_kind, kind)
+                token_chance = tl.where(is_likelier, o_chance, token_chance)
+            going = token_chance > 0
+            if going:
+                is_voter = token == winner
+                valid = alive & is_voter
+                o_is_voter = o_token == winner
+                o_valid = o_alive & o_is_voter
                 last_token = vocabulary - 1
                 winner = tl.minimum(winner, last_token)
                 tl.store(offered_tokens + step, winner)
                 tl.store(offered_kinds + step, kind)
                 num_offered = step + 1
-                token_chance = tl.load(chance + kind)
                 survival = survival * token_chance
                 has_room = step < STEPS
                 survives = survival >= min_chance
@@ -499,7 +560,6 @@ def vote(
                     draft_chance = token_chance.to(tl.float32)
                     tl.store(own_drafts + step, draft_token)
                     tl.store(own_confidence + step, draft_chance)
-                    valid = voters
                     step = step + 1
         is_column = column < STEPS
         is_unwritten = column >= step
