@@ -40,8 +40,8 @@ BAR = 0.95
 """Share of the changes that the tests have to notice."""
 LIMIT_S = 300.0
 """Maximum seconds of the tests of one change."""
-COPIED = ("benchmarks", "das_adapter", "examples", "scripts", "tests", "pyproject.toml")
-"""What the tests of the list need of the repository."""
+FOLDERS = (PACKAGE, "benchmarks", "configs", "docs", "examples", "scripts", "tests")
+"""What the tests of the list need of the repository, beside `pyproject.toml`."""
 HOSTS = ("verl", "nemo_rl")
 AREAS = ("core", "protocol", "service", "hosts", "engine")
 """Packages of which there is a score each; all else is `others`."""
@@ -114,6 +114,8 @@ class Outcome:
     """`passed`, `failed` or `timed out`."""
     by: str = ""
     """The first test that failed, or why tests were skipped."""
+    said: str = ""
+    """What pytest printed, where a test failed."""
 
 
 class Checkout:
@@ -128,14 +130,10 @@ class Checkout:
         """
         self._root = directory / "checkout"
         self._root.mkdir()
-        for name in COPIED:
-            source = ROOT / name
-            target = self._root / name
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "*.so")
-                shutil.copytree(source, target, ignore=ignored)
-            else:
-                shutil.copy(source, target)
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, self._root / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", self._root)
         core = importlib.util.find_spec(f"{PACKAGE}._native")
         if core is None or core.origin is None:
             raise click.ClickException(f"found no {PACKAGE}._native: run make env")
@@ -181,14 +179,18 @@ class Checkout:
             click.ClickException: pytest does not run them.
         """
         command = [str(self._python), "-P", "-m", "pytest", "-q"]
-        command += ["--no-header", "-p", "no:cacheprovider"]
+        command += ["--no-header", "--tb=short", "-p", "no:cacheprovider"]
         if first:
             command.append("-x")
-        newest = os.environ.get("DAS_TEST_NEWEST", str(Path(sys.prefix) / "newest"))
+        variables = dict(os.environ)
+        variables.setdefault("DAS_TEST_NEWEST", str(Path(sys.prefix) / "newest"))
+        # programs of the present environment
+        programs = str(Path(sys.executable).parent)
+        variables["PATH"] = os.pathsep.join((programs, os.environ["PATH"]))
         running = subprocess.Popen(
             [*command, *tests],
             cwd=self._root,
-            env={**os.environ, "DAS_TEST_NEWEST": newest},
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -205,7 +207,7 @@ class Checkout:
             return Outcome("passed", skipped[0] if skipped else "")
         if running.returncode in FAILED:
             failure = FAILURE.search(said)
-            return Outcome("failed", failure[1] if failure else said[-500:])
+            return Outcome("failed", failure[1] if failure else "", said)
         raise click.ClickException(f"pytest does not run {', '.join(tests)}:\n{said}")
 
 
@@ -221,7 +223,7 @@ def check_unchanged(checkout: Checkout, mutants: Sequence[Mutant]) -> None:
     tests += [test for test in sorted(files) if "::" not in test]
     outcome = checkout.run_tests(tests, first=False)
     if outcome.result != "passed":
-        raise click.ClickException(f"without a change: {outcome.by} fails")
+        raise click.ClickException(f"tests fail without a change:\n{outcome.said}")
 
 
 def rows_of(

@@ -80,6 +80,7 @@ def test_a_hanging_test_ends_with_the_limit(
     root = tmp_path / "repository"
     (root / "das_adapter").mkdir(parents=True)
     (root / "tests").mkdir()
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (root / "das_adapter" / "__init__.py").write_text("WAIT_S = 0.0\nONE = 1\n")
     (root / "tests" / "test_it.py").write_text(
         "import time\nimport das_adapter\n\n\n"
@@ -87,7 +88,7 @@ def test_a_hanging_test_ends_with_the_limit(
         "    assert das_adapter.ONE == 1\n"
     )
     monkeypatch.setattr(mutants, "ROOT", root)
-    monkeypatch.setattr(mutants, "COPIED", ("das_adapter", "tests"))
+    monkeypatch.setattr(mutants, "FOLDERS", ("das_adapter", "tests"))
 
     def changed(old: str, new: str) -> mutants.Mutant:
         tests = ("tests/test_it.py",)
