@@ -333,3 +333,11 @@ def test_a_history_without_a_text_is_saved_and_read(tmp_path: Path) -> None:
             lambda index: store.save(index / "0") or 1,
         )
     assert len(checkpoint.check(target, facts, "das.history.load")) == 0
+
+
+@pytest.mark.parametrize(("version", "newest"), [(1, 1), (3, 3), (7, 3)])
+def test_loaded_lengths_are_no_newer_than_the_run(
+    saved: Path, version: int, newest: int
+) -> None:
+    lengths = checkpoint.check(saved, FACTS, "key", version)
+    assert lengths["version"].tolist() == [newest] * 2

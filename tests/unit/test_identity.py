@@ -380,6 +380,7 @@ def test_a_label_is_read_back_and_has_its_defaults() -> None:
         {"das_seed": "x"},
         {"das_seed": 1.5},
         {"das_seed": None},
+        {"das_seed": 2**63},
         {"das_record": 2},
         {"das_start": -1},
         {"das_start": [1]},

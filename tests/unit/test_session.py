@@ -376,6 +376,23 @@ def test_lengths_of_texts_from_another_node_were_counted_there(
     assert sent == [2]
 
 
+def test_the_engines_of_a_node_share_what_is_sealed_at_a_weight_sync(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, here: NodeHistory
+) -> None:
+    run_ledger = Actor(start=(None, 0, 0), sync=SYNCED, add=None)
+    monkeypatch.setattr(ledger, "running_ledger", lambda: run_ledger)
+    monkeypatch.setattr(node, "_TOKENS_AT_SYNC", 30)
+    here.sync(0, 0)
+    texts = [Trajectory(problem, TEXT, 1) for problem in range(20)]
+    put_batch(here.writer.directory, "engine", texts)
+    left = []
+    for version in (1, 1, 1, 2):
+        here.sync(version, 0)
+        left.append(here.writer.store.staged)
+    first, *others, last = left
+    assert 0 < first < 600 and others == [first, first] and last < first
+
+
 @pytest.mark.parametrize("kind", [BATCH, TEXTS, AWAY])
 @pytest.mark.parametrize("odd", ["a pipe", "a directory", "empty", "no name"])
 def test_one_odd_file_in_the_spool_costs_itself(
