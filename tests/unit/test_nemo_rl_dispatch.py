@@ -12,8 +12,6 @@ import pytest
 from das_adapter.core import identity
 from das_adapter.core.identity import FirstTurns, media_hash, prompt_identity
 from das_adapter.nemo_rl.settings import (
-    data_parallel_size,
-    engine_arguments,
     logs_figures,
     media_of,
     run_ahead_obstacle,
@@ -257,15 +255,3 @@ def test_every_algorithm_says_how_many_samples_a_prompt_has(algorithm: str) -> N
         == 8
     )
     assert samples_of(SimpleNamespace(**{algorithm: None})) == 1
-
-
-@pytest.mark.parametrize(
-    ("expert", "tensor", "ranks"), [(8, 2, 4), (8, 8, 1), (1, 4, 1), (None, None, 1)]
-)
-def test_ranks_that_share_experts_beside_tensor_ranks_are_data_parallel(
-    expert: int | None, tensor: int | None, ranks: int
-) -> None:
-    vllm_cfg = {"expert_parallel_size": expert, "tensor_parallel_size": tensor}
-    generation = {"vllm_cfg": vllm_cfg}
-    assert data_parallel_size(generation) == ranks
-    assert engine_arguments(generation)["data_parallel_size"] == ranks
