@@ -550,3 +550,16 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
 def test_bytes_behind_the_texts_are_no_trajectories() -> None:
     with pytest.raises(ValueError, match="bytes of trajectories"):
         unpack(pack(SOME) + b"x")
+
+
+def test_a_history_whose_files_went_is_published_anew_without_a_new_text(
+    tmp_path: Path,
+) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1), written(2)])
+    assert take(writer) == 60
+    for path in writer.directory.glob("*"):
+        if path.is_file():
+            path.unlink()
+    writer.restore()
+    assert take(writer) == 60
