@@ -94,15 +94,17 @@ def test_a_hanging_test_ends_with_the_limit(
         tests = ("tests/test_it.py",)
         return mutants.Mutant("__init__.py", old, new, f"{new} is there", tests)
 
+    # a busy machine takes long to begin with the tests
     tried = [
         changed("ONE = 1", "ONE = 2"),
-        changed("WAIT_S = 0.0", "WAIT_S = 100.0"),
         changed("ONE = 1", "ONE = 1.0"),
         changed("ONE = 1", "ONE ="),
     ]
-    outcomes = mutants.try_all(tried, jobs=1, limit_s=5.0)
-    results = [outcome.result for outcome in outcomes]
-    assert results == ["failed", "timed out", "passed", "failed"]
+    outcomes = mutants.try_all(tried, jobs=1, limit_s=300.0)
+    assert [outcome.result for outcome in outcomes] == ["failed", "passed", "failed"]
     assert outcomes[0].by == "tests/test_it.py::test_it"
+    hanging = changed("WAIT_S = 0.0", "WAIT_S = 1000.0")
+    [outcome] = mutants.try_all([hanging], jobs=1, limit_s=2.0)
+    assert outcome.result == "timed out"
     kept = (root / "das_adapter" / "__init__.py").read_text()
     assert kept == "WAIT_S = 0.0\nONE = 1\n"
