@@ -29,7 +29,7 @@ ON_NEWER := tests/contract/test_v2_kernels.py::test_kernels_equal_their_referenc
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
-.PHONY: help demo gpu gputests figures test long hosts matrix check quality format docs wheel env clean
+.PHONY: help demo gpu gputests figures test long hosts matrix mutants check quality format docs wheel env clean
 help:  # print this list
 	@sed -n 's/^\([a-z]*\):.*  # \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
@@ -65,6 +65,9 @@ hosts: $(VENV)/hosts $(VENV)/newest  # run the tests of trainers on plain vLLM e
 
 matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
 	$(BIN)/python scripts/matrix.py --run
+
+mutants: env $(VENV)/newest  # change the package in many small ways, and see whether the tests notice: half an hour
+	$(WITH_NEMO_RL) $(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.json
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
 	$(BIN)/python -m pytest tests/unit -n 2

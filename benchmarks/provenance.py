@@ -38,6 +38,7 @@ MEASURES = {
     "history.py": ["das_adapter/core/index", TUNING, "csrc"],
     "index.py": ["das_adapter/core/index", TUNING, "csrc"],
     "kernels.py": ["das_adapter/engine/v2"],
+    "mutants.py": ["das_adapter", "tests"],
     "noise_acceptance.py": [
         "das_adapter/engine/quantised.py",
         "csrc/quantised_linear.cpp",

@@ -213,6 +213,27 @@ def test_makespan_weights_are_the_chances_to_end_last() -> None:
     assert found.sum() == pytest.approx(1.0)
 
 
+def test_a_request_that_ends_anywhere_is_the_last_where_it_outlasts_the_other() -> None:
+    """One ends in any octave, the other in one of the upper half of them: the first
+    ends last with a chance of a quarter.
+    """
+    edges = np.geomspace(1, 4096, 64)
+    share = np.linspace(0, 1, 64)
+    cdf = np.stack([share, np.maximum(0.0, 2 * share - 1)])
+    found = makespan_weights(cdf, edges, np.zeros(2))
+    assert found == pytest.approx([0.25, 0.75], abs=0.02)
+
+
+def test_a_budget_is_that_of_the_rollouts_optimum_for_each_round() -> None:
+    """With steps of 10 ms, and 1 ms for each token in them."""
+    lengths = long_tail(8)
+    model = StepModel(base=0.01, token=0.001)
+    rounds, drafts = plan_rollout(lengths, alpha=0.9, k=0.7, base=0.01, token=0.001)
+    found = das_budgets(lengths, (0.9, 0.7), model, 1000)
+    assert 0 < found.max() < 1000
+    assert found == pytest.approx(drafts / rounds)
+
+
 def test_who_gets_ahead_of_equals_decides_the_end_no_more() -> None:
     edges = np.geomspace(1, 1000, 64)
     cdf = np.tile((edges >= 100).astype(float), (8, 1))

@@ -22,7 +22,7 @@ from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.core.length import RESPONSE
 from das_adapter.errors import DasError
 from das_adapter.service import checkpoint
-from das_adapter.verl import hooks
+from das_adapter.verl import hooks, training
 
 FACTS = {"scope": "problem", "tokenizer": "0123456789abcdef"}
 
@@ -174,6 +174,38 @@ def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(
     assert "das:" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("mode", "step", "resumed"),
+    [
+        ("auto", 0, None),
+        ("auto", 5, "runs/global_step_5"),
+        ("disable", 5, None),
+        ("resume_path", 5, "other/global_step_5"),
+    ],
+)
+def test_the_history_is_that_of_the_checkpoint_from_which_verl_resumes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    step: int,
+    resumed: str | None,
+) -> None:
+    begun: list[tuple[Path | None, int]] = []
+
+    def begin(config: Any, resumed: Path | None, version: int, **_: Any) -> None:
+        begun.append((resumed, version))
+
+    monkeypatch.setattr(checkpoint, "begin", begin)
+    monkeypatch.setattr(training, "trainer", None)
+    words = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    trainer = trainer_of({"drafter": "history"}, tmp_path / "runs", words)
+    trainer.global_steps = step
+    trainer.config.trainer.resume_mode = mode
+    trainer.config.trainer.resume_from_path = str(tmp_path / "other/global_step_5")
+    hooks.load_history.replacement(lambda self: None)(trainer)
+    assert begun == [(tmp_path / resumed if resumed else None, step)]
+
+
 def with_facts(saved: Path, **changes: Any) -> None:
     """Change what `history.json` says."""
     path = saved / "history.json"
@@ -301,3 +333,11 @@ def test_a_history_without_a_text_is_saved_and_read(tmp_path: Path) -> None:
             lambda index: store.save(index / "0") or 1,
         )
     assert len(checkpoint.check(target, facts, "das.history.load")) == 0
+
+
+@pytest.mark.parametrize(("version", "newest"), [(1, 1), (3, 3), (7, 3)])
+def test_loaded_lengths_are_no_newer_than_the_run(
+    saved: Path, version: int, newest: int
+) -> None:
+    lengths = checkpoint.check(saved, FACTS, "key", version)
+    assert lengths["version"].tolist() == [newest] * 2

@@ -583,6 +583,14 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {},
+            {"name": "sglang"},
+            (
+                "custom.das: found actor_rollout_ref.rollout.name='sglang' beside it,"
+                " allowed: 'vllm'"
+            ),
+        ),
+        (
+            {},
             {"disaggregation": {"enabled": True}},
             (
                 "custom.das: found"
@@ -625,6 +633,24 @@ def test_a_block_in_the_environment_of_a_hosts_run_stops_it(
     assert verl.check(under_verl(das)) == (None if das is None else parse(das))
 
 
+@pytest.mark.parametrize(
+    ("model", "has_adapters"),
+    [
+        ({"lora_rank": 8}, True),
+        ({"lora": {"rank": 8, "merge": False}}, True),
+        ({"lora": {"rank": 8, "merge": True}}, False),
+        ({"lora_rank": 0}, False),
+        ({}, False),
+    ],
+)
+def test_verls_engines_have_adapters_that_are_not_merged(
+    model: dict[str, Any], has_adapters: bool
+) -> None:
+    config = under_verl({})
+    config.actor_rollout_ref.model = model
+    assert verl.engine_arguments(config)["enable_lora"] == has_adapters
+
+
 def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(under_verl()) is None
     assert verl.check(under_verl({"drafter": "none"})) is None
@@ -638,6 +664,8 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     assert verl.check(
         under_verl(keyed, checkpoint_engine={"backend": "delta_sharded"})
     ) == parse(keyed)
+    routed = under_verl({"routing": "host"}, full_determinism=True)
+    assert verl.check(routed) == parse({"routing": "host"})
     copy = verl.check(under_verl({"drafter": "self", "self": {"weights": "int8"}}))
     assert copy.self.weights == "int8"
 

@@ -174,8 +174,8 @@ def test_options_are_those_of_the_program(command: str) -> None:
 
 
 def test_nightly_runs_make_what_no_push_does() -> None:
-    assert {"long", "hosts", "matrix"} <= targets("nightly.yml")
-    assert not {"long", "hosts"} & targets("ci.yml")
+    assert {"long", "hosts", "matrix", "mutants"} <= targets("nightly.yml")
+    assert not {"long", "hosts", "mutants"} & targets("ci.yml")
 
 
 def here(command: str) -> bool:
@@ -261,6 +261,7 @@ def test_what_is_typed_into_das_adapter_runs(
         ("long", "-m long"),
         ("hosts", "-m hosts"),
         ("matrix", "scripts/matrix.py --run"),
+        ("mutants", "benchmarks/mutants.py --out"),
     ],
 )
 def test_make_runs_files_that_exist(target: str, runs: str) -> None:

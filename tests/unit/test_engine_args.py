@@ -12,7 +12,12 @@ from das_adapter.config import parse
 from das_adapter.engine import front_end
 from das_adapter.engine.front_end import keep_draft_lengths
 from das_adapter.engine.runner import Choice, runner_for
-from das_adapter.engine.settings import prepare_standalone
+from das_adapter.engine.settings import (
+    alone,
+    draft_less,
+    hosted,
+    prepare_standalone,
+)
 from das_adapter.errors import ConfigError
 from das_adapter.protocol import engine_args as args
 
@@ -431,3 +436,25 @@ def test_a_driver_without_vllm_leaves_it_to_the_engine_which_runner_it_needs(
     newest.setenv(args.RUNNER_VARIABLE, "0")
     with pytest.raises(ConfigError, match=r"found kwargs\.async_scheduling=True"):
         args.refuse_arguments(history, "das", "kwargs", ahead)
+
+
+def test_an_engine_of_a_host_knows_that_it_has_one() -> None:
+    config = parse({"drafter": "history"})
+    arguments = SimpleNamespace(**args.engine_args(config, {"other": 1}))
+    assert hosted(arguments) and not alone(arguments)
+    assert arguments.additional_config["other"] == 1
+
+
+@pytest.mark.parametrize(("requests", "fit"), [(10, 7), (40, 1)])
+def test_drafts_beside_adapters_leave_each_request_its_own_token(
+    requests: int, fit: int
+) -> None:
+    config = parse({"drafter": "history"})
+    assert config is not None
+    given = SimpleNamespace(
+        max_num_batched_tokens=80, max_num_seqs=requests, additional_config={}
+    )
+    assert draft_less(given, config).num_draft_tokens == fit
+    given.max_num_seqs = 41
+    with pytest.raises(ConfigError, match="at most 0"):
+        draft_less(given, config)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from das_adapter.config import DasConfig
+from das_adapter.config import DasConfig, parse
 from das_adapter.core.identity import media_hash, prompt_identity
-from das_adapter.engine.requests import RequestLabels, media
+from das_adapter.engine.requests import LiveRequest, RequestLabels, media
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.verl import identity
+from das_adapter.verl.identity import Sample, make_label
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
 OFF = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "none"}}}}}
@@ -380,6 +381,7 @@ def test_a_label_is_read_back_and_has_its_defaults() -> None:
         {"das_seed": "x"},
         {"das_seed": 1.5},
         {"das_seed": None},
+        {"das_seed": 2**63},
         {"das_record": 2},
         {"das_start": -1},
         {"das_start": [1]},
@@ -464,3 +466,32 @@ def test_a_request_that_was_given_up_may_be_resumed_after_all() -> None:
     first, other, resumed, second = labels(sent)
     assert first == resumed and other.seed != first.seed
     assert (second.seed, second.start) == (first.seed, 6)
+
+
+def test_a_validation_draws_apart_from_training() -> None:
+    """Also where it has the same step and the same rows."""
+    das = parse({"drafter": "history"})
+    assert das is not None
+    seeds = set()
+    for validate in (False, True):
+        for number in range(3):
+            sample = Sample("3/gsm8k/0", None, 3, number, validate)
+            label = make_label(das, sample, [1, 2], [])
+            assert label.record != validate
+            seeds.add(label.seed)
+    assert len(seeds) == 6
+
+
+@pytest.mark.parametrize(("max_tokens", "end"), [(10, 13), (47, 50), (100, 50)])
+def test_a_request_ends_with_the_longest_text_at_the_latest(
+    max_tokens: int, end: int
+) -> None:
+    params = SimpleNamespace(
+        max_tokens=max_tokens,
+        extra_args=None,
+        ignore_eos=True,
+        stop_token_ids=None,
+        stop=None,
+    )
+    request = SimpleNamespace(prompt_token_ids=[1, 2, 3], sampling_params=params)
+    assert LiveRequest.of("request", request, longest=50).end == end

@@ -76,3 +76,11 @@ def test_what_a_process_that_was_killed_has_not_removed_is_removed_later(
         janitor.sweep(root, besides="")
     janitor.sweep(root, besides="")
     assert removed and not history.exists()
+
+
+def test_a_history_that_is_taken_over_is_not_swept_away_before(root: Path) -> None:
+    left = dead(root / "das-history-dead")
+    janitor.sweep(root, besides=left.name)
+    assert left.is_dir()
+    janitor.sweep(root, besides="das-history-other")
+    assert not left.exists()

@@ -186,3 +186,13 @@ def test_the_problems_not_seen_for_longest_are_forgotten(
     assert log.predictions().keys() == {1, 3}
     log.add(rows(*((problem, 100, 2) for problem in (4, 5))))  # in the place of the two
     assert log.predictions().keys() == {4, 5}
+
+
+def test_one_response_of_a_problem_does_not_decide_how_long_the_next_is() -> None:
+    model = trained({**MIXED, 30: [1500]})
+    own = model.cdf(30)
+    population = model.cdf(10**6)
+    at = int(np.searchsorted(model.edges, 300))
+    prior = tuning.LENGTH_PRIOR_RESPONSES
+    assert population[at] > 0.5
+    assert own[at] == pytest.approx(population[at] * prior / (1 + prior), abs=0.01)

@@ -345,3 +345,16 @@ def test_a_process_that_does_not_begin_gives_its_reason() -> None:
     assert leave_process(fails) == "ValueError: of that"
     assert "SIGKILL" in leave_process(is_killed)
     assert leave_process(lambda: lambda: None) == ""
+
+
+def test_an_engine_one_weight_version_behind_keeps_its_versions(tmp_path: Path) -> None:
+    """Else the history's oldest visit would go too early."""
+    directory = tmp_path / "das-history-test"
+    history = LocalHistory(directory, CONFIG, 0.1)
+    visits = [("a", version, 30) for version in range(8)] + [("b", 6, 20), ("b", 7, 20)]
+    for engine, version, tokens in visits:
+        text = TEXT[:tokens].tobytes()
+        put_batch(directory, engine, [Trajectory(1, text, version)])
+        put_file(directory, f"{ASK}-{engine}", b"1")
+        history.work()
+    assert SuffixIndex.attach(directory).tokens == 8 * 30 + 2 * 20

@@ -11,7 +11,13 @@ import pytest
 from das_adapter.core.length import RESPONSE, ExpectedLengths
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import to_plain_payload
-from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
+from das_adapter.protocol.metrics import (
+    Counters,
+    RolloutClock,
+    faults,
+    figures,
+    response_hash,
+)
 from das_adapter.service.ledger import Ledger
 
 
@@ -380,3 +386,17 @@ def test_a_rollout_is_compared_with_stocks_prompts_included(
 def test_a_rollout_of_which_an_engine_knows_too_little_is_not_compared() -> None:
     reports = [rollout_of([6], 6.0, 0.4), rollout_of([8], 0.0, None, "b")]
     assert "das/of_stock" not in figures(reports)
+
+
+def test_seeds_of_64_bits_have_hashes_of_their_own() -> None:
+    hashes = [response_hash(b"1234", seed) for seed in (5, 5 + 2**32, 5 + 2**63)]
+    assert len(set(hashes)) == 3
+    assert response_hash(b"1234", -1) == response_hash(b"1234", 2**64 - 1)
+
+
+def test_of_a_validation_the_noise_alone_counts() -> None:
+    clock = RolloutClock()
+    clock.count_response(Label(1, seed=5, record=False), 1.0, 2.0, b"1234")
+    report = clock.read_and_reset()
+    assert (report["begin"], report["ends"]) == (float("inf"), [])
+    assert report["token_hash"] == 0 and len(report["draws"]) == 1

@@ -499,3 +499,22 @@ def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
     )
     assert plan.history.tolist() == [8, 0]
     assert plan.model.tolist() == [0, 5]
+
+
+def test_a_fixed_budget_of_one_length_is_drafted_whatever_it_gains() -> None:
+    """Neither a loss nor the steps that were timed keep it from that."""
+    chances, offsets = np.full(8, 0.01, np.float32), np.array([0, 4, 8])
+    candidates = DraftCandidates(
+        max_tokens=np.array([4, 4]),
+        chances=chances,
+        offsets=offsets,
+        drafter=None,
+        min_chance=0.0,
+        by_worth=False,
+        max_total=1,
+    )
+    dear = StepModel(base=0.01, token=0.01)
+    plan = plan_one_length(candidates, np.full(2, 1e-6), dear, (1, 2, 4, 8))
+    assert plan.history.tolist() == [4, 4]
+    chosen = candidates._replace(by_worth=True)
+    assert not plan_one_length(chosen, np.full(2, 1e-6), dear, (1, 2, 4, 8)).total

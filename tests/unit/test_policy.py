@@ -14,11 +14,11 @@ from modelled import Engine, EngineV1, Text
 from das_adapter.config import DasConfig
 from das_adapter.core import tuning
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import RESPONSE, LengthModel
+from das_adapter.core.length import RESPONSE, LengthClass, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.policy import DraftPolicy
 from das_adapter.core.requests import RequestTable
-from das_adapter.core.steps import Outcome, TimedStep
+from das_adapter.core.steps import Outcome, Rest, Search, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
@@ -433,7 +433,83 @@ def test_a_weight_sync_fits_the_latency_model_to_the_few_steps_that_there_were()
     None
 ):
     policy = DraftPolicy(DasConfig(), 2048, prior=MEMORY_BOUND.scaled(20))
-    decoded(policy, MEMORY_BOUND, requests=8, steps=4, chance=0.3)
-    policy.weight_sync(np.zeros(0, RESPONSE))
+    for running in (8, 4, 2):
+        policy.timed(plain_step(running))
     truth_s = MEMORY_BOUND.step(8, 8, False)
+    assert policy.latency.model.step(8, 8, False) == pytest.approx(20 * truth_s)
+    policy.weight_sync(np.zeros(0, RESPONSE))
     assert policy.latency.model.step(8, 8, False) == pytest.approx(truth_s, rel=0.01)
+
+
+def plain_step(running: int) -> TimedStep:
+    """Return a step without drafts."""
+    seconds = MEMORY_BOUND.step(running, running, False)
+    one = np.ones(running, dtype=int)
+    return TimedStep(np.arange(running), one, running, seconds)
+
+
+def test_steps_have_no_more_tokens_than_can_be_told_from_those_that_were_timed() -> (
+    None
+):
+    free = StepModel(base=0.05, token=0.0)
+    policy = DraftPolicy(DasConfig(), 2048, prior=free)
+    for _ in range(2 * int(tuning.FIT_TIMES)):
+        policy.timed(plain_step(8)._replace(seconds=0.05))
+    assert policy.latency.largest_tokens == 8
+    slots = np.array([policy.begin(i, 0, 2048) for i in range(8)])
+    one = np.ones(8, dtype=int)
+    outcome = Outcome(slots, one, None, None, 1000 * one)
+    plan = decide(policy, outcome, lambda most, _: stated(most, 0.9))
+    assert 8 + plan.total == policy.latency.max_tokens(8)
+
+
+def test_steps_that_a_simulation_leaves_out_count_while_nobody_is_asked() -> None:
+    # looks for drafts are rare where steps are short
+    policy = DraftPolicy(DasConfig(), 2048, prior=COMPUTE_BOUND.scaled(0.001))
+    slots = np.array([policy.begin(i, 0, 2048) for i in range(32)])
+    one = np.ones(32, dtype=int)
+    outcome = Outcome(slots, one, None, None, 1000 * one)
+    for _ in range(500):
+        rest = policy.next(outcome)
+        if isinstance(rest, Search):
+            rest = policy.choose(rest, stated(0 * one, 0.1))
+        assert isinstance(rest, Rest)
+        if rest.steps >= 4:
+            break
+    assert rest.steps >= 4
+    assert isinstance(policy.next(outcome), Rest)
+    left_out = outcome._replace(left_out=rest.steps - 1)
+    assert isinstance(policy.next(left_out), Search)
+
+
+def test_after_the_rehearsal_it_drafts_only_where_that_pays() -> None:
+    policy = DraftPolicy(DasConfig(), 2048, prior=COMPUTE_BOUND)
+    one = np.ones(32, dtype=int)
+
+    def drafted() -> int:
+        slots = np.array([policy.begin(i, 0, 2048) for i in range(32)])
+        outcome = Outcome(slots, one, None, None, 1000 * one)
+        plan = decide(policy, outcome, lambda most, _: stated(most, 0.1))
+        for slot in slots.tolist():
+            policy.end(slot)
+        return plan.total
+
+    policy.rehearse()
+    assert drafted() == 32 * 16
+    policy.rehearsed()
+    assert drafted() == 0
+
+
+def test_no_response_is_longer_than_its_request_allows() -> None:
+    """Two requests of a problem whose responses are long: the one that may write little
+    is taken to be short, and does not decide the end.
+    """
+    policy = make()
+    rows = [(i, 1500 if i < 8 else 100, 0) for i in range(32)]
+    policy.weight_sync(np.array(rows * 4, RESPONSE))
+    slots = [policy.begin(0, 0, longest) for longest in (50, 2048)]
+    one = np.ones(2, dtype=int)
+    outcome = Outcome(np.array(slots), one, None, None, 1000 * one)
+    decide(policy, outcome, lambda most, _: stated(most, 0.9))
+    short, long = (policy.end(slot).length_class for slot in slots)
+    assert short == LengthClass.SHORT < long

@@ -201,10 +201,23 @@ def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(
     assert log.name in caplog.text and "line 1" in caplog.text
 
 
-def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+def test_a_line_that_is_still_being_written_is_left_out_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = logged(tmp_path, steps=3).path
     path.write_text(path.read_text() + '["s", 103.0, 4')
     assert sum(len(rollout.steps) for rollout in read(tmp_path)) == 6
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("validating", "is_validation"), [(0, False), (1, False), (3, False), (4, True)]
+)
+def test_a_step_with_a_training_request_is_one_of_training(
+    validating: int, is_validation: bool
+) -> None:
+    step = StepRecord(100.0, 4, 10, 6, 3, 0.5, None, validating=validating)
+    assert step.is_validation == is_validation
 
 
 def test_logs_of_several_runs_are_not_mixed(tmp_path: Path) -> None:

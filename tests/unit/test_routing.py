@@ -420,3 +420,17 @@ def test_the_block_says_who_leads() -> None:
     ):
         assert other is not None and other.priority(1) == other.priority(1)
     assert made(routing="host") is None
+
+
+@pytest.mark.parametrize(("siblings", "group"), [(True, 64), (False, 8)])
+def test_a_lone_group_is_spread_once_a_burst_has_shown_that_no_others_come(
+    siblings: bool, group: int
+) -> None:
+    replicas = Replicas(range(2), siblings=siblings, group=group)
+    largest = []
+    for _ in range(3):
+        places = [replicas.pick(1) for _ in range(group)]
+        largest.append(max(places.count(replica) for replica in range(2)))
+        for replica in places:
+            replicas.remove_request(replica, 1)
+    assert largest == [group, group // 2, group // 2]

@@ -22,6 +22,7 @@ from das_adapter.errors import ConfigError
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.protocol.metrics import RolloutClock, figures
 from das_adapter.service import run_ahead
+from das_adapter.service.run_ahead import AheadRequests
 from das_adapter.verl import identity
 from das_adapter.verl import run_ahead as verl_run_ahead
 
@@ -451,3 +452,27 @@ def test_an_engine_without_a_host_refuses_it() -> None:
         prepare_standalone(
             SimpleNamespace(additional_config={}, speculative_config=None), config
         )
+
+
+def test_an_engine_writes_ahead_while_a_rollout_goes_on_that_leaves_it_idle() -> None:
+    sent = []
+
+    async def abort(ids: list[str]) -> None:
+        raise AssertionError("nothing is written that has to end")
+
+    async def send() -> tuple[list[int], bool]:
+        sent.append(1)
+        return [7], True
+
+    async def written() -> list[bool]:
+        aside = AheadRequests(abort)
+        before = await aside.write(send)
+        with aside.request():
+            beside = await aside.write(send)
+        idle = await aside.write(send)
+        await aside.end()
+        after = await aside.write(send)
+        return [bool(tokens) for tokens, _ in (before, beside, idle, after)]
+
+    assert asyncio.run(written()) == [False, False, True, False]
+    assert len(sent) == 1

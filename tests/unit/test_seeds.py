@@ -417,6 +417,25 @@ def test_threads_of_a_front_end_that_begin_together_draw_apart(
         assert len(set(threads.map(seed, range(3)))) == 3
 
 
+def test_threads_of_a_front_end_are_labelled_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together = threading.Barrier(2)
+    stock = Labeller.label
+
+    def label(self: Labeller, *args: Any, **kwargs: Any) -> Label:
+        with pytest.raises(threading.BrokenBarrierError):
+            together.wait(0.05)  # nobody else comes
+        together.reset()
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(Labeller, "label", label)
+    labels = front_end()
+    with ThreadPoolExecutor(3) as threads:
+        seeds = list(threads.map(lambda _: drawn(labels, 1)[0], range(3)))
+    assert len(set(seeds)) == 3
+
+
 def test_labellers_of_nemo_rl_and_of_strangers_draw_apart() -> None:
     labellers = [
         Labeller(0),

@@ -1,4 +1,6 @@
-"""What a history or a ledger that hangs costs the engines of a run, without Ray."""
+"""What the engines of a run, its ledger and a node's history tell each other, and what
+one that hangs costs the others, without Ray.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ pytest.importorskip("ray")
 import ray
 
 from das_adapter.config import DasConfig, HistoryConfig
+from das_adapter.core.homes import homes
 from das_adapter.core.length import RESPONSE
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Trajectory, pack
 from das_adapter.protocol.spool import AWAY, BATCH, FOLDER, TEXTS, put_batch, put_file
 from das_adapter.service import ledger, node, session
-from das_adapter.service.ledger import Synced
+from das_adapter.service.ledger import Ledger, Synced
 from das_adapter.service.node import NodeHistory
 from das_adapter.service.session import Session
 from das_adapter.trouble import IMPATIENCE_S, Peer
@@ -167,6 +170,136 @@ def test_another_actor_of_the_ledgers_name_costs_figures_and_names_alone(
 
 
 @pytest.fixture
+def run_ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """A ledger in this process."""
+    monkeypatch.setattr(ledger, "history_names", lambda: ("das_history:1:here",))
+    return Ledger()
+
+
+def lengths(*tokens: int) -> np.ndarray:
+    """Return the lengths of responses to one problem."""
+    return np.array([(1, length, 0) for length in tokens], RESPONSE)
+
+
+def test_all_engines_hear_the_same_of_the_ledger_at_a_weight_sync(
+    run_ledger: Ledger,
+) -> None:
+    run_ledger.add(lengths(10, 20, 30))
+    first = run_ledger.sync(1, 0)
+    run_ledger.add(lengths(40, 50))
+    assert run_ledger.sync(1, 0).cursor == first.cursor == 3
+    for cursor, heard in ((0, [10, 20, 30]), (1, [20, 30]), (3, [])):
+        assert run_ledger.sync(1, cursor).lengths["tokens"].tolist() == heard
+    assert run_ledger.sync(2, first.cursor).lengths["tokens"].tolist() == [40, 50]
+
+
+def test_figures_of_the_last_steps_can_still_be_asked_for(run_ledger: Ledger) -> None:
+    for step in range(1, 12):
+        run_ledger.report(step, {"tokens": step, "busy_seconds": 1.0})
+    known = [step for step in range(1, 12) if run_ledger.metrics(step)]
+    assert known == list(range(3, 12))
+
+
+class Told:
+    """An engine that answers, and what a session tells it and reports of it."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: tuple[str, ...] = (),
+        **answers: Any,
+    ) -> None:
+        """`answers`: of the engine, by command."""
+        self.reports: list[dict[str, Any]] = []
+        self.lengths: list[list[int]] = []
+        """Lengths of responses, as they were given to the ledger."""
+        self.answers = {"refresh": [[{"generation": 2}]], "stats": [[{}]], **answers}
+        synced = SYNCED._replace(nodes=nodes)
+        run_ledger = Actor(sync=SYNCED)
+        run_ledger.report = SimpleNamespace(
+            remote=lambda step, report: self.reports.append(report)
+        )
+        run_ledger.add = SimpleNamespace(
+            remote=lambda rows: self.lengths.append(rows["tokens"].tolist())
+        )
+        monkeypatch.setattr(session, "ledger", lambda: run_ledger)
+        history = Actor(sync=(Published("/x", 2), synced))
+        monkeypatch.setattr(node, "history_here", lambda config: history)
+
+    def rpc(self, command: str, *_: Any) -> Any:
+        return self.answers[command]
+
+
+def test_the_counts_of_an_engine_are_those_of_its_rank_that_samples(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [{"error": None}, {"tokens": 7}, {"tokens": 0}]
+    told = Told(monkeypatch, stats=[ranks, ranks[::-1]])
+    Session(DasConfig(), told.rpc).report(1)
+    assert [report["tokens"] for report in told.reports] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "behind"),
+    [
+        ([[{"generation": 2}, {}]], 0),
+        ([[{"generation": 2}, {"generation": 1}]], 1),
+        ([[{"generation": 1}], [{"generation": 2}], [{"error": "no room"}]], 1),
+    ],
+)
+def test_engines_with_an_older_history_than_their_nodes_are_counted_once(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, ranks: Any, behind: int
+) -> None:
+    told = Told(monkeypatch, refresh=ranks, stats=[[{"tokens": 1}], [{"tokens": 2}]])
+    one = Session(DasConfig(), told.rpc)
+    one.sync(1)
+    one.report(1)
+    first, second = told.reports
+    assert first["engines_behind"] == behind
+    assert "engines_behind" not in second
+
+
+def test_history_that_is_at_home_elsewhere_is_fetched_once_in_a_weight_version(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def give(problems: list[int]) -> Any:
+        asked.extend(problems)
+        return away, b""
+
+    away = Actor()
+    away.give = SimpleNamespace(remote=give)
+    monkeypatch.setattr(session, "find_actor", lambda name: away)
+    nodes = ("das_history:1:here", "das_history:1:there")
+    told = Told(monkeypatch, nodes=nodes)
+    one = Session(DasConfig(), told.rpc, any_time=False)
+    problems = list(range(40))
+    elsewhere = [problem for problem in problems if homes([problem], nodes)[0] == 1]
+    assert 0 < len(elsewhere) < len(problems)
+    for version in (1, 2):
+        one.sync(version)
+        asked.clear()
+        for _ in range(2):
+            one.fetch_guest_history(problems)
+            time.sleep(0.15)  # they are gathered for a moment
+        assert sorted(asked) == elsewhere
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_validations_response_is_no_history(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, record: bool
+) -> None:
+    told = Told(monkeypatch)
+    das = DasConfig(history=HistoryConfig(scope="request"))
+    one = Session(das, told.rpc)
+    label = Label(problem=1, seed=5, record=record)
+    one.record_response(label, [1, 2, 3], 0.0, 1.0, 1)
+    one.flush()
+    assert told.lengths == [[3]] * record
+
+
+@pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeHistory:
     monkeypatch.setattr(node, "_own_object_store_bytes", lambda: 0)
     monkeypatch.setattr(ledger, "history_names", tuple)
@@ -213,6 +346,51 @@ def test_lengths_wait_here_while_the_ledger_hangs(
     here.sync(5, 0)
     here.sync(6, 0)
     assert [len(rows) for rows in sent] == [3]
+
+
+def test_every_engine_of_a_node_hears_the_ledger_at_a_weight_sync(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, here: NodeHistory
+) -> None:
+    run_ledger = Actor(start=(None, 0, 0), sync=SYNCED, add=None)
+    monkeypatch.setattr(ledger, "running_ledger", lambda: run_ledger)
+    assert [here.sync(1, 0)[1] for _ in range(3)] == [SYNCED] * 3
+
+
+def test_lengths_of_texts_from_another_node_were_counted_there(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, here: NodeHistory
+) -> None:
+    sent: list[Any] = []
+
+    def add(rows: Any) -> Any:
+        sent.extend(rows["problem"].tolist())
+        return run_ledger, None
+
+    run_ledger = Actor(start=(None, 0, 0), sync=SYNCED)
+    run_ledger.add = SimpleNamespace(remote=add)
+    monkeypatch.setattr(ledger, "running_ledger", lambda: run_ledger)
+    put_file(here.writer.directory, f"{TEXTS}-z", pack([Trajectory(1, TEXT, 1)]))
+    put_batch(here.writer.directory, "engine", [Trajectory(2, TEXT, 1)])
+    for version in (1, 2):
+        here.sync(version, 0)
+    assert here.writer.store.tokens == 60
+    assert sent == [2]
+
+
+def test_the_engines_of_a_node_share_what_is_sealed_at_a_weight_sync(
+    waits: Waits, monkeypatch: pytest.MonkeyPatch, here: NodeHistory
+) -> None:
+    run_ledger = Actor(start=(None, 0, 0), sync=SYNCED, add=None)
+    monkeypatch.setattr(ledger, "running_ledger", lambda: run_ledger)
+    monkeypatch.setattr(node, "_TOKENS_AT_SYNC", 30)
+    here.sync(0, 0)
+    texts = [Trajectory(problem, TEXT, 1) for problem in range(20)]
+    put_batch(here.writer.directory, "engine", texts)
+    left = []
+    for version in (1, 1, 1, 2):
+        here.sync(version, 0)
+        left.append(here.writer.store.staged)
+    first, *others, last = left
+    assert 0 < first < 600 and others == [first, first] and last < first
 
 
 @pytest.mark.parametrize("kind", [BATCH, TEXTS, AWAY])

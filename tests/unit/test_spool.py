@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import stat
@@ -500,3 +501,65 @@ def test_the_memory_of_many_small_problems_counts_as_part_of_max_bytes(
     assert 1000 < store.problems < 2**20 / tuning.PROBLEM_BYTES
     assert store.nbytes > 0 and "das.history.max_bytes=1048576" in caplog.text
     store.close()
+
+
+def test_of_what_waits_for_a_writer_the_oldest_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    for version in range(12):
+        before = set((tmp_path / FOLDER).iterdir())
+        put_batch(tmp_path, "engine", [written(1)._replace(version=version)])
+        [newest] = set((tmp_path / FOLDER).iterdir()) - before
+        os.utime(newest, (version, version))
+    size = newest.stat().st_size
+    last = [written(1)._replace(version=12)]
+    put_batch(tmp_path, "engine", last, max_bytes=4 * size * spool.OUTBOX)
+    left = [unpack(path.read_bytes()) for path in (tmp_path / FOLDER).iterdir()]
+    assert sorted(text.version for [text] in left) == [9, 10, 11, 12]
+
+
+def test_what_cannot_be_left_is_kept_up_to_a_bound(monkeypatch: Any) -> None:
+    monkeypatch.setattr(spool, "KEPT_BYTES", 200)
+    asked = []
+
+    def leave(batch: Any) -> None:
+        asked.append(len(batch))
+        raise OSError("no space")
+
+    gathered = Gathered(leave)
+    for _ in range(4):
+        gathered.add(written(1))  # 120 bytes
+        gathered.flush()
+    assert asked == [1, 2, 1, 2]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+
+    def write_half(path: Path, content: bytes) -> None:
+        path.write_bytes(content[: len(content) // 2])
+        raise OSError("no space")
+
+    monkeypatch.setattr(spool, "write_private", write_half)
+    with pytest.raises(OSError, match="no space"):
+        put_file(tmp_path, "texts-1", bytes(100))
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_bytes_behind_the_texts_are_no_trajectories() -> None:
+    with pytest.raises(ValueError, match="bytes of trajectories"):
+        unpack(pack(SOME) + b"x")
+
+
+def test_a_history_whose_files_went_is_published_anew_without_a_new_text(
+    tmp_path: Path,
+) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1), written(2)])
+    assert take(writer) == 60
+    for path in writer.directory.glob("*"):
+        if path.is_file():
+            path.unlink()
+    writer.restore()
+    assert take(writer) == 60

@@ -697,3 +697,12 @@ def test_a_step_is_learned_from_before_the_host_waits_for_the_next() -> None:
     assert counted.tokens == 1
     planner.count_last()
     assert counted.tokens == 1
+
+
+def test_an_engine_that_gave_drafts_up_drafts_after_no_weight_sync() -> None:
+    engine = Engine()
+    engine.planner.engine.give_up("this vLLM drafts nothing")
+    for _ in range(2):
+        engine.sync()
+        assert not any(engine.rollout(20, 0.001))
+        assert engine.planner.stats()["error"] == "this vLLM drafts nothing"

@@ -33,6 +33,7 @@ from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v1.model_source import (  # noqa: E402
     ModelSource,
     of_draft_tokens,
+    stretches,
 )
 from das_adapter.engine.v1.verification import (  # noqa: E402
     KeyedRejectionSampler,
@@ -360,3 +361,8 @@ def test_probabilities_are_told_for_one_step() -> None:
     assert told is not None and (told[0], *told[2:]) == (given[0], *given[2:])
     assert told[1].amax(dim=1).tolist() == pytest.approx([1.0, 1 / VOCABULARY])
     assert source.tell_probabilities(None, given) is None
+
+
+def test_a_model_reads_the_positions_of_each_request_in_turn() -> None:
+    found = stretches(np.array([5, 2, 9]), np.array([2, 3, 1]))
+    assert found.tolist() == [5, 6, 2, 3, 4, 9]

@@ -41,3 +41,19 @@ def test_all_tokens_together_save_one_plain_round_also_where_times_bend(
 ) -> None:
     total = worth_of(requests, 0.0).sum()
     assert total == pytest.approx(STEEP.plain_step(requests), rel=0.05)
+
+
+def test_a_request_whose_drafts_are_rejected_is_worth_no_more_than_a_plain_token() -> (
+    None
+):
+    """Also where the others leave room up to a plain round."""
+    model = StepModel(base=0.01, token=0.001)
+    last = np.array([0.0, 0.0, 0.5, 0.5])
+    one = np.ones(4)
+
+    def worth(load: np.ndarray) -> np.ndarray:
+        return token_worth(last, one, load, np.zeros(4), model, drafting_s=0.0)
+
+    plain_s = worth(np.zeros(4))
+    drafted_s = worth(np.array([0.0, 8.0, 0.0, 8.0]))
+    assert (drafted_s <= plain_s * (1 + 1e-9)).all()
