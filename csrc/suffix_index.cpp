@@ -208,11 +208,16 @@ uint64_t SuffixIndex::seal(size_t window, size_t min_texts, uint64_t max_tokens)
     for (const auto& [version, text] : staged)
       newest_ = std::max<int64_t>(newest_, version);
   }
-  uint64_t least_others = 0;
-  if (min_texts > 1) least_others = others_tokens_ / tuning::OTHERS_SEALED_PARTS;
-  if (others && num_sealed < max_tokens &&
-      das::token_count(problems_.at(kOthers).staged) >= least_others)
-    choose(kOthers);
+  if (others) {
+    const uint64_t num_others = das::token_count(problems_.at(kOthers).staged);
+    uint64_t least = 0;
+    if (min_texts > 1) least = others_tokens_ / tuning::OTHERS_SEALED_PARTS;
+    // A weight sync, which says nothing of texts, waits for no more than it has time
+    // for.
+    const bool fits = num_sealed + num_others <= max_tokens;
+    const bool has_time = min_texts ? num_sealed < max_tokens : fits;
+    if (num_others >= least && has_time) choose(kOthers);
+  }
   // At the end, whatever is thrown, problems without staged texts are forgotten.
   const auto is_sealed = [&](uint64_t id) { return problems_.at(id).staged.empty(); };
   const auto forget_sealed = [&](void*) {
