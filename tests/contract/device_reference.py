@@ -168,7 +168,7 @@ def _sealed(
 
 
 def _others(index: Any, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
-    found = _nearest(index, arena, own, index.arena.tables.others.tolist(), (0,))
+    found = _nearest(index, arena, own, index.arena.tables.others[:3].tolist(), (0,))
     for candidate in found:
         candidate.weight = 1
     return found

@@ -308,6 +308,19 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
     assert [request.tokens for request in second.requests] == [20] * len(IDS)
 
 
+def test_the_log_counts_draft_tokens_that_were_accepted_and_not_the_policys(
+    tmp_path: Path,
+) -> None:
+    engine = Engine(log_dir=str(tmp_path))
+    engine.rollout(20, drafted_s=PLAIN_S, silent_steps=5)
+    engine.sync()
+    (rollout,) = read(tmp_path)
+    drafted = [step for step in rollout.steps if step.drafted]
+    assert {step.accepted for step in drafted} == {len(IDS)}  # one of each draft
+    plain = [step for step in rollout.steps if not step.drafted]
+    assert {step.accepted for step in plain} == {0}
+
+
 @pytest.mark.parametrize(
     "asked", ["", "in it", "before the weight sync", "behind it", "in it, behind it"]
 )

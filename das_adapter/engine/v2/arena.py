@@ -74,7 +74,7 @@ class Tables:
             "sealed_texts": slots,
             "sealed_places": slots,
             "sealed_count": slots,
-            "others": 3,
+            "others": 4,  # an even number: what follows stays aligned
             "member_count": slots,
             "members": slots * width,
         }
@@ -330,7 +330,7 @@ class Arena:
         )
         if problem == OTHERS:
             self._others = sealed
-            self.tables.others[:] = (at, at + num_tokens, sealed.num_places)
+            self.tables.others[:3] = (at, at + num_tokens, sealed.num_places)
             self.changed = True
             return size
         known = self._problems.get(problem)

@@ -427,7 +427,7 @@ def search_sealed(
     sealed_texts,  # int64 [slots]: offset of the problem's sealed tokens
     sealed_places,  # int64 [slots]: offset of the places of these
     sealed_count,  # int64 [slots]: number of the places
-    others,  # int64 [3]: offsets of the tokens that all problems share, and of their
+    others,  # int64 [4]: offsets of the tokens that all problems share, and of their
     # places, and the number of these
     fading,  # int32 [256]: weight of sealed text by its age
     found,  # int64 [requests, 3, CANDIDATES]: written
