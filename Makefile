@@ -67,7 +67,7 @@ matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run t
 	$(BIN)/python scripts/matrix.py --run
 
 mutants: env $(VENV)/newest  # change the package in many small ways, and see whether the tests notice: half an hour
-	$(WITH_NEMO_RL) $(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.json
+	$(WITH_NEMO_RL) $(BIN)/python benchmarks/mutation.py --out benchmarks/results/mutants.json
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
 	$(BIN)/python -m pytest tests/unit -n 2

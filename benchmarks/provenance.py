@@ -38,11 +38,12 @@ MEASURES = {
     "history.py": ["das_adapter/core/index", TUNING, "csrc"],
     "index.py": ["das_adapter/core/index", TUNING, "csrc"],
     "kernels.py": ["das_adapter/engine/v2"],
-    "mutants.py": ["das_adapter", "tests"],
+    "mutation.py": ["das_adapter", "tests"],
     "noise_acceptance.py": [
         "das_adapter/engine/quantised.py",
         "csrc/quantised_linear.cpp",
     ],
+    "others.py": ["das_adapter/core/index", TUNING, "csrc"],
     "pipelines.py": [*RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],
     "run_ahead.py": [*RUN, "das_adapter/verl"],

@@ -261,7 +261,7 @@ def test_what_is_typed_into_das_adapter_runs(
         ("long", "-m long"),
         ("hosts", "-m hosts"),
         ("matrix", "scripts/matrix.py --run"),
-        ("mutants", "benchmarks/mutants.py --out"),
+        ("mutants", "benchmarks/mutation.py --out"),
     ],
 )
 def test_make_runs_files_that_exist(target: str, runs: str) -> None:

@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import mutants
+import mutation
 import pytest
-from mutants import AREAS, BAR, Outcome, read_mutants, rows_of, summed_up
+from mutation import AREAS, BAR, Outcome, read_mutants, rows_of, summed_up
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "das_adapter"
@@ -87,12 +87,12 @@ def test_a_hanging_test_ends_with_the_limit(
         "def test_it():\n    time.sleep(das_adapter.WAIT_S)\n"
         "    assert das_adapter.ONE == 1\n"
     )
-    monkeypatch.setattr(mutants, "ROOT", root)
-    monkeypatch.setattr(mutants, "FOLDERS", ("das_adapter", "tests"))
+    monkeypatch.setattr(mutation, "ROOT", root)
+    monkeypatch.setattr(mutation, "FOLDERS", ("das_adapter", "tests"))
 
-    def changed(old: str, new: str) -> mutants.Mutant:
+    def changed(old: str, new: str) -> mutation.Mutant:
         tests = ("tests/test_it.py",)
-        return mutants.Mutant("__init__.py", old, new, f"{new} is there", tests)
+        return mutation.Mutant("__init__.py", old, new, f"{new} is there", tests)
 
     # a busy machine takes long to begin with the tests
     tried = [
@@ -100,11 +100,11 @@ def test_a_hanging_test_ends_with_the_limit(
         changed("ONE = 1", "ONE = 1.0"),
         changed("ONE = 1", "ONE ="),
     ]
-    outcomes = mutants.try_all(tried, jobs=1, limit_s=300.0)
+    outcomes = mutation.try_all(tried, jobs=1, limit_s=300.0)
     assert [outcome.result for outcome in outcomes] == ["failed", "passed", "failed"]
     assert outcomes[0].by == "tests/test_it.py::test_it"
     hanging = changed("WAIT_S = 0.0", "WAIT_S = 1000.0")
-    [outcome] = mutants.try_all([hanging], jobs=1, limit_s=2.0)
+    [outcome] = mutation.try_all([hanging], jobs=1, limit_s=2.0)
     assert outcome.result == "timed out"
     kept = (root / "das_adapter" / "__init__.py").read_text()
     assert kept == "WAIT_S = 0.0\nONE = 1\n"

@@ -1,7 +1,7 @@
 """Whether the tests notice: small changes of the package, one at a time, each of which
 has to make one of the tests fail that are named for it.
 
-    python benchmarks/mutants.py --out FILE.json
+    python benchmarks/mutation.py --out FILE.json
 
 The changes are the fixed list `mutants.toml`. Each is made in a copy of the package and
 its tests, in which the tests of the change then run; without a change all of them must
