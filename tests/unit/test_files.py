@@ -62,3 +62,13 @@ def test_a_damaged_file_costs_itself_whatever_reading_it_raises(
     assert parse_or_skip(tmp_path / "gone", int, "left out:") is None
     assert len(caplog.records) == 1
     assert read_file(path) == b"x"
+
+
+def test_a_file_of_just_the_allowed_size_is_read_and_a_larger_one_refused(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"four")
+    assert read_file(path, max_bytes=4) == b"four"
+    with pytest.raises(OSError, match="found 4 bytes, allowed: 3"):
+        read_file(path, max_bytes=3)
