@@ -86,8 +86,11 @@ inline const VoteTable& votes_by_strength() {
 //   kind = ((source * kShares + share class) * kStrengths + strength class) * kCounts
 //          + count class
 //
-//   source kProblem     kOwn                        kOthers kAhead 0 .... kKinds - 1 |
-//   kKinds .... 2 kKinds - 1 | 2 kKinds .... 3 kKinds - 1 | 3 kKinds
+//   source      kinds
+//   kProblem    from 0
+//   kOwn        from kKinds
+//   kOthers     from 2 kKinds
+//   (ahead)     kAhead = 3 kKinds
 //
 // For each kind the tokens that were tried and those accepted are counted. While a kind
 // has few counts, its estimate is close to a prior, which weighs as much as

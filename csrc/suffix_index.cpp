@@ -212,8 +212,7 @@ uint64_t SuffixIndex::seal(size_t window, size_t min_texts, uint64_t max_tokens)
     const uint64_t num_others = das::token_count(problems_.at(kOthers).staged);
     uint64_t least = 0;
     if (min_texts > 1) least = others_tokens_ / tuning::OTHERS_SEALED_PARTS;
-    // A weight sync, which says nothing of texts, waits for no more than it has time
-    // for.
+    // At a weight sync `min_texts` is 0: only what fits is sealed, since engines wait.
     const bool fits = num_sealed + num_others <= max_tokens;
     const bool has_time = min_texts ? num_sealed < max_tokens : fits;
     if (num_others >= least && has_time) choose(kOthers);
