@@ -224,7 +224,7 @@ def test_an_engine_says_for_how_many_requests_states_there_is_room(
     )
     config = recurrent_engine(num_speculative_tokens=3)
     config.scheduler_config.max_num_seqs = max_num_seqs
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="vllm.das_adapter")
     recurrent.tell_room(config, cache)
     assert said in caplog.text
     assert ("WARNING" in caplog.text) == (max_num_seqs > 20)
@@ -324,7 +324,7 @@ def test_the_memory_of_states_is_in_the_log(caplog: pytest.LogCaptureFixture) ->
     layers = [recurrent_layer(recurrent.BUILDERS[0])] * 1024
     num_bytes = recurrent.state_bytes(layers)
     assert num_bytes == 2 * 2**20
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="vllm.das_adapter")
     recurrent.tell_memory(recurrent_engine(num_speculative_tokens=3), num_bytes)
     assert (
         "recurrent state: 8.0 MiB a request on each rank, of which 6.0 MiB are for"
