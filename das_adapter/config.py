@@ -51,7 +51,7 @@ _PARALLEL = ("dflash", "dspark")
 
 _BEHIND_HISTORY = "history+"
 """Begin of the names of drafters that draft beside the history."""
-_TOKENS_LOOKED_UP = 16
+_TOKENS_LOOKED_UP = 32
 """Most draft tokens of a request in a step where they are looked up, by default."""
 _TOKENS_OF_COPY = 5
 """Draft tokens of the policy copy, by default."""
@@ -203,7 +203,7 @@ class DasConfig(_Block):
     """
     max_draft_tokens: Annotated[int | None, Field(ge=1, le=128)] = None
     """Most draft tokens of a request in a step (vLLM's `num_speculative_tokens`). None:
-    16 with the history or `ngram`, 5 with `self`, 7 with `dflash` and `dspark`, 3 with
+    32 with the history or `ngram`, 5 with `self`, 7 with `dflash` and `dspark`, 3 with
     other neural drafters. A model drafts at most 16, and with the history no more than
     those 5, 7 or 3. The controller measures how many of them pay.
     """

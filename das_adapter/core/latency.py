@@ -10,6 +10,7 @@ of a few small models, of which the line is one.
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -338,6 +339,8 @@ class StepTimes:
         self._assumed = prior is None
         self.known = not self._assumed
         """Whether there was a prior, or a step."""
+        self._most_tokens = sys.maxsize
+        """Most tokens of a step of which there are logits."""
         self.observed = 0
         """Steps that were timed."""
         self.recent_error = 0.0
@@ -368,6 +371,10 @@ class StepTimes:
         launch = self._prior.launch
         self._prior = replace(model, sizes=sizes, launch=launch)
         self.model = self._prior
+
+    def set_vocabulary(self, tokens: int) -> None:
+        """Bound the tokens of a drafted step by the memory of their logits."""
+        self._most_tokens = tuning.LOGITS_BYTES // (4 * tokens)
 
     def set_drafted_sizes(self, sizes: tuple[int, ...]) -> None:
         """Set `StepModel.drafted_sizes` of the engine, before its first step."""
@@ -432,13 +439,14 @@ class StepTimes:
 
     def max_tokens(self, requests: int) -> int:
         """Return the most tokens of a step of so many requests, drafts included, whose
-        time can be told from those of the steps that were seen: none but the requests'
-        own, before a kind of step was seen often enough.
+        time can be told from those of the steps that were seen, and whose logits have
+        memory: none but the requests' own, before a kind of step was seen often enough.
         """
         if not self.largest_tokens:
             return requests
         largest = max(self.largest_tokens, float(requests))
-        return int(tuning.STEP_GROWTH * largest)
+        known = int(tuning.STEP_GROWTH * largest)
+        return max(requests, min(known, self._most_tokens))
 
     def _record_error(self, relative_error: float) -> None:
         error = min(1.0, abs(relative_error))

@@ -267,6 +267,12 @@ STEP_GROWTH = number(
     "benchmarks/results/controller_grid.json: what larger steps take is not known; four"
     " or five doublings reach any size",
 )
+LOGITS_BYTES = number(
+    2**31,
+    "bytes that the logits of a drafted step take, in float32",
+    "a guess: 3,500 tokens of a vocabulary of 152k; vLLM keeps memory free for the"
+    " logits of one token of each request alone",
+)
 LAUNCH_S = number(
     0.005,
     "seconds that a step takes longer whose kernels are launched one by one, until"

@@ -125,6 +125,7 @@ class EngineController:
             sizes,
             look_steps,
         )
+        self.policy.latency.set_vocabulary(self._vocabulary)
         if known is None:
             self.policy.latency.set_prior(assumed())
 

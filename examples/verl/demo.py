@@ -38,18 +38,16 @@ DRAFTERS = ROOT / "runs" / "drafters"
 POLICY = ROOT / "runs" / "tiny_math_31m"
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
-    "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.max_draft_tokens=4"],
+    "ngram": [f"{DAS}.drafter=ngram", f"+{DAS}.max_draft_tokens=4"],
     "history": [f"{DAS}.drafter=history"],
-    "self": [f"{DAS}.drafter=self", f"~{DAS}.max_draft_tokens"],
+    "self": [f"{DAS}.drafter=self"],
     "history+self": [f"{DAS}.drafter=history+self"],
     "draft_model": [
         f"{DAS}.drafter=draft_model",
-        f"~{DAS}.max_draft_tokens",
         f"+{DAS}.draft.model={DRAFTERS}/draft_model",
     ],
     "eagle3": [
         f"{DAS}.drafter=eagle3",
-        f"~{DAS}.max_draft_tokens",
         f"+{DAS}.draft.model={POLICY}/eagle3",
     ],
     # vLLM's own suffix decoding, with das-adapter's noise: for benchmarks, needs

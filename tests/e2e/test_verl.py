@@ -167,7 +167,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     logged = {}
     directories = set()
     history = [
-        f"~{DAS}.max_draft_tokens",
         f"+{DAS}.log_dir={out / 'decisions'}",
         "trainer.test_freq=2",
     ]

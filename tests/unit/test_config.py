@@ -58,7 +58,7 @@ def test_the_empty_block_is_the_history_under_the_controller_with_keyed_noise() 
     assert (config.drafter, config.keyed, config.num_draft_tokens, config.log_dir) == (
         "history",
         True,
-        16,
+        32,
         None,
     )
     assert (config.speculate, config.budget, config.routing) == (
@@ -97,22 +97,22 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
 @pytest.mark.parametrize(
     ("drafter", "given", "all_tokens", "of_a_model"),
     [
-        ("history", None, 16, None),
+        ("history", None, 32, None),
         ("history", 128, 128, None),
-        ("ngram", None, 16, None),
+        ("ngram", None, 32, None),
         ("ngram", 4, 4, None),
         ("self", None, 5, 5),
         ("self", 16, 16, 16),
-        ("history+self", None, 16, 5),
+        ("history+self", None, 32, 5),
         ("history+self", 4, 4, 4),
         ("history+self", 32, 32, 5),
         ("eagle3", None, 3, 3),
         ("mtp", 7, 7, 7),
-        ("history+mtp", None, 16, 3),
+        ("history+mtp", None, 32, 3),
         ("history+mtp", 2, 2, 2),
         ("history+draft_model", 64, 64, 3),
         ("dflash", None, 7, 7),
-        ("history+dspark", None, 16, 7),
+        ("history+dspark", None, 32, 7),
     ],
 )
 def test_one_key_limits_the_drafts_of_every_drafter(

@@ -80,7 +80,7 @@ def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(
     found = shown(path)
     assert found["host"] is None and found["das"]["history"]["max_bytes"] == 512 * 2**20
     assert (
-        found["das"]["max_draft_tokens"] == 16
+        found["das"]["max_draft_tokens"] == 32
         and found["das"]["verify"]["noise"] == "keyed"
     )
     assert found["runs"]["history"].startswith("written by one process on each node")
@@ -306,13 +306,13 @@ def test_the_runner_is_the_engines_own_choice_and_says_why(
     monkeypatch.setattr(compat, "missing", lambda host: [])
     runs = configs.placement(das, None, {})
     assert runs["model runner"].startswith("V2") and runs["drafts"].endswith(
-        "for all requests of a step: 0, 1, 2, 4, 8, 16"
+        "for all requests of a step: 0, 1, 2, 4, 8, 16, 32"
     )
     runs = configs.placement(das, "veRL", {}, triton=False)
     assert runs["model runner"].startswith("V1: ")
     assert (
         runs["drafts"]
-        == "up to 16 tokens, each request its own number; texts are searched on the"
+        == "up to 32 tokens, each request its own number; texts are searched on the"
         " host"
     )
     monkeypatch.setattr(compat, "version", lambda host: None)

@@ -41,8 +41,9 @@ def test_history_runs_on_v2_and_leaves_the_environment_alone(
     config = parse({"drafter": "history"})
     assert args.needs_v1(config) is None
     found = args.v2_speculative_config(config)
-    assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", 16)
+    assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", 32)
     assert [entry[2] for entry in found["num_speculative_tokens_per_batch_size"]] == [
+        32,
         16,
         8,
         4,
@@ -139,7 +140,7 @@ def test_of_what_stands_in_for_look_up_the_copy_alone_draws(
     ("block", "lengths"),
     [
         ({"drafter": "self"}, [5, 4, 2, 1, 0]),
-        ({"drafter": "history+self"}, [16, 8, 5, 4, 2, 1, 0]),
+        ({"drafter": "history+self"}, [32, 16, 8, 5, 4, 2, 1, 0]),
     ],
 )
 def test_the_policy_copy_runs_on_v2_in_the_place_of_vllms_look_up_drafter(

@@ -75,6 +75,17 @@ def test_a_step_has_at_most_twice_the_tokens_of_the_largest_that_was_timed() -> 
     assert largest == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128]
 
 
+def test_a_step_has_no_more_tokens_than_its_logits_have_memory_for() -> None:
+    """The requests' own tokens are decoded whatever they take."""
+    times = StepTimes(StepModel(base=0.008, token=0.0))
+    times.set_vocabulary(tuning.LOGITS_BYTES // (4 * 100))
+    for _ in range(2):
+        times.add(90, 90, False, 0.008)
+        times.keep_fitted()
+    assert times.max_tokens(40) == times.max_tokens(90) == 100
+    assert times.max_tokens(120) == 120
+
+
 def test_a_bend_is_found_within_a_few_steps_of_a_larger_size() -> None:
     truth = StepModel(base=0.008, token=0.0, bend=0.001, knee=48)
     times = StepTimes(StepModel(base=0.02, token=0.0))

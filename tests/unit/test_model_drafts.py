@@ -421,14 +421,14 @@ def test_the_model_drafts_one_of_its_lengths() -> None:
     """For which there are CUDA graphs; a longer one than was wanted costs its
     passes.
     """
-    drafts = ModelDrafts(5, narrows=False, lengths=(1, 2, 4, 5, 16))
+    drafts = ModelDrafts(5, narrows=False, lengths=(1, 2, 4, 5, 16, 32))
     drafts.set_pass_prior(StepModel(base=0.1, token=0.0))
     assert [drafts.draft_length(n) for n in range(6)] == [0, 1, 2, 4, 4, 5]
     assert drafts.passes_s(np.array([3, 1]), 1.0) == pytest.approx(0.4)
     assert drafts.lengths_above(0.0) == [1, 2, 4, 5]
 
 
-@pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 16)])
+@pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 32)])
 def test_fixed_budgets_have_all_tokens_that_there_can_be(
     drafter: Any, by_history: int
 ) -> None:
@@ -437,7 +437,7 @@ def test_fixed_budgets_have_all_tokens_that_there_can_be(
     """
     drafts = ModelDrafts(5, narrows=False, follows=False)
     config = DasConfig(drafter=drafter, budget="unlimited", speculate="always")
-    policy = DraftPolicy(config, 2048, drafts=drafts, lengths=(1, 2, 4, 5, 16))
+    policy = DraftPolicy(config, 2048, drafts=drafts, lengths=(1, 2, 4, 5, 16, 32))
     slots = np.array([policy.begin(i, 0, 500) for i in range(3)])
     plan = decide(policy, Outcome(slots, np.ones(3, int), None, None, np.full(3, 100)))
     assert set(plan.model.tolist()) == {5}

@@ -495,7 +495,7 @@ def test_after_the_rehearsal_it_drafts_only_where_that_pays() -> None:
         return plan.total
 
     policy.rehearse()
-    assert drafted() == 32 * 16
+    assert drafted() == 32 * 32
     policy.rehearsed()
     assert drafted() == 0
 

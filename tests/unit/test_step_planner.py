@@ -140,14 +140,14 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     chosen = pickle.loads(pickle.dumps(engine.chosen))
     assert chosen.num_draft_tokens == chosen.budget == DRAFTED * len(IDS)
     assert chosen.req_ids == [f"{req_id} of 1" for req_id in IDS]
-    assert chosen.limits.tolist() == [16] * len(IDS) and chosen.worth.max() == 1.0
+    assert chosen.limits.tolist() == [32] * len(IDS) and chosen.worth.max() == 1.0
     for req_ids, places in (
         (chosen.req_ids, [0, 1, 2, 3]),
         ([f"{IDS[3]} of 1", f"{IDS[1]} of 1"], [3, 1]),
     ):
         most, worth, joined = chosen.limits_and_worth(req_ids)
         assert (most.tolist(), worth.tolist(), joined) == (
-            [16] * len(places),
+            [32] * len(places),
             chosen.worth[places].tolist(),
             0,
         )
