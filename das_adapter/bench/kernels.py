@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUP = 16
 """Requests that write to one problem."""
-STEPS = 16
+STEPS = 32
 """Maximum number of draft tokens of a proposal."""
 MISTAKES = 0.1
 """Share of a text's tokens that differ from those of its problem."""

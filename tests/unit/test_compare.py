@@ -256,6 +256,19 @@ def test_the_last_of_a_step_counts_and_steps_of_one_run_are_left_out(
     )
 
 
+def test_figures_of_steps_in_which_one_run_has_none_are_not_compared(
+    tmp_path: Path,
+) -> None:
+    without = verl_steps()
+    del without[1]["das/token_hash"], without[2]["critic/score/mean"]
+    a = verl_file(tmp_path / "a", verl_steps())
+    b = verl_file(tmp_path / "b", without)
+    code, found = compared(a, b)
+    assert (code, found["steps"]) == (0, 4)
+    assert found["tokens"] == [3, 3]
+    assert found["rewards"] == [3, 3]
+
+
 def test_only_a_newline_ends_a_line_of_a_log(tmp_path: Path) -> None:
     a = verl_file(tmp_path / "a", verl_steps())
     b = tmp_path / "b.jsonl"

@@ -146,6 +146,7 @@ def test_one_key_limits_the_drafts_of_every_drafter(
             "verify": {"noise": "stock"},
         },
         {"drafter": "self", "max_draft_tokens": 7, "self": {"weights": "int8"}},
+        {"drafter": "self", "max_draft_tokens": 16},
         {
             "drafter": "mtp",
             "draft": {"options": {"draft_sample_method": "greedy", "sizes": [1, 2]}},

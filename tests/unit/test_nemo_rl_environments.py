@@ -19,6 +19,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -123,6 +124,26 @@ def test_every_environment_that_needs_it_gets_it(venvs: Path, tmp_path: Path) ->
     assert installed(venvs, WORKER) == "9.7"
 
 
+def installed_from(folder: Path, origin: dict[str, Any]) -> Path:
+    """Return a directory where das-adapter is installed from this origin (PEP 610)."""
+    info = folder / "own" / "das_adapter-9.8.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: das-adapter\nVersion: 9.8\n"
+    )
+    (info / "direct_url.json").write_text(json.dumps(origin))
+    return info.parent
+
+
+def path_with_uv(folder: Path) -> str:
+    """Return a `PATH` on which uv says what it was asked for, and fails."""
+    uv = folder / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text('#!/bin/sh\necho "asked for $*" >&2\nexit 2\n')
+    uv.chmod(0o755)
+    return os.pathsep.join((str(uv.parent), os.environ["PATH"]))
+
+
 @pytest.mark.parametrize("below", [None, "python"])
 def test_after_an_installation_from_git_the_same_commit_is_installed(
     below: str | None, venvs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,26 +151,24 @@ def test_after_an_installation_from_git_the_same_commit_is_installed(
     url = "ssh://git@example.org/das%20adapter.git"
     commit = "0123456789abcdef0123456789abcdef01234567"
     vcs = {"vcs": "git", "requested_revision": "main", "commit_id": commit}
-    info = tmp_path / "own" / "das_adapter-9.8.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: das-adapter\nVersion: 9.8\n"
-    )
-    (info / "direct_url.json").write_text(
-        json.dumps(
-            {"url": url, "vcs_info": vcs, **({"subdirectory": below} if below else {})}
-        )
-    )
-    monkeypatch.syspath_prepend(info.parent)
-    uv = tmp_path / "bin" / "uv"
-    uv.parent.mkdir()
-    uv.write_text('#!/bin/sh\necho "asked for $*" >&2\nexit 2\n')
-    uv.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join((str(uv.parent), os.environ["PATH"])))
+    origin = {"url": url, "vcs_info": vcs, **({"subdirectory": below} if below else {})}
+    monkeypatch.syspath_prepend(installed_from(tmp_path, origin))
+    monkeypatch.setenv("PATH", path_with_uv(tmp_path))
     said = call(venvs).output.split()
     assert said[-1] == f"git+{url}@{commit}" + (
         f"#subdirectory={below}" if below else ""
     )
+
+
+def test_a_checkout_with_a_space_in_its_path_is_installed(
+    venvs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = tmp_path / "das adapter"
+    origin = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
+    assert "%20" in origin["url"]
+    monkeypatch.syspath_prepend(installed_from(tmp_path, origin))
+    monkeypatch.setenv("PATH", path_with_uv(tmp_path))
+    assert call(venvs).output.rstrip().endswith(f" {checkout}")
 
 
 def test_what_does_not_run_there_has_failed(venvs: Path, tmp_path: Path) -> None:

@@ -159,6 +159,28 @@ def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_tota
     )
 
 
+def test_what_a_weight_sync_takes_is_no_part_of_a_decode_step() -> None:
+    """The requests go on behind it."""
+    engine = Engine()
+    planner = engine.planner
+    timed: list[float] = []
+    planner.engine.timed = lambda step, _: timed.append(  # type: ignore[method-assign]
+        step.seconds / (step.steps or 1)
+    )
+    begun = [LiveRequest(id_, i, 8, 4000, True, length=8) for i, id_ in enumerate(IDS)]
+    for number in range(20):
+        if number == 10:
+            planner.refresh(Refresh(version=1))
+            engine.now += 30.0
+        step = Step(begun, frozenset(), {}, number > 0, engine.now, req_ids=list(IDS))
+        begun = []
+        engine.now += PLAIN_S
+        planner.process_output(Output(step, [[1]] * len(IDS), engine.now))
+    planner.stats()
+    assert len(timed) > 10
+    assert timed == pytest.approx([PLAIN_S] * len(timed))
+
+
 def scheduled(
     chosen: DraftPlan, running: int, waiting: int = 0, chunks: bool = False
 ) -> DraftPlan:
