@@ -139,6 +139,7 @@ void SuffixIndex::count(uint64_t id, int64_t sign) {
     if (segment.file) segment.file->used_bytes += sign * segment.nbytes();
   }
   if (id == kOthers || problem.history.empty()) return;  // texts of other problems
+  sealed_.bytes += sign * tuning::PROBLEM_BYTES;
   sealed_.tokens += sign * token_count(problem.history);
   sealed_.problems += sign;
 }
@@ -344,7 +345,9 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, uint64_t max_tokens)
   level_ = std::min(level_, fitting_level(problems, problems_bytes));
   // The largest are thinned out to less than that, so that a problem is not thinned out
   // every time.
-  const uint64_t target_bytes = level_ / 4 * tuning::THINNED_QUARTERS;
+  const uint64_t thinned_bytes = level_ / 4 * tuning::THINNED_QUARTERS;
+  const uint64_t target_bytes =
+      thinned_bytes - std::min<uint64_t>(thinned_bytes, tuning::PROBLEM_BYTES);
   uint64_t num_read = 0;
   while (sealed_.bytes > max_bytes && num_read < max_tokens && !problems.empty()) {
     {
@@ -367,7 +370,8 @@ std::vector<SuffixIndex::Thinnable> SuffixIndex::thinnable() {
   std::vector<Thinnable> found;
   for (auto& [id, problem] : problems_) {
     if (id == kOthers || problem.history.empty()) continue;
-    Thinnable thinnable{&problem, id, nbytes(problem.history), INT64_MIN};
+    const uint64_t bytes = tuning::PROBLEM_BYTES + nbytes(problem.history);
+    Thinnable thinnable{&problem, id, bytes, INT64_MIN};
     for (const Segment& segment : problem.history)
       for (const auto& run : segment.runs)
         thinnable.last_version = std::max<int64_t>(thinnable.last_version, run.version);
@@ -377,11 +381,12 @@ std::vector<SuffixIndex::Thinnable> SuffixIndex::thinnable() {
 }
 
 // Drops whole problems, those not seen for longest first, until the others can keep
-// LEAST_PROBLEM_BYTES each.
+// LEAST_PROBLEM_BYTES of text each.
 void SuffixIndex::drop_longest_unseen(std::vector<Thinnable>& problems,
                                       uint64_t max_bytes, Shrunk& shrunk) {
   const auto least_bytes = [](const Thinnable& problem) {
-    return std::min<uint64_t>(problem.bytes, tuning::LEAST_PROBLEM_BYTES);
+    constexpr uint64_t kLeast = tuning::PROBLEM_BYTES + tuning::LEAST_PROBLEM_BYTES;
+    return std::min(problem.bytes, kLeast);
   };
   uint64_t least = 0;
   for (const Thinnable& problem : problems) least += least_bytes(problem);

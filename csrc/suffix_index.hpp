@@ -152,6 +152,7 @@ class SuffixIndex {
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
+  // Bytes of the sealed history, and those that each problem takes beside its text.
   uint64_t nbytes() const { return sealed_.bytes; }
   uint64_t token_count() const { return sealed_.tokens; }
   uint64_t problem_count() const { return sealed_.problems; }

@@ -112,9 +112,9 @@ class HistoryRules:
         """
         quarter = max(0.0, room / 4)
         max_bytes = self.config.max_bytes
-        budget = int(min(_bytes_of_texts(store, max_bytes), quarter))
+        budget = int(min(max_bytes, quarter))
         self._shrunk += store.shrink(budget)
-        if store.nbytes > min(_bytes_of_texts(store, max_bytes), quarter):
+        if store.nbytes > budget:
             return True
         shrunk = Shrunk(*self._shrunk.tolist())
         self._shrunk = np.zeros_like(self._shrunk)
@@ -126,22 +126,10 @@ class HistoryRules:
                 "das: history: above %s=%d: %d of %d tokens were dropped; %d problems"
                 " were thinned out, %d forgotten",
                 full,
-                int(min(max_bytes, quarter)),
+                budget,
                 shrunk.tokens,
                 shrunk.tokens + store.tokens,
                 shrunk.thinned,
                 shrunk.dropped,
             )
         return False
-
-
-def _bytes_of_texts(store: HistoryStore, budget: int) -> int:
-    """Return how many bytes of a budget a store's texts may take: the memory that the
-    writer holds for each of its problems takes the rest. Where problems are dropped, as
-    many bytes of either go.
-    """
-    texts = store.nbytes
-    problems = tuning.PROBLEM_BYTES * store.problems
-    if texts + problems <= budget:
-        return budget
-    return budget * texts // (texts + problems)

@@ -560,13 +560,6 @@ HISTORY_WINDOW = number(
     " tokens than 8; a run takes 0.50 to 0.52 of the time without drafts with 1, 2, 4"
     " or 8",
 )
-PROBLEM_BYTES = number(
-    480,
-    "bytes of memory that the writer holds for each problem beside its text; they count"
-    " as part of max_bytes",
-    "measured: 458 to 479 with 150,000 problems of 10 tokens, and 306 to 373 in each"
-    " engine",
-)
 LENGTHS_WINDOW = number(
     8,
     "visits of a problem whose response lengths are remembered, the newest",
@@ -869,9 +862,16 @@ CPP_SEGMENTS_PER_PROBLEM = number(
     "segments of one problem, at most; the oldest go where merging leaves more",
     "a guess: one search visits all of them; 134 million tokens fit",
 )
+CPP_PROBLEM_BYTES = number(
+    480,
+    "bytes of memory that each problem of a history takes beside its text; they count as"
+    " part of max_bytes",
+    "measured: 458 to 479 in the writer with 150,000 problems of 10 tokens, and 306 to"
+    " 373 in each engine",
+)
 CPP_LEAST_PROBLEM_BYTES = number(
     256,
-    "bytes that each problem keeps before whole problems are dropped",
+    "bytes of text that each problem keeps before whole problems are dropped",
     "a guess: some 35 tokens; fewer are hardly a draft",
 )
 CPP_THINNED_TOKENS = number(

@@ -61,8 +61,8 @@ ARMS = {
 """The overrides of each arm."""
 DECISIONS = "decisions"
 """Folder of the history arm's decision log in `--out`."""
-MEMORY_GB = 15
-"""Memory that the demo takes, in 10^9 bytes (benchmarks/results/demo.json)."""
+ARM_GB = 7.5
+"""Memory that an arm takes, in 10^9 bytes (benchmarks/results/demo.json, of two)."""
 CLAIM_ERROR = 0.1
 """How far `das/of_stock` may be from the measured ratio of a step."""
 PER_STEP = (
@@ -112,18 +112,23 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    warn_of_memory(console)
+    available_gb = psutil.virtual_memory().available / 1e9
+    at_once = arms_at_once(args.arms, available_gb, console)
     shutil.rmtree(args.out / DECISIONS, ignore_errors=True)
     begin = time.time()
     prepare(args)
-    arms = [Arm(name, args) for name in args.arms]
-    try:
-        figures = train(arms, steps(args), console)
-    finally:
-        for arm in arms:
-            arm.run.terminate()
-        for arm in arms:
-            arm.run.wait()
+    figures = {}
+    runners = {}
+    for names in at_once:
+        arms = [Arm(name, args) for name in names]
+        try:
+            figures |= train(arms, steps(args), console)
+            runners |= {arm.name: arm.runner() for arm in arms}
+        finally:
+            for arm in arms:
+                arm.run.terminate()
+            for arm in arms:
+                arm.run.wait()
     summary = {
         "provenance": provenance([*RUN, "das_adapter/verl"]),
         "seconds": round(time.time() - begin),
@@ -131,7 +136,8 @@ def main() -> None:
             value for row in figures.values() for value in row["memory_used_gb"]
         ),
         "epochs": args.epochs,
-        "runners": {arm.name: arm.runner() for arm in arms},
+        "runners": runners,
+        "in_turn": len(at_once) == 1,
         "arms": figures,
         "comparison": compare(figures, args.epochs),
         "tokens_per_forward_by_epoch": {
@@ -144,14 +150,24 @@ def main() -> None:
         show_next_commands(args.out, console)
 
 
-def warn_of_memory(console: Console) -> None:
-    """Say at once where there is less memory than the demo takes."""
-    available_gb = psutil.virtual_memory().available / 1e9
-    if available_gb < MEMORY_GB:
+def arms_at_once(
+    arms: list[str], available_gb: float, console: Console
+) -> list[list[str]]:
+    """Return which arms run at a time: all, whose rollouts then take turns; one, and it
+    is said, where there is too little memory for that.
+    """
+    if available_gb >= len(arms) * ARM_GB:
+        return [arms]
+    console.print(
+        f"{available_gb:.0f} GB of memory are available, and {len(arms)} runs side by"
+        f" side take about {len(arms) * ARM_GB:.0f} GB: they run one after the other,"
+        " and what else the machine does changes how they compare."
+    )
+    if available_gb < ARM_GB:
         console.print(
-            f"Warning: {available_gb:.0f} GB of memory are available, and the demo"
-            f" takes about {MEMORY_GB} GB: it may be slow, or be killed."
+            f"Warning: one run takes about {ARM_GB} GB; it may be slow, or be killed."
         )
+    return [[arm] for arm in arms]
 
 
 def steps(args: argparse.Namespace) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import demo
 import pytest
+from rich.console import Console
 
 from das_adapter.protocol.metrics import Counters, RolloutClock
 from das_adapter.protocol.metrics import figures as reported
@@ -51,6 +53,21 @@ def test_what_das_says_of_stock_is_held_against_what_was_measured():
     assert demo.right_claims(against) == (
         "das/of_stock was within 10% of the measured ratio in 1 of 2 steps"
     )
+
+
+def test_with_little_memory_runs_follow_each_other_and_it_is_said():
+    arms = ["off", "history"]
+    for available_gb, at_once, said in (
+        (16.0, [arms], []),
+        (10.0, [["off"], ["history"]], ["10 GB", "about 15 GB", "one after the other"]),
+        (4.0, [["off"], ["history"]], ["4 GB", "Warning: one run takes about 7.5 GB"]),
+    ):
+        console = Console(file=io.StringIO(), width=1000)
+        assert demo.arms_at_once(arms, available_gb, console) == at_once
+        text = console.file.getvalue()
+        assert bool(text) == bool(said)
+        assert all(part in text for part in said)
+        assert ("Warning" in text) == (available_gb < 7.5)
 
 
 def test_without_the_arm_off_there_is_nothing_to_compare_with():

@@ -496,9 +496,8 @@ def test_the_memory_of_many_small_problems_counts_as_part_of_max_bytes(
         for _ in range(100):
             if not rules.shrink_slice(store):
                 break
-        memory = store.nbytes + tuning.PROBLEM_BYTES * store.problems
-        assert memory <= 2**20
-    assert 1000 < store.problems < 2**20 / tuning.PROBLEM_BYTES
+        assert store.nbytes <= 2**20
+    assert 1000 < store.problems < 2**20 / tuning.CPP_PROBLEM_BYTES
     assert store.nbytes > 0 and "das.history.max_bytes=1048576" in caplog.text
     store.close()
 

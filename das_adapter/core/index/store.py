@@ -261,14 +261,16 @@ class HistoryStore:
     generation = Number("generation")
     """The generation published last; 0: none."""
     nbytes = Number("nbytes")
-    """Bytes of the sealed history."""
+    """Bytes of the sealed history, and of the memory that its problems take beside their
+    text.
+    """
     tokens = Number("tokens")
     """Tokens of the sealed history."""
     problems = Number("problems")
     """Problems that have some sealed history."""
     file_bytes = Number("file_bytes")
-    """Bytes of the generation's files: `nbytes`, and at most a third more that no
-    longer counts.
+    """Bytes of the generation's files: of the sealed history, and at most a third more
+    that no longer counts.
     """
     newest = Number("newest")
     """The newest weight version that was ever sealed here; meaningless while there is
