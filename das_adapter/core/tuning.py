@@ -864,8 +864,8 @@ CPP_SEGMENTS_PER_PROBLEM = number(
 )
 CPP_PROBLEM_BYTES = number(
     480,
-    "bytes of memory that each problem of a history takes beside its text; they count as"
-    " part of max_bytes",
+    "bytes of memory that each problem of a history takes beside its text; they count"
+    " as part of max_bytes",
     "measured: 458 to 479 in the writer with 150,000 problems of 10 tokens, and 306 to"
     " 373 in each engine",
 )

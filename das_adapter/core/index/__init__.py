@@ -285,8 +285,8 @@ class SuffixIndex:
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
     nbytes = Number("nbytes")
-    """Bytes of the sealed history, and of the memory that its problems take beside their
-    text; the text of an attached index is shared with all others.
+    """Bytes of the sealed history, and of the memory that its problems take beside
+    their text; the text of an attached index is shared with all others.
     """
     live_bytes = Number("live_bytes")
     """Bytes of the live text and what finds places in it."""

@@ -261,8 +261,8 @@ class HistoryStore:
     generation = Number("generation")
     """The generation published last; 0: none."""
     nbytes = Number("nbytes")
-    """Bytes of the sealed history, and of the memory that its problems take beside their
-    text.
+    """Bytes of the sealed history, and of the memory that its problems take beside
+    their text.
     """
     tokens = Number("tokens")
     """Tokens of the sealed history."""
