@@ -69,9 +69,9 @@ CHAINS = (
 )
 """Kernels that wait for each other."""
 CELLS = {
-    "256 x 4096": (256, 4096, 256, 32, 150),
-    "1 x 32768": (GROUP, 32768, 1, 1, 120),
-    "512 x 16384": (512, 16384, 512, 4, 1000),
+    "256 x 4096": (256, 4096, 256, 32, 200),
+    "1 x 32768": (GROUP, 32768, 1, 1, 200),
+    "512 x 16384": (512, 16384, 512, 4, 500),
 }
 """Requests that write, tokens of their texts, requests that draft, those of them that
 are interpreted, and the bar.

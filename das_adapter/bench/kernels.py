@@ -207,6 +207,8 @@ def _worlds(plan: Plan) -> list[tuple[int, int, int]]:
     second = batches[1]
     for length in lengths[1:]:
         worlds.append((second, length, second))
+    most = 2 * batches[0]
+    worlds.append((most, 4 * shortest, most))
     alone = (GROUP, 8 * shortest, 1)
     worlds.append(alone)
     return worlds
@@ -259,6 +261,11 @@ BARS = (
         "microseconds of a proposal for a request with 16 texts of 32768 tokens",
         120,
         _proposal_us("1 x 32768"),
+    ),
+    Bar(
+        "microseconds of a proposal for 512 requests of 16384 tokens",
+        500,
+        _proposal_us("512 x 16384"),
     ),
     Bar(
         "bytes per sealed token",
