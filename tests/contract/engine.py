@@ -216,6 +216,7 @@ class Engine:
             [SamplingParams(**sampling(r)) for r in asked],
             use_tqdm=False,
             lora_request=adapter(part.adapter) if part.adapter else None,
+            priority=[request.priority for request in asked],
         )
         texts = [list(o.outputs[0].token_ids) for o in outputs]
         logprobs = [

@@ -50,6 +50,8 @@ class Request:
     """Seed of an image that belongs to the prompt."""
     salt: str | None = None
     """The prompt's `cache_salt`."""
+    priority: int = 0
+    """Requests with a lower one come first, where vLLM schedules by priority."""
 
     def having(self, **params: Any) -> Request:
         """Return the same request with other sampling parameters."""
