@@ -30,6 +30,7 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -327,7 +328,15 @@ class Run:
         ray.kill(self.history(self.rng.randrange(2)), no_restart=True)
 
     def history_stopped(self) -> None:
-        pid = self.figures(self.rng.randrange(2))["pid"]
+        self._stop_for_a_while(self.figures(self.rng.randrange(2))["pid"])
+
+    def ledger_stopped(self) -> None:
+        from das_adapter.service.ledger import running_ledger
+
+        pid = running_ledger().__ray_call__.remote(lambda _: os.getpid())
+        self._stop_for_a_while(ray.get(pid, timeout=60))
+
+    def _stop_for_a_while(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         threading.Timer(self.rng.uniform(1, 8), os.kill, (pid, signal.SIGCONT)).start()
 
@@ -338,6 +347,17 @@ class Run:
 
     def files_removed(self) -> None:
         shutil.rmtree(self.figures(self.rng.randrange(2))["directory"])
+
+    def directory_read_only(self) -> Callable[[], None]:
+        """For all processes of the run, root's too."""
+        directory = self.figures(self.rng.randrange(2))["directory"]
+        for options in (["--bind", directory], ["-o", "remount,bind,ro"]):
+            subprocess.run(["mount", *options, directory], check=True)
+
+        def undo() -> None:
+            subprocess.run(["umount", "--lazy", directory], check=True)
+
+        return undo
 
     def file_torn(self) -> None:
         """A file of a history has only its first half when its writer is killed and
@@ -409,6 +429,8 @@ FAULTS: list[Callable[[Run], Callable[[], None] | None]] = [
     Run.history_ended,
     Run.history_stopped,
     Run.ledger_killed,
+    Run.ledger_stopped,
+    Run.directory_read_only,
     Run.files_removed,
     Run.file_torn,
     Run.text_torn,

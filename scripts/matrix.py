@@ -39,6 +39,7 @@ TESTS = (
     "tests/contract/test_standalone.py",
     "tests/contract/test_losslessness.py",
     "tests/contract/test_plugin.py",
+    "tests/contract/test_several_tokens.py::test_on_v1_clients_get_what_they_get_without_drafts",
 )
 EXPERTS = "tests/contract/test_models.py"
 """V1 returns the routing of experts before vLLM 0.31 alone."""
@@ -57,6 +58,7 @@ V2_TESTS = (
     ),
     "tests/contract/test_recurrent.py",
     "tests/contract/test_survival.py",
+    "tests/contract/test_several_tokens.py::test_on_v2_clients_get_what_they_get_from_stock_vllm",
 )
 CONTROLLED = "test_tokens_do_not_depend_on_a_controlled_drafter"
 V1_BESIDE_V2 = f"tests/contract/test_neural.py::{CONTROLLED}"
