@@ -152,7 +152,7 @@ def test_drafts_fit_beside_lora_adapters_or_the_key_is_named() -> None:
     assert adapted({"max_draft_tokens": 7}) == (7, {"max_draft_tokens": 7})
     for block, step, found, most in (
         ({"max_draft_tokens": 8}, 2048, 8, 7),
-        ({}, 511, 16, 0),
+        ({}, 511, 32, 0),
     ):
         with pytest.raises(
             ConfigError,
