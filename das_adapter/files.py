@@ -9,13 +9,38 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 from das_adapter.trouble import log_once
 
 T = TypeVar("T")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what a call returns that a file system may keep waiting for ever;
+    TimeoutError: it takes longer, and goes on in a thread that nobody waits for.
+    """
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(result)
+
+    threading.Thread(target=run, name="das-file", daemon=True).start()
+    try:
+        return found.result(seconds)
+    except TimeoutError:
+        if found.done():  # the call's own
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def open_without_waiting(path: str | os.PathLike[str], flags: int) -> int:

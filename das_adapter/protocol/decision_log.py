@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 
 from das_adapter.errors import DasError
-from das_adapter.files import parse_or_skip
+from das_adapter.files import parse_or_skip, within
 from das_adapter.trouble import log_once, reason
 
 logger = logging.getLogger("das_adapter")
@@ -29,6 +29,10 @@ _BEFORE = ".before.jsonl"
 """End of the name of the file with what came before."""
 _LINES_TOGETHER = 256
 """Lines that are written together."""
+WRITE_S = 5.0
+"""Maximum time that an engine waits for a write; a log whose file system does not
+answer by then has ended.
+"""
 MAX_FILE_BYTES = 128 << 20
 """Bytes of a file, at which the next begins: a log takes at most twice that."""
 
@@ -174,7 +178,7 @@ class DecisionLog:
         self._head = None if run is None else _line(run)
         self._ended = False
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            within(WRITE_S, lambda: folder.mkdir(parents=True, exist_ok=True))
         except (OSError, ValueError) as error:
             self._end(error)
 
@@ -192,15 +196,15 @@ class DecisionLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was kept back. Where the disk is full the log ends, and nothing
-        else does.
+        """Write what was kept back. Where the disk is full, or does not answer, the log
+        ends, and nothing else does.
         """
         lines = self._lines
         self._lines = []
         if self._ended:
             return
         try:
-            self._write(lines)
+            within(WRITE_S, lambda: self._write(lines))
         except OSError as error:
             self._end(error)
 

@@ -187,6 +187,24 @@ def test_an_engine_starts_without_a_log_that_can_not_be_made(
     assert "das.log_dir" in caplog.text and "ends here" in caplog.text
 
 
+def test_an_engine_waits_once_for_a_file_system_that_does_not_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads what is written into the pipe."""
+    monkeypatch.setattr(decision_log, "WRITE_S", 0.2)
+    log = DecisionLog(str(tmp_path))
+    os.mkfifo(log.path)
+    step = StepRecord(100.0, 4, 10, 6, 3, 0.5, None)
+    log.add(step)
+    log.flush()
+    assert "ends here: TimeoutError: no answer within 0.2 s" in caplog.text
+    log.add(step)
+    log.flush()  # waits no more
+    assert len(caplog.records) == 1
+    with log.path.open() as pipe:  # the write ends
+        assert pipe.readline()
+
+
 def test_a_log_that_is_no_text_and_a_page_that_cannot_be_written_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
