@@ -1,6 +1,7 @@
 # NeMo-RL with das-adapter, from a checkout: docker build -f docker/nemo_rl.Dockerfile -t nemo-rl-das .
 # The base is an image of NeMo-RL's from 0.8.0 on (its release notes name it), with uv, a C++ compiler, the driver's environment in /opt/nemo_rl_venv and one
-# environment for each class of Ray actors in /opt/ray_venvs.
+# environment for each class of Ray actors in /opt/ray_venvs. Name its digest, too, for an image that can be built again:
+# --build-arg BASE=nvcr.io/nvidia/nemo-rl:v0.8.0@sha256:… (docker buildx imagetools inspect says it).
 ARG BASE=nvcr.io/nvidia/nemo-rl:v0.8.0
 FROM ${BASE}
 
