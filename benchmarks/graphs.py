@@ -144,7 +144,7 @@ def drafted_fit(engine: Any, requests: int, tokens: int) -> bool:
 
 @click.command()
 @click.option("--requests", default=256, help="Most requests of a step.")
-@click.option("--tokens", default=16, help="Most draft tokens of a request.")
+@click.option("--tokens", default=32, help="Most draft tokens of a request.")
 @click.option(
     "--sizes",
     default="",
