@@ -278,6 +278,13 @@ class DasConfig(_Block):
         return self.shares_history and self.history.load is not False
 
     @property
+    def saves_prompts(self) -> bool:
+        """Whether checkpoints contain the prompts of problems beside their history,
+        which has to tell them apart.
+        """
+        return self.saves_history and self.history.scope != "global"
+
+    @property
     def neural(self) -> bool:
         """Whether a drafter with weights of its own drafts."""
         return self.drafter in _NEURAL

@@ -567,6 +567,11 @@ PROBLEM_BYTES = number(
     "measured: 458 to 479 with 150,000 problems of 10 tokens, and 306 to 373 in each"
     " engine",
 )
+PROMPTS_SHARE = number(
+    32,
+    "part of max_bytes, beside it, that the prompts of a node's problems may take",
+    "a guess: prompts are shorter than responses, and each is kept once",
+)
 LENGTHS_WINDOW = number(
     8,
     "visits of a problem whose response lengths are remembered, the newest",
