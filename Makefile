@@ -16,7 +16,7 @@ ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest
 WITH_NEMO_RL := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl))
 PYTEST := $(WITH_NEMO_RL) $(BIN)/python -m pytest
 NEWER := $(if $(shell sed -n 's/^vllm==//p' constraints/newer.txt),$(VENV)/newer)
-TESTED := $(VENV)/newest $(NEWER) $(if $(NEMO_RL),$(VENV)/nemo_rl)
+TESTED := $(VENV)/newest $(NEWER) $(VENV)/speculators $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints/cpu.txt)
 
 # A few tests of vLLM's V2 runner, for a release that has no CPU build. make matrix runs all of them on it.
@@ -69,7 +69,7 @@ matrix: env $(NEWER)  # check the symbols of several versions of vLLM, and run t
 mutants: env $(VENV)/newest  # change the package in many small ways, and see whether the tests notice: half an hour
 	$(WITH_NEMO_RL) $(BIN)/python benchmarks/mutation.py --out benchmarks/results/mutants.json
 
-check: quality  # run the quality checks and the unit tests, in a minute or two
+check: quality $(VENV)/speculators  # run the quality checks and the unit tests, in a minute or two
 	$(BIN)/python -m pytest tests/unit -n 2
 
 quality: env  # check formatting, lint, types and import rules, without a test
@@ -114,6 +114,11 @@ $(VENV)/newer: constraints/newer.txt constraints/newest.txt scripts/newer.py | $
 # What NeMo-RL's driver imports.
 $(VENV)/nemo_rl: constraints/nemo-rl.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints/nemo-rl.txt
+	touch $@
+
+# What trains drafters on exported histories.
+$(VENV)/speculators: constraints/speculators.txt | $(VENV)/.built
+	$(PIP) --no-deps --target $@ --upgrade -r constraints/speculators.txt
 	touch $@
 
 # What vLLM's Qwen3.5 imports.

@@ -172,7 +172,8 @@ class DraftConfig(_Block):
     drafts with the layers in the policy's own checkpoint.
     """
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
-    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run.
+    """Where the drafter's weights come from. `checkpoint`: its own; where `model` is a
+    directory, new files in it are read at the next weight sync.
     `trainer`: the trainer sends them at each weight sync, with `draft.` before their
     names (`mtp`: under their names in the policy's checkpoint).
     """
@@ -276,6 +277,13 @@ class DasConfig(_Block):
     def saves_history(self) -> bool:
         """Whether checkpoints contain the history."""
         return self.shares_history and self.history.load is not False
+
+    @property
+    def saves_prompts(self) -> bool:
+        """Whether checkpoints contain the prompts of problems beside their history,
+        which has to tell them apart.
+        """
+        return self.saves_history and self.history.scope != "global"
 
     @property
     def neural(self) -> bool:

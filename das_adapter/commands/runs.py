@@ -1,4 +1,4 @@
-"""Commands about runs and the files that they leave: report, compare."""
+"""Commands about runs and the files that they leave: report, compare, history."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from das_adapter.commands.output import (
+    DIRECTORY,
     EXISTING,
     as_json,
     examples,
@@ -91,4 +92,59 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     sys.exit(1 if num_same < num_logged else 0)
 
 
-COMMANDS = (report, compare)
+@click.group()
+def history() -> None:
+    """Use the history that a run has saved with its checkpoints."""
+
+
+@history.command(
+    epilog=examples(
+        "das-adapter history export --out rows checkpoints/global_step_100",
+        "das-adapter history export --out rows --tokens 20000000 step_40/das_history",
+    )
+)
+@click.argument("folder", type=DIRECTORY)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory of the rows, which must be new.",
+)
+@click.option(
+    "--visits",
+    type=click.IntRange(1),
+    help="Weight versions of each prompt, the newest; default: all that are kept.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1),
+    help="Tokens of all responses, at most, of the newest visits; default: no limit.",
+)
+@as_json
+def export(
+    folder: Path, out: Path, visits: int | None, tokens: int | None, as_json: bool
+) -> None:
+    """Write a saved history as rows for the training of a drafter.
+
+    FOLDER: a checkpoint of veRL or NeMo-RL, or the directory das_history in it. Each
+    row is a prompt and a response to it (input_ids, loss_mask: 1 on the response), as
+    `speculators train --data-path` reads them. Responses to prompts that the history
+    does not have are left out, and those of which it has no beginning.
+    """
+    from das_adapter.reports import training_rows
+
+    exported = training_rows.export(folder, out, visits, tokens)
+    if as_json:
+        print_json(exported._asdict())
+        return
+    click.echo(
+        f"{out}: {exported.rows} rows, {exported.problems} prompts,"
+        f" {exported.response_tokens} tokens of responses"
+    )
+    click.echo(
+        f"left out: {exported.problems_without_prompt} prompts that the history does"
+        f" not have, {exported.stretches} parts of responses without their beginning"
+    )
+
+
+COMMANDS = (report, compare, history)

@@ -18,6 +18,11 @@ from das_adapter.core.index.values import ALL, FilePath, Shrunk
 
 logger = logging.getLogger("das_adapter")
 
+FinishedText = tuple[int, bytes, int] | tuple[int, bytes, int, bytes]
+"""A finished trajectory: problem, int32 token ids of the response, weight version that
+wrote it; what follows is not read.
+"""
+
 
 class HistoryRules:
     """The rules that the `history:` block asks for."""
@@ -63,7 +68,7 @@ class HistoryRules:
         return problem
 
     def add_and_seal(
-        self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
+        self, store: HistoryStore, trajectories: Iterable[FinishedText]
     ) -> None:
         """Add finished trajectories, and seal them: the visits of their problems
         beyond the window are dropped. Arguments as in `add_trajectories`.
@@ -72,16 +77,15 @@ class HistoryRules:
         store.seal()
 
     def add_trajectories(
-        self, store: HistoryStore, trajectories: Iterable[tuple[int, bytes, int]]
+        self, store: HistoryStore, trajectories: Iterable[FinishedText]
     ) -> None:
-        """Add finished trajectories: (problem, int32 token ids of the response, weight
-        version that wrote it). One that can't be a text of a policy is left out, and a
-        line in the log says so.
+        """Add finished trajectories. One that can't be a text of a policy is left out,
+        and a line in the log says so.
         """
         refused: list[str] = []
         for trajectory in trajectories:
             try:
-                problem, text, version = trajectory
+                problem, text, version, *_ = trajectory
                 key = self.key(problem)
                 tokens = np.frombuffer(text, dtype=np.int32)
                 store.add(key, tokens, version)
@@ -95,9 +99,9 @@ class HistoryRules:
                 refused[0],
             )
 
-    def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
+    def has(self, store: HistoryStore, trajectory: FinishedText) -> bool:
         """Return whether a trajectory is sealed in a store; see `add_trajectories`."""
-        problem, text, version = trajectory
+        problem, text, version, *_ = trajectory
         if len(text) % 4:
             return False
         key = self.key(problem)

@@ -560,6 +560,11 @@ HISTORY_WINDOW = number(
     " tokens than 8; a run takes 0.50 to 0.52 of the time without drafts with 1, 2, 4"
     " or 8",
 )
+PROMPTS_SHARE = number(
+    32,
+    "part of max_bytes, beside it, that the prompts of a node's problems may take",
+    "a guess: prompts are shorter than responses, and each is kept once",
+)
 LENGTHS_WINDOW = number(
     8,
     "visits of a problem whose response lengths are remembered, the newest",

@@ -11,13 +11,15 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
 from das_adapter.config import DasConfig
+from das_adapter.engine.drafter_files import DrafterFiles
 from das_adapter.patching import patch
+from das_adapter.trouble import reason
 
 logger = logging.getLogger("das_adapter")
 
@@ -40,6 +42,21 @@ Layers = tuple[torch.nn.Module, torch.nn.Module]
 """A layer of the drafter beside the policy's."""
 
 
+class KeptTensor(NamedTuple):
+    """A tensor of a module, and a copy of its values on the host."""
+
+    module: torch.nn.Module
+    name: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+    def restore(self) -> None:
+        """Give the module the tensor again, with these values."""
+        self.tensor.data.copy_(self.values)
+        if getattr(self.module, self.name) is not self.tensor:
+            setattr(self.module, self.name, self.tensor)
+
+
 class DraftWeights:
     """The drafter's part of the host's weight stream, and a check of weights that the
     host does not send.
@@ -52,6 +69,10 @@ class DraftWeights:
         """Weights of the drafter that have arrived since the last weight sync."""
         self._mark: list[float] = []
         """Fingerprint of the weights of the drafter's checkpoint."""
+        self._files = DrafterFiles(None)
+        """Files of that checkpoint, where they may be exchanged."""
+        self._not_read = ""
+        """Why its files can't be read, as the log says; empty: they can."""
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._follows: list[Layers] = []
@@ -93,6 +114,7 @@ class DraftWeights:
             # the trainer sends the policy's weights only
             if self._runner.load_config.load_format == "dummy":
                 self._read_checkpoint()
+            self._files = DrafterFiles(self._config.draft.model)
             self._mark = self._fingerprint()
 
     def keep_buffers(self) -> None:
@@ -130,7 +152,8 @@ class DraftWeights:
 
     def refresh(self) -> str | None:
         """Return what is wrong with the drafter's weights after a weight sync, None if
-        nothing is.
+        nothing is. Those of its checkpoint are read again where they were lost, or
+        where its files were exchanged.
         """
         arrived = self._arrived
         self._arrived = 0
@@ -149,13 +172,75 @@ class DraftWeights:
                     f" no weight of the drafter (names {names}): it drafts for an older"
                     " policy"
                 )
-        elif self._fingerprint() != self._mark:
-            # after sleep at level 2, or when they were overwritten
+            return self._refused
+        # after sleep at level 2, or when they were overwritten
+        are_lost = self._fingerprint() != self._mark
+        if not are_lost and not self._files.have_changed:
+            return self._refused
+        if are_lost:
             logger.warning(
                 "das: the drafter's weights were lost; reading its checkpoint again"
             )
-            self._read_checkpoint()
+        trouble = self._read_files(are_lost)
+        if trouble and are_lost:
+            return f"das.draft.model: the lost weights can't be read again: {trouble}"
+        if trouble and trouble != self._not_read:
+            logger.error(
+                "das: the drafter keeps its weights: its new files in %s are not read:"
+                " %s",
+                self._config.draft.model,
+                trouble,
+            )
+        self._not_read = trouble
         return self._refused
+
+    def _read_files(self, are_lost: bool) -> str:
+        """Read the drafter's checkpoint, all of it or nothing; return what is wrong
+        with it, empty if nothing is. `are_lost`: there are no weights to keep.
+        """
+        was_processed = self.drafter in processed
+        kept: list[KeptTensor] = []
+        try:
+            model = self._runner.speculative_config.draft_model_config
+            if model.quantization is not None and not are_lost:
+                return "a quantised drafter's files are read at the engine's start only"
+            were_exchanged = self._files.have_changed
+            identity = self._files.check()
+            if not are_lost:
+                kept = self._copy_tensors()
+            self._read_checkpoint()
+            self._files.note_read(identity)
+        except Exception as error:
+            for tensor in kept:
+                tensor.restore()
+            if kept and was_processed:
+                processed.add(self.drafter)
+            return reason(error)
+        self._mark = self._fingerprint()
+        if were_exchanged:
+            logger.warning(
+                "das: the drafter's weights were read from the new files in %s",
+                self._config.draft.model,
+            )
+        return ""
+
+    def _copy_tensors(self) -> list[KeptTensor]:
+        """Copy to the host what only the drafter has: its weights, and what was made of
+        them.
+        """
+        shared = {weight.data_ptr() for weight in self._runner.model.parameters()}
+        kept = []
+        for module in self.drafter.modules():
+            named = {
+                **dict(module.named_parameters(recurse=False)),
+                **dict(module.named_buffers(recurse=False)),
+                **vars(module),
+            }
+            for name, value in named.items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() not in shared:
+                    copied = value.detach().to("cpu", copy=True)
+                    kept.append(KeptTensor(module, name, value, copied))
+        return kept
 
     def _split(
         self,

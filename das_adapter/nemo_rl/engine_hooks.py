@@ -36,6 +36,9 @@ REFITS = frozenset(
 )
 """Methods of NeMo-RL's vLLM workers whose end is the end of a weight sync."""
 
+_MEDIA = ("multi_modal_data", "mm_kwargs", "mm_hashes")
+"""Keys of a prompt for vLLM that has images, sound or video."""
+
 labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=None)
 """Labels of the requests that the current call of the worker will send, if the driver
 gave any.
@@ -141,6 +144,7 @@ class EngineHooks:
         texts: Sequence[Sequence[int]],
         label: Label | None,
         begin_s: float,
+        prompt: Any,
     ) -> None:
         """Record the finished responses to a request, unless one was aborted.
 
@@ -149,6 +153,7 @@ class EngineHooks:
             texts: token ids of each sample.
             label: the request's label.
             begin_s: when the request was sent, for an engine without statistics.
+            prompt: the request's prompt.
         """
         if label is None:
             return
@@ -164,6 +169,7 @@ class EngineHooks:
             end_s = begin_s + duration_s
         if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
             label = replace(label, seed=None)
+        ids = _ids_alone(prompt)
         for text in texts:
             self._session.record_response(
                 label,
@@ -171,6 +177,7 @@ class EngineHooks:
                 begin=begin_s,
                 end=end_s,
                 version=self.version,
+                prompt=ids,
             )
 
     def _count_refit(self, method: Any, answers: Sequence[Any] | None) -> bool:
@@ -205,6 +212,19 @@ def _media_hashes(prompt: Any) -> list[str]:
     for kind in sorted(hashes_by_kind):
         hashes += hashes_by_kind[kind]
     return hashes
+
+
+def _ids_alone(prompt: Any) -> Sequence[int]:
+    """Return the token ids of a prompt; none where images, sound or video belong to it,
+    or where it has none.
+    """
+    if isinstance(prompt, dict):
+        has_media = any(prompt.get(key) for key in _MEDIA)
+        ids = prompt.get("prompt_token_ids")
+    else:
+        has_media = bool(getattr(prompt, "mm_features", None))
+        ids = getattr(prompt, "prompt_token_ids", None)
+    return () if has_media or ids is None else ids
 
 
 class SyncEngineHooks(EngineHooks):
@@ -245,9 +265,9 @@ class SyncEngineHooks(EngineHooks):
         begin_s = time.time()
         self._session.fetch_guest_history(problems)
         outputs = self._generate(prompts, params, **kwargs)
-        for output, label in zip(outputs, request_labels, strict=True):
+        for output, label, prompt in zip(outputs, request_labels, prompts, strict=True):
             texts = [sample.token_ids for sample in output.outputs]
-            self._record(output, texts, label, begin_s)
+            self._record(output, texts, label, begin_s, prompt)
         self._session.flush()  # a checkpoint may follow at once
         return outputs
 
@@ -314,7 +334,8 @@ class AsyncEngineHooks(EngineHooks):
                             # its length
                             texts[sample.index] = sample.token_ids
                     if output.finished:
-                        self._record(output, list(texts.values()), label, begin_s)
+                        whole_texts = list(texts.values())
+                        self._record(output, whole_texts, label, begin_s, prompt)
                     yield output
 
     async def _generate_ahead(

@@ -26,6 +26,8 @@ class Trajectory(NamedTuple):
     """int32 token ids, the prompt excluded."""
     version: int
     """Weight version that wrote it."""
+    prompt: bytes = b""
+    """int32 token ids of the prompt, where somebody has not seen them yet."""
 
 
 Payload = dict[str, Any]
@@ -35,9 +37,9 @@ Payload = dict[str, Any]
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
     """Return how long some trajectories are."""
     rows = []
-    for problem, text, version in trajectories:
-        num_tokens = len(text) // _TOKEN_BYTES
-        row = (problem, num_tokens, version)
+    for trajectory in trajectories:
+        num_tokens = len(trajectory.tokens) // _TOKEN_BYTES
+        row = (trajectory.problem, num_tokens, trajectory.version)
         rows.append(row)
     return np.array(rows, RESPONSE)
 
@@ -60,14 +62,15 @@ _ROW = np.dtype(
         ("problem", "<u8"),
         ("bytes", "<u8"),
         ("version", "<i8"),
+        ("prompt_bytes", "<u8"),
     ]
 )
 """What `pack` writes of each trajectory before the texts. Of two trajectories, with
-texts of 8 and 4 bytes, it writes
+texts of 8 and 4 bytes, the first with a prompt of 4, it writes
 
-    2 | problem 8 version | problem 4 version | text text | text
+    2 | problem 8 version 4 | problem 4 version 0 | text text prompt | text
 
-where the count takes 8 bytes and each row 24.
+where the count takes 8 bytes and each row 32.
 """
 
 
@@ -76,10 +79,9 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
     rows = np.empty(len(trajectories), _ROW)
     texts = []
     for number, trajectory in enumerate(trajectories):
-        problem, text, version = trajectory
-        num_bytes = len(text)
-        rows[number] = (problem, num_bytes, version)
-        texts.append(text)
+        problem, text, version, prompt = trajectory
+        rows[number] = (problem, len(text), version, len(prompt))
+        texts += [text, prompt]
     count = np.uint64(len(rows))
     parts = [
         count.tobytes(),
@@ -103,16 +105,19 @@ def unpack(content: bytes) -> list[Trajectory]:
     rows = np.frombuffer(content, _ROW, count, offset=_COUNT_BYTES)
     begin = _COUNT_BYTES + rows.nbytes
     text_bytes = rows["bytes"].tolist()
-    expected_bytes = begin + sum(text_bytes)
+    prompt_bytes = rows["prompt_bytes"].tolist()
+    expected_bytes = begin + sum(text_bytes) + sum(prompt_bytes)
     if count and expected_bytes != num_bytes:
         raise ValueError(
             f"found {num_bytes} bytes of trajectories, expected {expected_bytes}"
         )
     trajectories = []
-    for problem, text_length, version in rows.tolist():
-        end = begin + text_length
-        text = content[begin:end]
-        trajectory = Trajectory(problem, text, version)
+    for problem, text_length, version, prompt_length in rows.tolist():
+        text_end = begin + text_length
+        end = text_end + prompt_length
+        text = content[begin:text_end]
+        prompt = content[text_end:end]
+        trajectory = Trajectory(problem, text, version, prompt)
         trajectories.append(trajectory)
         begin = end
     return trajectories

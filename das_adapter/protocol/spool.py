@@ -4,6 +4,7 @@ directory:
     writer, users, janitor   locks: of the writer, of engines without a host, of the
                              process that removes the directory
     manifest-*, segments-*   what the writer has published, see `core.index.store`
+    prompts                  the prompts of its problems, see `service.prompts`
     spool/batch-*            trajectories of an engine here
     spool/texts-*            trajectories from another node
     spool/away-HISTORY-*     trajectories on their way to another node
@@ -267,7 +268,7 @@ def _parts(
     part: list[Trajectory] = []
     part_bytes = 0
     for trajectory in trajectories:
-        text_bytes = len(trajectory.tokens) + _ROW_BYTES
+        text_bytes = len(trajectory.tokens) + len(trajectory.prompt) + _ROW_BYTES
         is_full = max_bytes is not None and part_bytes + text_bytes > max_bytes
         if part and is_full:
             yield part
@@ -394,7 +395,7 @@ class Gathered:
         """Keep trajectories that could not be left, unless they are too many."""
         num_bytes = 0
         for trajectory in trajectories:
-            num_bytes += len(trajectory.tokens)
+            num_bytes += len(trajectory.tokens) + len(trajectory.prompt)
         if num_bytes < KEPT_BYTES:
             with self._lock:
                 self._batch = trajectories + self._batch

@@ -38,6 +38,8 @@ NAME = "das_history"
 """Directory of the history inside a checkpoint."""
 INDEX = "index"
 """Directory in it, with a file for each node of the run that wrote it."""
+_PROMPTS = "prompts"
+"""Directory beside it, with the prompts of each file's problems, under its name."""
 _FACTS = "history.json"
 _LENGTHS = "lengths.npy"
 SAVE_S = 60.0
@@ -124,13 +126,7 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
         DasError: no history lies there, it is damaged, or it has another scope or
             tokenizer.
     """
-    try:
-        found, lengths = _read(directory)
-    except Exception as error:  # what is damaged may raise anything
-        raise DasError(
-            f"{key}: found no history in {str(directory)!r} ({reason(error)});"
-            f" allowed: a directory {NAME!r} of a checkpoint"
-        ) from None
+    found, lengths = read(directory, key)
     for name, own in facts.items():
         other = found.get(name)
         if other != own:
@@ -141,6 +137,19 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
     newest = lengths["version"].max(initial=version)
     lengths["version"] += version - newest
     return lengths
+
+
+def read(directory: Path, key: str) -> tuple[dict[str, Any], Responses]:
+    """Return the facts and the lengths of a saved history, after reading all of it;
+    `key`: what chose the directory. DasError: none lies there, or it is damaged.
+    """
+    try:
+        return _read(directory)
+    except Exception as error:  # what is damaged may raise anything
+        raise DasError(
+            f"{key}: found no history in {str(directory)!r} ({reason(error)});"
+            f" allowed: a directory {NAME!r} of a checkpoint"
+        ) from None
 
 
 def _read(directory: Path) -> tuple[dict[str, Any], Responses]:
@@ -202,6 +211,13 @@ def index_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX
     return sorted(index.iterdir())
+
+
+def prompts_file(part: Path) -> Path:
+    """Return where the prompts lie that belong to a file of a saved history's index;
+    there is no such file where no prompt was seen.
+    """
+    return part.parent.parent / _PROMPTS / part.name
 
 
 def begin(

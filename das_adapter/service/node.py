@@ -36,6 +36,7 @@ from das_adapter.protocol.spool import (
 )
 from das_adapter.service import checkpoint, ledger
 from das_adapter.service.ledger import Synced, wait_for_answer
+from das_adapter.service.prompts import read_prompts
 from das_adapter.service.writer import Writer
 from das_adapter.trouble import IMPATIENCE_S, Peer, log_once, reason
 
@@ -216,11 +217,15 @@ class NodeHistory:
     @ray.method(concurrency_group="checkpoints")
     def save(self, path: str) -> None:
         """Write the history at home here to a file, including what arrived since the
-        last weight sync.
+        last weight sync, and its prompts beside it.
         """
         self._keep_arrivals()
         self.writer.publish()
         self.writer.store.save(path)
+        try:
+            self.writer.prompts.save(checkpoint.prompts_file(Path(path)))
+        except OSError as error:  # the history is worth more
+            log_once("das: history: no prompts are saved", error)
 
     def tick(self) -> None:
         """Do what waits for no weight sync of this node's engines, which may sleep:
@@ -474,7 +479,9 @@ class NodeHistory:
             self._start = None
 
     def _load_file(self, path: Path) -> None:
-        """Load the problems of a saved file that are at home here."""
+        """Load the problems of a saved file that are at home here, with their
+        prompts.
+        """
         problems = problems_in(path)
         if not self._is_global:
             own_index = self._nodes.index(self._node)
@@ -482,6 +489,9 @@ class NodeHistory:
             problems = problems[at_home]
         self.writer.store.absorb(path, problems)
         self.writer.altered = True
+        prompts = read_prompts(checkpoint.prompts_file(path))
+        own = prompts.keys() & problems.tolist()
+        self.writer.keep_prompts((problem, prompts[problem]) for problem in own)
 
 
 def _by_home(texts: Texts, nodes: Sequence[str]) -> dict[str, Texts]:

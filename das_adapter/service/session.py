@@ -98,6 +98,8 @@ class Session:
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
+        self._prompted = set[int]()
+        """Problems whose prompts were left since the last weight sync."""
         self._begun: set[int] = set()
         """Problems whose requests began since the last weight sync."""
         self._guests = Gathered(self._fetch, _GUESTS_S)
@@ -172,6 +174,7 @@ class Session:
         begin: float,
         end: float,
         version: int,
+        prompt: Sequence[int] = (),
     ) -> None:
         """Count a finished response in the step's figures, and leave it for the
         history, if it may be recorded.
@@ -180,6 +183,8 @@ class Session:
             tokens: token ids without the prompt.
             begin, end: seconds since the epoch.
             version: weight version that wrote the response.
+            prompt: token ids before the response; empty: they do not say all of it,
+                as where images belong to it.
         """
         if label.problem is None:
             return
@@ -188,10 +193,22 @@ class Session:
             text = ids.tobytes()
             self._clock.count_response(label, begin, end, text)
             if label.record:
-                trajectory = Trajectory(label.problem, text, version)
+                prompt_text = self._new_prompt(label.problem, prompt)
+                trajectory = Trajectory(label.problem, text, version, prompt_text)
                 self._gathered.add(trajectory)
         except Exception as error:
             log_once("das: a trajectory did not reach the history", error)
+
+    def _new_prompt(self, problem: int, prompt: Sequence[int]) -> bytes:
+        """Return the int32 token ids of a prompt for the history; none where they are
+        there, or where no checkpoint will have them.
+        """
+        if not self._das.saves_prompts or problem in self._prompted:
+            return b""
+        ids = np.asarray(prompt, dtype=np.int32)
+        if len(ids):
+            self._prompted.add(problem)
+        return ids.tobytes()
 
     def report(self, step: int, timeout_s: float = PATIENCE_S) -> list[EngineStats]:
         """Report the counts since the last time to the run's ledger, as those of a
@@ -278,6 +295,7 @@ class Session:
             self._cursor = synced.cursor
             self._nodes = synced.nodes
         self._begun.clear()
+        self._prompted.clear()
         self._silent_homes.clear()
         return Refresh(version, history, lengths)
 

@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core import tuning
 from das_adapter.core.history import HistoryRules
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner, make_private
@@ -33,6 +34,7 @@ from das_adapter.protocol.spool import (
     history_roots,
 )
 from das_adapter.service import janitor
+from das_adapter.service.prompts import Prompt, Prompts
 from das_adapter.trouble import log_once
 
 logger = logging.getLogger("das_adapter")
@@ -41,6 +43,8 @@ _MAX_WAITING_FILES = 128
 """Files that wait in the spool until they are published, before all is sealed for that:
 every look lists them.
 """
+_PROMPTS = "prompts"
+"""File of the prompts in a history's directory."""
 _PUBLISHED_FILES = 2**12
 """Files of which the writer knows that they are published, the last ones."""
 _PARTS = {AWAY: 3}
@@ -94,6 +98,10 @@ class Writer:
             self.store = self._open_store(directory)
         except IndexFileError as error:
             self._begin_anew(directory, error)
+        self.prompts = Prompts(
+            self.directory / _PROMPTS, config.max_bytes // tuning.PROMPTS_SHARE
+        )
+        """Prompts of the problems, for those who train drafters."""
         self._left_before = set[str]()
         """Files that an earlier writer left: it may have published some of their
         texts.
@@ -153,7 +161,8 @@ class Writer:
         return found
 
     def keep_texts(self, file: str, texts: Sequence[Trajectory]) -> None:
-        """Put texts of a file into the store."""
+        """Put texts of a file into the store, and keep the prompts that came along."""
+        self.keep_prompts((text.problem, text.prompt) for text in texts)
         with self.lock:
             if file in self._left_before:
                 texts = [text for text in texts if not self.rules.has(self.store, text)]
@@ -161,6 +170,15 @@ class Writer:
             self._kept.append(file)
             if not texts:  # they go elsewhere, or are published
                 self._remove_published([file])
+
+    def keep_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Keep prompts of problems; where that fails, a line in the log says so, and
+        their next visits bring them again.
+        """
+        try:
+            self.prompts.add(prompts)
+        except OSError as error:
+            log_once("das: history: prompts are not kept", error)
 
     def work(self, seconds: float) -> bool:
         """Do for so long what waits for no weight sync: seal what was kept, merge, and
@@ -185,6 +203,7 @@ class Writer:
         """Do a slice of thinning out what exceeds room or byte budget."""
         held_bytes = bytes_on_disk(self.directory)
         room = available_bytes(self.directory, self._object_store_bytes, held_bytes)
+        room -= self.prompts.nbytes
         self._may_exceed = False  # before, since others may publish meanwhile
         if self.rules.shrink_slice(self.store, room):
             self._may_exceed = True
@@ -282,7 +301,7 @@ class Writer:
 
 
 def _remove_files(directory: Path) -> None:
-    """Remove a history; what engines left, and their lock, stay."""
+    """Remove a history; its prompts, what engines left, and their lock, stay."""
     for path in directory.glob("*"):
-        if path.is_file() and path.name != USERS:
+        if path.is_file() and path.name not in (USERS, _PROMPTS):
             path.unlink(missing_ok=True)

@@ -110,6 +110,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             begin=begin_s,
             end=time.time(),
             version=self._version(),
+            prompt=() if media_of(kwargs) else prompt_ids[:start],
         )
         return output
 

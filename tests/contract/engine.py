@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -280,6 +281,9 @@ class Engine:
             self.llm.llm_engine.add_lora(adapter(part.send_adapter))
         if part.draft_weights is not None:
             between.send_drafter(self.runner, part.draft_weights, part.host)
+        if part.draft_files is not None:
+            drafter = self.runner.speculative_config.model
+            shutil.copytree(part.draft_files, drafter, dirs_exist_ok=True)
         if part.sleep is not None:
             between.sleep(self.llm, part.sleep)
 

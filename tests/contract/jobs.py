@@ -94,6 +94,10 @@ class Round:
     """Send this file as the drafter's weights."""
     host: str | None = None
     """Whose code loads them."""
+    draft_files: str | None = None
+    """Put the files of this directory into that of the drafter, in the place of its
+    own.
+    """
     sleep: int | None = None
     """Sleep at this level and wake up."""
     unrecorded: bool = False

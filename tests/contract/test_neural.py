@@ -4,6 +4,7 @@ weights that follow.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -417,6 +418,26 @@ def test_weights_lost_in_sleep_are_read_again(
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > 0.8 * rate[0] > 0.1
     assert "reading its checkpoint again" in result[0]["log"]
+
+
+def test_a_drafter_whose_files_are_exchanged_drafts_with_the_new_ones(
+    engine: Any, drafters: Path, tmp_path: Path
+) -> None:
+    untrained = tmp_path / "eagle3"
+    shutil.copytree(drafters / "eagle3", untrained)
+    weights = load_file(untrained / "model.safetensors")
+    for weight in weights.values():
+        weight.normal_(std=0.5)
+    save_file(weights, untrained / "model.safetensors")
+    first, second = two_rounds(requests(PLAIN))
+    rounds = [replace(first, draft_files=str(drafters / "eagle3")), second]
+    das = block("eagle3", tmp_path, **ALWAYS)
+    result = engine(das=das, rounds=rounds, env=HOST)
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > max(0.08, 5 * rate[0])
+    assert "were read from the new files in" in result[0]["log"]
+    off = engine(das=OFF, rounds=[first, second], env=HOST)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in off]
 
 
 def test_a_drafter_that_nobody_synced_lowers_health(

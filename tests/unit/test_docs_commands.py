@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
 
 from das_adapter.cli import main
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.length import RESPONSE
 from das_adapter.protocol import spool
 from das_adapter.protocol.decision_log import (
     DecisionLog,
@@ -27,11 +30,13 @@ from das_adapter.protocol.decision_log import (
     StepRecord,
     WeightSyncRecord,
 )
+from das_adapter.service import checkpoint
+from das_adapter.service.prompts import Prompts
 
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
 COMMANDS = {
-    r"das-adapter (estimate|simulate|report|compare|config)( .*)?": HERE,
+    r"das-adapter (estimate|simulate|report|compare|config|history)( .*)?": HERE,
     r"das-adapter install nemo-rl .*": (
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it"
     ),
@@ -178,6 +183,24 @@ def test_nightly_runs_make_what_no_push_does() -> None:
     assert not {"long", "hosts", "mutants"} & targets("ci.yml")
 
 
+def save(step: Path) -> None:
+    """Save a history of one prompt in a checkpoint."""
+
+    def save_parts(index: Path) -> int:
+        with HistoryStore("store") as store:
+            store.add(7, [1, 2, 3], 1)
+            store.save(index / "0")
+        prompts = Prompts(Path("prompts"), 1000)
+        prompts.add([(7, bytes(4))])
+        prompts.save(checkpoint.prompts_file(index / "0"))
+        return 1
+
+    step.mkdir(parents=True)
+    facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
+    lengths = np.array([(7, 3, 1)], RESPONSE)
+    checkpoint.write(step / checkpoint.NAME, facts, lengths, save_parts)
+
+
 def here(command: str) -> bool:
     """Return whether it is run below."""
     return (
@@ -234,6 +257,7 @@ def test_what_is_typed_into_das_adapter_runs(
         Path(f"runs/{run}.jsonl").write_text(
             json.dumps({"step": 1, "data": logged}) + "\n"
         )
+    save(Path("checkpoints/global_step_100"))
     Path("das.yaml").write_text("drafter: history\n")
     rollout = {
         "name": "vllm",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ from vllm.model_executor.models import deepseek_mtp
 from vllm.model_executor.utils import replace_parameter
 
 from das_adapter.config import parse
+from das_adapter.engine import drafter_files
 from das_adapter.engine.draft_weights import DraftWeights, keep_buffers_over_sleep
 from das_adapter.engine.v1.worker import HostWorkerState
 
@@ -66,6 +70,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, **parts: torch.nn.Module):
         super().__init__()
+        self.after_loading = lambda: None
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -73,11 +78,13 @@ class Model(torch.nn.Module):
         named = dict(self.named_parameters(remove_duplicate=False)) | dict(
             self.named_buffers()
         )
-        return {
+        loaded = {
             name
             for name, weight in weights
             if name in named and named[name].data.copy_(weight) is not None
         }
+        self.after_loading()
+        return loaded
 
 
 def part(value: float) -> torch.nn.Linear:
@@ -116,6 +123,8 @@ class Mtp:
         monkeypatch: pytest.MonkeyPatch,
         source: str,
         load_format: str = "auto",
+        quantization: str | None = None,
+        own_files: bool = False,
     ):
         monkeypatch.setattr(
             "vllm.config.set_current_vllm_config", lambda config: nullcontext()
@@ -131,7 +140,10 @@ class Mtp:
         self.drafter.attention.process_weights_after_loading(torch.float32)
         save_file(CHECKPOINT, checkpoint / "model.safetensors")
         model = SimpleNamespace(
-            model=str(checkpoint), revision=None, quantization=None, dtype=torch.float32
+            model=str(checkpoint),
+            revision=None,
+            quantization=quantization,
+            dtype=torch.float32,
         )
         vars(model).update(
             is_moe=False,
@@ -149,8 +161,9 @@ class Mtp:
         monkeypatch.setattr(
             "vllm.config.get_current_vllm_config", lambda: runner.vllm_config
         )
+        files = {"model": str(checkpoint)} if own_files else {}
         self.weights = DraftWeights(
-            runner, parse({"drafter": "mtp", "draft": {"weights": source}})
+            runner, parse({"drafter": "mtp", "draft": {"weights": source, **files}})
         )
         self.weights.follow_drafter()
 
@@ -169,7 +182,7 @@ class Mtp:
 
 @pytest.fixture
 def mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    return lambda *args: Mtp(tmp_path, monkeypatch, *args)
+    return lambda *args, **more: Mtp(tmp_path, monkeypatch, *args, **more)
 
 
 def test_a_checkpoint_that_is_read_again_leaves_the_policy_as_it_is(mtp: Any) -> None:
@@ -494,3 +507,139 @@ def test_a_stream_that_reuses_its_buffer_gives_the_drafter_the_weights_it_sent()
     assert policy == ["policy.weight"]
     assert drafter.one.weight.unique().tolist() == [1.0]
     assert drafter.two.weight.unique().tolist() == [2.0]
+
+
+NEW = {name: 5 * weight for name, weight in CHECKPOINT.items()}
+
+
+@pytest.fixture
+def head(mtp: Any, monkeypatch: pytest.MonkeyPatch) -> Mtp:
+    """An engine with a drafter whose files may be exchanged."""
+    monkeypatch.setattr(drafter_files, "_PAUSE_S", 0.0)
+    engine: Mtp = mtp("checkpoint", own_files=True)
+    return engine
+
+
+def test_new_files_are_read_at_the_next_weight_sync(
+    head: Mtp, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = head.drafter.attention.W_UV
+    for value in (5, 7):
+        new = {name: value * weight for name, weight in CHECKPOINT.items()}
+        save_file(new, tmp_path / "model.safetensors")
+        for _ in range(2):
+            caplog.clear()
+            assert head.sync(POLICYS) is None
+            assert head.values() == [2, 2, 2, value]
+        assert not caplog.records  # they are read once
+        assert head.drafter.attention.W_UV is made and made.eq(value).all()
+    head.drafter.mtp.weight.zero_()  # as after sleep
+    assert head.sync(POLICYS) is None and head.values() == [2, 2, 2, 7]
+    assert "lost" in caplog.text and "new files" not in caplog.text
+
+
+def half(path: Path) -> None:
+    save_file(NEW, path)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def header_alone(path: Path) -> None:
+    save_file(NEW, path)
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def other_shape(path: Path) -> None:
+    save_file({**NEW, "mtp.weight": torch.ones(3, 2)}, path)
+
+
+def other_names(path: Path) -> None:
+    save_file({**NEW, "another.weight": torch.ones(3, 2)}, path)
+
+
+def a_shard_is_missing(path: Path) -> None:
+    save_file(NEW, path)
+    index = {"weight_map": {name: path.name for name in [*NEW, "other"]}}
+    path.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes((8).to_bytes(8, "little") + b"[1, 2, 3")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (half, "bytes, its header says"),
+        (header_alone, "has no finished header"),
+        (no_text, "has no finished header"),
+        (other_shape, "found mtp.weight with shape (3, 2), allowed"),
+        (other_names, "found another.weight with shape (3, 2), allowed"),
+        (a_shard_is_missing, "other is in model.safetensors.index.json and in no file"),
+    ],
+)
+def test_files_that_can_not_be_read_leave_the_weights_and_are_named_once(
+    head: Mtp, tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Any, said: str
+) -> None:
+    write(tmp_path / "model.safetensors")
+    for _ in range(3):
+        assert head.sync(POLICYS) is None
+        assert head.values() == [2, 2, 2, 1]
+    [record] = caplog.records
+    assert record.levelname == "ERROR" and said in record.getMessage()
+    index = tmp_path / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    save_file(NEW, tmp_path / "model.safetensors")
+    assert head.sync(POLICYS) is None and head.values() == [2, 2, 2, 5]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "fails"])
+def test_files_that_change_while_they_are_read_leave_the_weights(
+    head: Mtp,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(NEW, path)
+    made = head.drafter.attention.W_UV
+
+    def write_on(*_: Any) -> None:
+        os.utime(path, ns=(0, time.time_ns()))
+
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        if when == "before":
+            patched.setattr(drafter_files, "time", SimpleNamespace(sleep=write_on))
+        else:
+            then = write_on if when == "meanwhile" else fail
+            patched.setattr(head.drafter, "after_loading", then)
+        assert head.weights.refresh() is None
+    assert head.values() == [1, 1, 1, 1]
+    assert made.eq(1).all() and head.drafter.attention.W_UV is made
+    said = "the disk is gone" if when == "fails" else "its files are being written"
+    assert said in caplog.text
+    assert head.weights.refresh() is None and head.values() == [1, 1, 1, 5]
+
+
+def test_lost_weights_that_can_not_be_read_again_are_an_alarm(
+    head: Mtp, tmp_path: Path
+) -> None:
+    half(tmp_path / "model.safetensors")
+    head.drafter.mtp.weight.zero_()  # as after sleep
+    for _ in range(2):
+        alarm = str(head.sync(POLICYS))
+        assert "das.draft.model: the lost weights can't be read again" in alarm
+    save_file(NEW, tmp_path / "model.safetensors")
+    assert head.sync(POLICYS) is None and head.values() == [2, 2, 2, 5]
+
+
+def test_a_quantised_drafter_keeps_its_weights(
+    mtp: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = mtp("checkpoint", quantization="fp8", own_files=True)
+    save_file(NEW, tmp_path / "model.safetensors")
+    assert engine.sync(POLICYS) is None and engine.values() == [2, 2, 2, 1]
+    assert "a quantised drafter's files are read at the engine's start" in caplog.text
