@@ -134,7 +134,7 @@ def test_what_has_no_beginning_any_more_is_left_out(tmp_path: Path) -> None:
     for version in range(1, 9):
         own = rng.integers(100, 10_000, 100).tolist()
         texts.append((1, version, [*own, *shared, *own[::-1]]))
-    exported = export(save(tmp_path, texts, max_bytes=1500), tmp_path / "rows")
+    exported = export(save(tmp_path, texts, max_bytes=1980), tmp_path / "rows")
     assert exported.stretches > 0
     for ids, mask in rows_of(tmp_path / "rows"):
         response = ids[2:]
