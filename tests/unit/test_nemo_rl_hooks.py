@@ -22,6 +22,7 @@ class KeptSession:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.recorded: list[tuple[Label, list[int]]] = []
+        self.prompts: list[list[int]] = []
         self.synced: list[int] = []
 
     def start(self) -> None:
@@ -30,8 +31,11 @@ class KeptSession:
     def fetch_guest_history(self, problems: list[int]) -> None:
         pass
 
-    def record_response(self, label: Label, tokens: list[int], **_: Any) -> None:
+    def record_response(
+        self, label: Label, tokens: list[int], prompt: list[int], **_: Any
+    ) -> None:
         self.recorded.append((label, tokens))
+        self.prompts.append(list(prompt))
 
     def sync(self, version: int) -> None:
         self.synced.append(version)
@@ -114,6 +118,20 @@ def test_several_samples_of_a_request_do_not_share_its_seed(
     assert ("das_seed" in asked) == (samples == 1)
     recorded = [label.seed is None for label, _ in worker.session.recorded]
     assert recorded == [samples > 1] * samples
+
+
+def test_a_prompt_of_tokens_alone_is_recorded_with_its_responses(
+    worker: Worker,
+) -> None:
+    ids = {"prompt_token_ids": [4, 5]}
+    features = SimpleNamespace(prompt_token_ids=[4, 5], mm_features=["an image"])
+    plain = SimpleNamespace(prompt_token_ids=[4, 5])
+    images = {**ids, "multi_modal_data": {"image": ["an image"]}}
+    hashed = {**ids, "mm_hashes": {"image": ["1a"]}}
+    prompts = [ids, {**ids, "multi_modal_data": {}}, plain, images, hashed, features]
+    params = SimpleNamespace(n=1, extra_args=None)
+    worker.engine.generate(prompts, params)
+    assert worker.session.prompts == [[4, 5]] * 3 + [[]] * 3
 
 
 def test_what_a_request_says_of_itself_stands(worker: Worker) -> None:
