@@ -63,6 +63,7 @@ COMMANDS = {
         f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
         " --lengths 6.6 1.32 --tokens 8192 --out OUT"
     ),
+    "mutants.json": "benchmarks/mutation.py --out OUT",
     "nemo_rl.json": (
         "examples/nemo_rl/arms.py --problems 16 --steps 24 --epoch 4 --out FOLDER"
         f" policy.model_name={POLICY}"
