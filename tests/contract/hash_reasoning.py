@@ -40,8 +40,27 @@ class HashReasoning(ReasoningParser):
         """Nobody asks for it."""
         return None, model_output
 
-    def extract_reasoning_streaming(self, *args: Any, **more: Any) -> None:
-        """Nobody asks for it."""
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        *ids: Sequence[int],
+    ) -> Any:
+        """Return what a step adds to the reasoning, the mark included, and to the
+        answer, as vLLM's `DeltaMessage`, which lies elsewhere in other versions.
+        """
+        from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+        begin = current_text.find(MARK)
+        end = len(current_text) if begin < 0 else begin + len(MARK)
+        before = len(previous_text)
+        found = DeltaMessage()
+        if end > before:
+            found.reasoning = current_text[before:end]
+        if end < len(current_text):
+            found.content = current_text[max(end, before) :]
+        return found
 
 
 ReasoningParserManager.register_module("hash", module=HashReasoning)
