@@ -92,7 +92,9 @@ def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     sys.exit(1 if num_same < num_logged else 0)
 
 
-@click.group()
+@click.group(
+    epilog=examples("das-adapter history export --out rows checkpoints/global_step_100")
+)
 def history() -> None:
     """Use the history that a run has saved with its checkpoints."""
 

@@ -113,6 +113,7 @@ def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(
         "index",
         "history.json",
         "lengths.npy",
+        "prompts",
     }
 
     second = config()

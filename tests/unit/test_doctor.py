@@ -157,6 +157,7 @@ def test_the_command_lists_patches_where_it_is_asked(
         [],
         *([name] for name in main.commands if name != "bench"),
         ["install", "nemo-rl"],
+        ["history", "export"],
     ],
 )
 def test_the_help_of_every_command_has_an_example(words: list[str]) -> None:
