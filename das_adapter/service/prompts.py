@@ -68,10 +68,13 @@ class Prompts:
             records = []
             sizes: dict[int, int] = {}
             for problem, ids in prompts:
+                if not ids:  # most responses come without one
+                    continue
                 known = sizes.get(problem, self._sizes.get(problem))
                 is_new = known is None or len(ids) < known
-                record = _record(problem, ids)
-                if ids and is_new and len(record) <= self._max_bytes // 2:
+                record_bytes = _HEADER.itemsize + len(ids)
+                if is_new and record_bytes <= self._max_bytes // 2:
+                    record = _record(problem, ids)
                     records.append(record)
                     sizes[problem] = len(ids)
             if not records:
