@@ -16,7 +16,7 @@ ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest
 WITH_NEMO_RL := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl))
 PYTEST := $(WITH_NEMO_RL) $(BIN)/python -m pytest
 NEWER := $(if $(shell sed -n 's/^vllm==//p' constraints/newer.txt),$(VENV)/newer)
-TESTED := $(VENV)/newest $(NEWER) $(VENV)/speculators $(if $(NEMO_RL),$(VENV)/nemo_rl)
+TESTED := $(VENV)/newest $(NEWER) $(VENV)/speculators $(VENV)/hosts $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints/cpu.txt)
 
 # A few tests of vLLM's V2 runner, for a release that has no CPU build. make matrix runs all of them on it.

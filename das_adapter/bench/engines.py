@@ -80,6 +80,8 @@ this program.
 """
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+"""Environment of engines whose logits do not depend on the batch."""
 FOLDER = "DAS_BENCH_FOLDER"
 """Environment variable of a process of `apart`: the directory for its files, which are
 removed when it ends.
@@ -111,6 +113,8 @@ class Plan:
     """Tokens of the longest response of the replayed batch."""
     until: float = math.inf
     """When the part is ended, by `time.monotonic`."""
+    tiny_math: Path | None = None
+    """Directory `examples/tiny_math` of the repository; None: it is not there."""
 
     @property
     def tiny(self) -> bool:
@@ -166,7 +170,7 @@ END_S = 10.0
 """Seconds that engines have to end."""
 _RUNNING: set[int] = set()
 """Leaders of the process groups that `process` has started."""
-_FREE = 0.05
+FREE = 0.05
 """Share of the device's memory that must be free where the KV cache's size is known."""
 TINY = Plan(
     shape="tiny",
@@ -245,7 +249,7 @@ def engine(
     if cache:
         states = state_bytes(shape, args["max_num_seqs"])
         args["kv_cache_memory_bytes"] = cache * cache_bytes(shape) + states
-        args["gpu_memory_utilization"] = _FREE
+        args["gpu_memory_utilization"] = FREE
     if is_recurrent(shape):
         # as verified steps have it between their tokens
         args["mamba_ssm_cache_dtype"] = "float32"
@@ -478,17 +482,23 @@ BLOCK = 16
 """Tokens of a block of the KV cache."""
 
 
-def step_seconds(
+INTERRUPTION = 3.0
+"""A step counts as at most so many of the median: what is longer interrupts the
+machine.
+"""
+
+
+def step_times(
     llm: Any,
     batch: int,
     context: int,
     steps: int,
     vocabulary: int,
     **stock: Any,
-) -> float:
-    """Return the seconds that one token of each request takes, while all are writing:
-    `steps` tokens, less those by which the first is ahead of the last. Whatever the
-    engine's processes and runner are, a rollout waits for this.
+) -> list[tuple[float, int, int]]:
+    """Decode while all requests are writing, `steps` tokens from `FULL` on. Return when
+    the engine has brought tokens, on a clock of seconds, and how many the request with
+    the fewest and that with the most had then.
 
     Args:
         stock: as for `sampling`.
@@ -504,20 +514,59 @@ def step_seconds(
         name = f"step-{number}"
         num_written[name] = 0
         vllm.add_request(name, prompt, param)
-    begin = 0.0
-    end = 0.0
-    first = 0
+    times = []
+    most = 0
     while vllm.has_unfinished_requests():
-        for output in vllm.step():
+        outputs = vllm.step()
+        for output in outputs:
             tokens = output.outputs[0].token_ids
             num_written[output.request_id] = len(tokens)
         fewest = min(num_written.values())
-        most = max(num_written.values())
-        if not begin and fewest >= FULL:
-            begin = time.perf_counter()
-            first = most
-        if not end and most == last:
-            end = time.perf_counter()
-    if not 0.0 < begin < end:
+        if outputs and fewest >= FULL and most < last:
+            most = max(num_written.values())
+            times.append((time.perf_counter(), fewest, most))
+    return times
+
+
+def step_seconds(
+    llm: Any,
+    batch: int,
+    context: int,
+    steps: int,
+    vocabulary: int,
+    **stock: Any,
+) -> float:
+    """Return the seconds that one token of each request takes, while all are writing:
+    `steps` tokens, less those by which the first is ahead of the last. Whatever the
+    engine's processes and runner are, a rollout waits for this. Arguments: those of
+    `step_times`.
+    """
+    times = step_times(llm, batch, context, steps, vocabulary, **stock)
+    if len(times) < 2:
         return float("nan")
+    begin, _, first = times[0]
+    end, _, last = times[-1]
     return (end - begin) / (last - first)
+
+
+def undrafted_step_seconds(
+    llm: Any,
+    batch: int,
+    context: int,
+    steps: int,
+    vocabulary: int,
+    **stock: Any,
+) -> float:
+    """Return the mean seconds of steps that bring each request one token, of which an
+    interruption counts as `INTERRUPTION` steps at most. Arguments: those of
+    `step_times`.
+    """
+    times = step_times(llm, batch, context, steps, vocabulary, **stock)
+    intervals = []
+    for (begin, _, _), (end, _, _) in itertools.pairwise(times):
+        intervals.append(end - begin)
+    if not intervals:
+        return float("nan")
+    most_s = INTERRUPTION * statistics.median(intervals)
+    counted = [min(seconds, most_s) for seconds in intervals]
+    return statistics.mean(counted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from das_adapter.bench.engines import (
     on_v1,
     process,
     stats_of,
-    step_seconds,
+    undrafted_step_seconds,
 )
 
 Block = dict[str, Any] | None
@@ -40,14 +41,17 @@ MIN_ROUNDS = 5
 """Rounds of each kind of step, at least."""
 SURE_ERROR = 0.004
 """Standard error of a step's relative cost after which no further round is needed."""
-ROUNDS_S = 8.0
+ROUNDS_S = 18.0
 """Seconds after which no further round begins."""
+BUSY_S = 1.5
+"""Seconds of decoding in which an engine is watched alone."""
 
 
 def measure(plan: Plan, *_: Any) -> Iterator[Found]:
     """Measure, by arm, seconds of start-up, the KV cache that is left, and milliseconds
     of an undrafted step, and of stock's step, with their standard errors, by batch and
-    context.
+    context; and which share of the time the device is busy then: for the rest it waits
+    for the host.
 
     Arms: stock's default, which seeds no request; `history`; on V1, every request
     seeded, without a drafter: V2's own noise is keyed. With random weights no text
@@ -87,6 +91,10 @@ def measure(plan: Plan, *_: Any) -> Iterator[Found]:
                 figures["step_ms"][point] = Measured.of(step_ms)
             for name in ours:
                 of_stock[name][point] = _of_stock(rounds, name)
+            yield found
+            for name, arm in run.items():
+                busy = arm(_busy_share, plan, batch, context)
+                arms[name].setdefault("busy_share", {})[point] = busy
             yield found
         for name in ours:
             arms[name] |= run[name](_counters)
@@ -272,7 +280,7 @@ def _start(plan: Plan, das: Block, memory_share: float) -> Found:
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
     llm = STARTED[-1]
-    return step_seconds(
+    return undrafted_step_seconds(
         llm,
         batch,
         context,
@@ -280,6 +288,24 @@ def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
         plan.vocabulary,
         logprobs=[0] * batch,
     )
+
+
+def _busy_share(plan: Plan, batch: int, context: int) -> float | None:
+    """Return the share of the time in which the device computes, while an engine
+    decodes alone; None: there is no device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    steps = _num_written(plan, batch) - FULL
+    end = time.monotonic() + BUSY_S
+    shares = []
+    while time.monotonic() < end:
+        _seconds(plan, batch, context, steps)
+        # of the last sixth of a second to second
+        shares.append(torch.cuda.utilization() / 100)
+    return statistics.median(shares)
 
 
 def _memory_share(tokens: int, shape: dict[str, Any]) -> float | None:

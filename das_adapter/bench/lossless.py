@@ -17,6 +17,7 @@ from das_adapter.bench.copy import formats
 from das_adapter.bench.engines import (
     BLOCK,
     IN_PROCESS,
+    INVARIANT,
     KEYED,
     SHAPES,
     STARTED,
@@ -46,7 +47,6 @@ MISTAKES = 0.1
 """Share of the history's tokens that are exchanged."""
 ALWAYS = {"speculate": "always", "budget": "unlimited"}
 Block = dict[str, Any]
-INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 DEFAULT_KERNELS = {"VLLM_BATCH_INVARIANT": "0"}
 DEFAULT_KERNELS_ARM = ", usual kernels"
 """End of the names of arms with vLLM's usual kernels."""

@@ -21,6 +21,7 @@ from das_adapter.bench.engines import (
     FOLDER,
     HISTORY,
     IN_PROCESS,
+    SHAPES,
     STARTED,
     Bar,
     Found,
@@ -103,6 +104,9 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
                         once=arm in ONCE,
                     )
                     yield found
+                steps = ours(_drafted_steps, plan, batch)
+                found.setdefault("drafted_steps", steps)
+                yield found
 
 
 def _num_tokens(rollouts: Rollouts) -> int:
@@ -297,8 +301,9 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
     """Read recorded rollouts (see `sim.rollouts.read`).
 
     Returns:
-        Responses of the last step, as many groups as fit; and what earlier steps wrote
-        for the same problems, or, where there is one step only, other samples.
+        Responses of the last step, as many groups as fit, up to where they begin to
+        repeat themselves; and what earlier steps wrote for the same problems, or, where
+        there is one step only, other samples.
     """
     from das_adapter.sim.rollouts import read
 
@@ -311,7 +316,7 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
     for problem, group in problems.items():
         before, last = _before_and_last(group)
         for text in last[:GROUP]:
-            known_ids = text % plan.vocabulary
+            known_ids = text[: begin_of_loop(text)] % plan.vocabulary
             shortened = known_ids[: plan.longest]
             batch.append((problem, shortened))
         for text in before[-2 * GROUP :]:
@@ -320,6 +325,33 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
         if len(batch) >= plan.replayed:
             break
     return batch[: plan.replayed], earlier
+
+
+LOOP_PERIOD = 256
+"""Tokens of the longest stretch whose repetition is seen."""
+LOOP_TOKENS = 64
+"""Tokens that a loop has at least."""
+LOOP_ROUNDS = 3
+"""Times that it comes at least."""
+
+
+def begin_of_loop(text: np.ndarray) -> int:
+    """Return where a response begins to write the same stretch again and again: its
+    length where it does not. What is repeated once is before it.
+    """
+    begin = len(text)
+    for period in range(1, LOOP_PERIOD + 1):
+        again = text[period:] == text[:-period]
+        least = max(LOOP_TOKENS, (LOOP_ROUNDS - 1) * period)
+        if again.sum() < least:
+            continue
+        differs = np.flatnonzero(~again)
+        ends = np.append(differs, len(again))
+        begins = np.insert(differs + 1, 0, 0)
+        runs = begins[ends - begins >= least]
+        if len(runs):
+            begin = min(begin, int(runs[0]) + period)
+    return begin
 
 
 def _before_and_last(
@@ -485,6 +517,8 @@ def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
     lengths = [PROMPT + 24 + len(text) for _, text in rollouts]
     block_tokens = 3 * BLOCK * len(lengths)
     cache = sum(lengths) + block_tokens
+    if das:
+        das = das | {"log_dir": _log_dir()}
     llm = engine(plan, das, cache, max_model_len=max(lengths))
     _note_steps(llm.llm_engine)
     short = [(problem, text[:8]) for problem, text in rollouts]
@@ -492,6 +526,57 @@ def _start(plan: Plan, das: dict[str, Any] | None, rollouts: Rollouts) -> None:
     if das:
         stats = stats_of(llm)
         force(rollouts, stats["model_runner"])
+
+
+def _log_dir() -> str:
+    """Return the directory of this process's decision log."""
+    return str(Path(os.environ[FOLDER]) / "decisions")
+
+
+def _drafted_steps(plan: Plan, rollouts: Rollouts) -> list[Found]:
+    """Return what decode steps with drafts took in this process's engine, by the tokens
+    of their forward passes, up to each power of two: how many there were, the medians
+    of their tokens and milliseconds, and the roofline's milliseconds for these tokens,
+    behind a prompt and half of a mean response (None: the device is not in the table).
+    """
+    import torch
+
+    from das_adapter.core.hardware import recognise
+    from das_adapter.core.roofline import Roofline
+    from das_adapter.protocol import decision_log
+
+    device = None
+    if torch.cuda.is_available():
+        device = recognise(torch.cuda.get_device_name())
+    roofline = None
+    if device is not None:
+        roofline = Roofline.from_config(SHAPES[plan.shape], device)
+    context = PROMPT + _num_tokens(rollouts) / len(rollouts) / 2
+    by_size: dict[int, list[decision_log.StepRecord]] = {}
+    for logged in decision_log.read(Path(_log_dir())):
+        for step in logged.steps:
+            if step.drafted:
+                size = (step.tokens - 1).bit_length()
+                by_size.setdefault(size, []).append(step)
+    found = []
+    for size in sorted(by_size):
+        steps = by_size[size]
+        requests = statistics.median(step.requests for step in steps)
+        tokens = statistics.median(step.tokens for step in steps)
+        roofline_ms = None
+        if roofline is not None:
+            drafts = tokens / requests - 1
+            roofline_ms = 1e3 * float(roofline.seconds(requests, context, drafts))
+        found.append(
+            {
+                "steps": len(steps),
+                "requests": requests,
+                "tokens": tokens,
+                "ms": 1e3 * statistics.median(step.seconds for step in steps),
+                "roofline_ms": roofline_ms,
+            }
+        )
+    return found
 
 
 _ENDS: list[float] = []

@@ -5,11 +5,13 @@
     das-adapter bench --minutes 4 gate         # less time
     das-adapter bench --shape 7b               # one shape for all parts
     das-adapter bench replay --traces FILE     # recorded rollouts
+    das-adapter bench train --tiny-math DIR    # a training, with TRL
     das-adapter bench --shape tiny --out DIR   # on a CPU: only whether the parts work
 
 A part takes at most 8 minutes for a shape. Without --shape, `gate` takes both shapes,
-`replay` and `lossless` 1.5b, others 7b. Recorded rollouts have token ids, as
-`das-adapter estimate` reads them.
+`train`, `replay` and `lossless` 1.5b, others 7b. `train` must be named; DIR is
+examples/tiny_math of das-adapter's repository, here by default. Recorded rollouts have
+token ids, as `das-adapter estimate` reads them.
 
 Policies have random weights in the shape of Qwen2.5; `lossless` writes some for its
 time, 4 GB for 1.5b, where TMPDIR says. gpu_PART_SHAPE.json has what a part could
@@ -24,6 +26,7 @@ what an H200 took, for all of their shapes:
     replay   6    recorded rollouts through real forward passes
     lossless 4    equal tokens behind long prompts
     copy     4    quantising the policy, and its copy after sleep
+    train    8    GRPO through TRL: rollout and step times by epoch, rewards
 
 The first needs no vLLM, but PyTorch, Triton and NumPy alone.
 """
@@ -47,11 +50,14 @@ from typing import Any
 from das_adapter.bench.engines import SHAPES, TINY, Found, Plan, apart
 from das_adapter.reports.provenance import provenance, save
 
-PARTS = ("kernels", "gate", "replay", "lossless", "copy")
-"""Modules of the package, in the order in which they run: those that there may be no
+ALL = ("kernels", "gate", "replay", "lossless", "copy")
+"""Parts where none is named, in the order in which they run: those that there may be no
 time for are at the end.
 """
+PARTS = (*ALL, "train")
+"""Modules of the package."""
 _SHAPES = {
+    "train": ("1.5b",),
     "gate": ("7b", "1.5b"),
     "replay": ("1.5b",),
     "lossless": ("1.5b",),
@@ -130,10 +136,10 @@ def judge(name: str, content: Found) -> list[str]:
 
 
 def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
-    """Return these parts, or all, each with a shape; None: with its shapes."""
+    """Return these parts, or `ALL`, each with a shape; None: with its shapes."""
     names = list(words)
     if not names:
-        names = list(PARTS)
+        names = list(ALL)
     found = []
     for name in dict.fromkeys(names):
         shapes = _SHAPES.get(name, ("7b",))
@@ -159,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"{parts}; none: all",
+        help=f"{parts}; none: all but train",
     )
     parser.add_argument(
         "--shape",
@@ -170,6 +176,18 @@ def _parser() -> argparse.ArgumentParser:
         "--traces",
         type=Path,
         help="recorded rollouts for `replay`",
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=Plan.longest,
+        help="tokens of the longest response of `replay`",
+    )
+    parser.add_argument(
+        "--tiny-math",
+        type=Path,
+        default=Path("examples/tiny_math"),
+        help="examples/tiny_math of the repository, for `train`",
     )
     parser.add_argument(
         "--out",
@@ -211,10 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
         part_end = time.monotonic() + 60 * args.minutes
-        plan = _plan(shape, until=min(part_end, end))
+        plan = _plan(shape, min(part_end, end), args.longest)
+        if args.tiny_math.is_dir():
+            plan = replace(plan, tiny_math=args.tiny_math)
         command = f"das-adapter bench {name} --shape {shape}"
-        if args.traces and name == "replay":
-            command += f" --traces {args.traces.name}"
+        if name == "replay":
+            if args.traces:
+                command += f" --traces {args.traces.name}"
+            if args.longest != Plan.longest:
+                command += f" --longest {args.longest}"
         head = {
             "provenance": made | {"command": command},
             "part": name,
@@ -237,9 +260,10 @@ def _exit_at(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
-def _plan(shape: str, until: float) -> Plan:
-    """Return the plan of a part with a shape, which ends at this time."""
-    plan = Plan(shape)
+def _plan(shape: str, until: float, longest: int) -> Plan:
+    """Return the plan of a part with a shape, which ends at this time; `longest`: see
+    `Plan.longest`, but for the tiny shape.
+    """
     if shape == "tiny":
-        plan = TINY
-    return replace(plan, until=until)
+        return replace(TINY, until=until)
+    return Plan(shape, until=until, longest=longest)

@@ -33,6 +33,10 @@ ACCEPTED = ("das/acceptance_length", "vllm/spec_acceptance_length")
 """Names of the tokens that a drafted request gets from a forward pass; the first that a
 run has logged counts.
 """
+OF_STOCK = "das/of_stock"
+"""Name of what a run that drafts claims of its rollout time, relative to stock's."""
+CLAIM_ERROR = 0.1
+"""How far that may be from the measured ratio of a step."""
 ROWS = 30
 """Maximum rows of the table, where `every` is not given."""
 MISSING = (
@@ -68,7 +72,8 @@ def compare(a: RunLog, b: RunLog, every: int | None = None) -> dict[str, Any]:
     Returns:
         `steps`, how many there are; `only_one`, steps of one run alone; `names`, under
         which name each figure was found; the figures of all steps as `_row` returns
-        them; and `rows` of these.
+        them; `rows` of these; and `claims`, for each step, where one run alone has
+        logged `das/of_stock` in some.
 
     Raises:
         DasError: they have no step in common.
@@ -96,7 +101,54 @@ def compare(a: RunLog, b: RunLog, every: int | None = None) -> dict[str, Any]:
         "names": names,
         **_row(found, slice(None)),
         "rows": rows,
+        "claims": _claims_of(logged, found["rollout_s"]),
     }
+
+
+def claims(
+    of_stock: Sequence[float | None],
+    seconds: Sequence[float],
+    off_seconds: Sequence[float],
+) -> list[float | None]:
+    """Return for each step what a run said of its rollout time relative to stock's, as
+    a share of the measured ratio; None: one of them is not known.
+
+    Args:
+        of_stock: `das/of_stock` of the run.
+        seconds: its rollout times.
+        off_seconds: those of a run without drafts.
+    """
+    found: list[float | None] = []
+    for claimed, own_s, off_s in zip(of_stock, seconds, off_seconds, strict=True):
+        if claimed is not None and own_s > 0 and off_s > 0:
+            found.append(claimed * off_s / own_s)
+        else:
+            found.append(None)
+    return found
+
+
+def right_claims(found: Sequence[float | None]) -> str:
+    """Say in how many steps `claims` were near the measured ratio."""
+    known = [share for share in found if share is not None]
+    near = [share for share in known if abs(share - 1) <= CLAIM_ERROR]
+    return (
+        f"{OF_STOCK} was within {CLAIM_ERROR:.0%} of the measured ratio in {len(near)}"
+        f" of {len(known)} steps"
+    )
+
+
+def _claims_of(
+    logged: Sequence[list[dict[str, float]]], seconds: Values
+) -> list[float | None]:
+    """Return the claims of the run that has logged `das/of_stock`, beside the one that
+    has not; empty: none has, or both.
+    """
+    drafting = [i for i, run in enumerate(logged) if _name([OF_STOCK], run)]
+    if len(drafting) != 1:
+        return []
+    (run,) = drafting
+    of_stock = [step.get(OF_STOCK) for step in logged[run]]
+    return claims(of_stock, seconds[run].tolist(), seconds[1 - run].tolist())
 
 
 def _training_steps(run: RunLog) -> set[int]:
@@ -210,6 +262,8 @@ def sentences(found: dict[str, Any]) -> list[str]:
             f"Rollout time ({name}): B is {speed_up:.2f}x as fast as A,"
             f" {_time_change(speed_up)} time."
         )
+    if any(share is not None for share in found["claims"]):
+        said.append(f"{right_claims(found['claims'])}.")
     lengths = found["accepted"]
     if any(lengths):
         a, b = ("not logged" if mean is None else f"{mean:.2f}" for mean in lengths)

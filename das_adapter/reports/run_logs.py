@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,28 @@ def _of_responses(directory: Path) -> dict[int, dict[str, float]]:
     for response in responses:
         step = sum(at <= response.end for at in updated[response.engine])
         by_step[step].append(response)
-    return {step: _figures_of(by_step[step]) for step in sorted(by_step)}
+    found = {step: _figures_of(by_step[step]) for step in sorted(by_step)}
+    for step, of_stock in _claims(directory, updated.values()).items():
+        if step in found:
+            found[step]["das/of_stock"] = of_stock
+    return found
+
+
+def _claims(directory: Path, updated: Collection[list[float]]) -> dict[int, float]:
+    """Return what engines said of their decode steps relative to stock's, the highest
+    by the number of weight updates before; `updated`: their times, of each engine.
+    """
+    found: dict[int, float] = {}
+    for rollout in decision_log.read(directory):
+        if not rollout.counts:
+            continue
+        of_stock = rollout.counts[-1].get("of_stock")
+        if of_stock is not None:
+            begin = rollout.steps[0].begin
+            counts = [sum(at <= begin for at in times) for times in updated]
+            step = max(counts, default=0)
+            found[step] = max(of_stock, found.get(step, 0.0))
+    return found
 
 
 def _figures_of(responses: Sequence[decision_log.ResponseRecord]) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a
 minute on two cores.
 
-    python examples/tiny_math/make_drafters.py OUT [--steps 120] [--tokens 2048]
+    python examples/tiny_math/make_drafters.py OUT [--steps 120] [--tokens 2048] \
+        [--policy CHECKPOINT] [--rows ROWS]
 
 Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read
-them. Both learn the policy's next-token distribution on demonstrations (cross entropy
-against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
+them. Both learn the policy's next-token distribution on demonstrations, or on responses
+that `das-adapter history export` has written to ROWS (cross entropy against its logits;
+NeMo-RL's draft loss, arXiv 2604.26779).
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import datasets
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from train_policy import make_batch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 POLICY = Path(__file__).resolve().parent / "policy"
 AUX = (1, 2, 3)
@@ -159,6 +168,40 @@ def loss(
     return (cross_entropy * mask).sum() / mask.sum()
 
 
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Token ids, int64 [batch, length], and 1.0 on tokens of responses, float32 of the same
+shape. They do not end.
+"""
+
+
+def demonstrations(
+    tokenizer: PreTrainedTokenizerBase, tokens: int, rng: random.Random
+) -> Batches:
+    """Yield batches of about so many tokens of generated solutions."""
+    while True:
+        ids, labels = make_batch(rng, tokenizer, tokens, 0.0, 0.1, 0.05)
+        yield ids, (labels >= 0).float()
+
+
+def exported(rows: Path, padding: int, tokens: int, rng: random.Random) -> Batches:
+    """Yield batches of about so many tokens of exported responses of similar length."""
+    table = datasets.load_from_disk(rows).sort("seq_len").with_format("torch")
+    texts = [(row["input_ids"].long(), row["loss_mask"].float()) for row in table]
+    groups = []
+    first = 0
+    for last, (ids, _) in enumerate(texts):
+        if (last + 1 - first) * len(ids) >= tokens or last + 1 == len(texts):
+            groups.append(texts[first : last + 1])
+            first = last + 1
+    while True:
+        for group in rng.sample(groups, len(groups)):
+            all_ids, all_masks = zip(*group, strict=True)
+            yield (
+                pad_sequence(all_ids, batch_first=True, padding_value=padding),
+                pad_sequence(all_masks, batch_first=True),
+            )
+
+
 def main() -> None:
     """Train both drafters, and write them."""
     parser = argparse.ArgumentParser(
@@ -168,12 +211,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=2048, help="of a step's batch")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", type=Path, default=POLICY)
+    parser.add_argument("--rows", type=Path, help="of `das-adapter history export`")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     begin = time.time()
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    policy = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    policy = Qwen2ForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
+    if args.rows:
+        batches = exported(args.rows, tokenizer.pad_token_id, args.tokens, rng)
+    else:
+        batches = demonstrations(tokenizer, args.tokens, rng)
     shape = policy.config
     smaller = {
         "layer_types": None,
@@ -201,11 +250,11 @@ def main() -> None:
         for o in optimizers
     ]
     for step in range(args.steps):
-        ids, labels = make_batch(rng, tokenizer, args.tokens, 0.0, 0.1, 0.05)
+        ids, on_response = next(batches)
         with torch.no_grad():
             teacher = policy(ids, output_hidden_states=True)
             embeds = policy.model.embed_tokens(ids)
-        mask = (labels[:, 1:] >= 0).float()
+        mask = on_response[:, 1:]
         small_loss = loss(small(ids).logits[:, :-1], teacher.logits[:, :-1], mask)
         head_loss = torch.zeros(())
         for ahead, logits in head.drafts(teacher.hidden_states, embeds, 2):

@@ -52,6 +52,8 @@ COLOCATED = {
     "TORCHDYNAMO_DISABLE": "1",  # TRL cannot tell its engine to leave out compiling
     "TORCH_COMPILE_DISABLE": "1",
 }
+DECISIONS = "decisions"
+"""Folder of an arm's decision log, in that of the arm."""
 BATCH = 4
 """Problems of a step."""
 GROUP = 8
@@ -65,7 +67,8 @@ def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
     """
     out = (args.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    with engine(ARMS[arm], args, out) as server:
+    block = ARMS[arm] | {"log_dir": str(out / DECISIONS)}
+    with engine(block, args, out) as server:
         turn.send(train(server, out, args, turn))
         turn.poll(None)
 
@@ -334,6 +337,9 @@ def by_epoch(
 
 def main() -> None:
     """Train both arms, and compare them."""
+    from das_adapter.reports import run_logs
+    from das_adapter.reports.compare import compare as compare_runs
+    from das_adapter.reports.compare import sentences
     from das_adapter.reports.provenance import RUN, provenance, save
 
     parser = argparse.ArgumentParser(
@@ -362,11 +368,14 @@ def main() -> None:
     off, on = (arm["rollouts"] for arm in arms.values())
     equal = compare(off, on)
     figures = {arm: summarise(result) for arm, result in arms.items()}
+    logs = [run_logs.read(args.out / arm / DECISIONS) for arm in arms]
+    comparison = compare_runs(*logs)
     summary = {
         "provenance": provenance(RUN),
         "tokens_equal": equal,
         "epochs_of_off": by_epoch(*figures.values(), args.problems // BATCH),
         "arms": figures,
+        "claims": comparison["claims"],
     }
     save(args.out / "summary.json", summary)
     for number, epoch in enumerate(summary["epochs_of_off"], start=1):
@@ -374,6 +383,7 @@ def main() -> None:
             f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, processor time"
             f" {epoch['processor_s']:.2f} of off"
         )
+    print("\n".join(sentences(comparison)))
     sys.exit(not equal)
 
 

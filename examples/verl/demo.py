@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from das_adapter.cpu.environment import cpu_env
+from das_adapter.reports.compare import claims, right_claims
 from das_adapter.reports.provenance import RUN, provenance, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +64,6 @@ DECISIONS = "decisions"
 """Folder of the history arm's decision log in `--out`."""
 ARM_GB = 7.5
 """Memory that an arm takes, in 10^9 bytes (benchmarks/results/demo.json, of two)."""
-CLAIM_ERROR = 0.1
-"""How far `das/of_stock` may be from the measured ratio of a step."""
 PER_STEP = (
     "data.train_batch_size",
     "data.val_max_samples",
@@ -368,22 +367,11 @@ def compare(arms: dict[str, dict[str, Any]], epochs: int) -> dict[str, dict[str,
             "rollout_ratio_last_third": ratio(figures, off, last_third),
             "steps_with_same_tokens": num_equal(figures, off, "token_hash"),
             "steps_with_same_reward": num_equal(figures, off, "reward"),
-            "claimed_of_measured": claims(figures, off),
+            "claimed_of_measured": claims(
+                figures["of_stock"], figures["rollout_s"], off["rollout_s"]
+            ),
         }
     return comparison
-
-
-def claims(arm: dict[str, Any], off: dict[str, Any]) -> list[float | None]:
-    """Return for each step what `das/of_stock` said, as a share of the measured ratio;
-    None: it was not known.
-    """
-    found: list[float | None] = []
-    for claimed, own_s, off_s in zip(
-        arm["of_stock"], arm["rollout_s"], off["rollout_s"], strict=True
-    ):
-        is_known = claimed is not None and own_s > 0
-        found.append(claimed * off_s / own_s if is_known else None)
-    return found
 
 
 def num_equal(arm: dict[str, Any], off: dict[str, Any], figure: str) -> int:
@@ -428,7 +416,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     console.print(f"vLLM's model runner: {', '.join(runners)}")
     for arm, compared in comparison.items():
         console.print(f"{arm}: {outcome(compared, epochs, len(rewards))}")
-        console.print(f"{arm}: {right_claims(compared)}")
+        console.print(f"{arm}: {right_claims(compared['claimed_of_measured'])}")
 
 
 def outcome(compared: dict[str, Any], epochs: int, steps: int) -> str:
@@ -439,16 +427,6 @@ def outcome(compared: dict[str, Any], epochs: int, steps: int) -> str:
         f"the same tokens in {same} of {steps} steps; rollouts"
         f" {1 / compared['rollout_ratio_last_third']:.1f}x as fast as off over the last"
         f" third ({1 / max(ratios):.1f}x to {1 / min(ratios):.1f}x by epoch)"
-    )
-
-
-def right_claims(compared: dict[str, Any]) -> str:
-    """Say in how many steps `das/of_stock` was near the measured ratio."""
-    known = [share for share in compared["claimed_of_measured"] if share is not None]
-    near = [share for share in known if abs(share - 1) <= CLAIM_ERROR]
-    return (
-        f"das/of_stock was within {CLAIM_ERROR:.0%} of the measured ratio in"
-        f" {len(near)} of {len(known)} steps"
     )
 
 

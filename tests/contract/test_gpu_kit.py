@@ -5,6 +5,7 @@ nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import tempfile
 import time
 from dataclasses import replace
 from functools import partial
+from operator import lt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from click.testing import CliRunner
 from jobs import ON_CPU
 from v2_cpu import everywhere
 
-from das_adapter.bench import copy, engines, gate, replay
+from das_adapter.bench import copy, engines, gate, replay, train
 from das_adapter.bench.engines import TINY
 from das_adapter.cli import main
 
@@ -40,6 +42,7 @@ EXACT = {
         "drafters that failed",
     ],
     "copy": ["formats whose copy failed, or drafted nothing, before or after sleep"],
+    "train": ["steps whose tokens differ with batch-invariant kernels"],
 }
 """Bars that hold on any device."""
 
@@ -143,12 +146,61 @@ def test_a_part_with_engines_runs_and_writes_its_figures_and_verdicts(
     )
 
 
+@pytest.mark.engine
+def test_a_training_is_measured_step_by_step(tmp_path: Path) -> None:
+    """Real GRPO through TRL, all arms in turns; the tokens of both that draw keyed
+    noise are equal.
+    """
+    pytest.importorskip("vllm")
+    written, said = kit(tmp_path, "train", env=with_trl())
+    content = written["train"]
+    check("train", content, said)
+    extent = train.EXTENTS["tiny"]
+    assert set(content["arms"]) == set(train.ARMS)
+    for name, arm in content["arms"].items():
+        assert all(len(arm[figure]) == extent.steps for figure in train.STEP)
+        assert all(map(lt, arm["rollout_s"], arm["step_s"]))
+        assert all(0.0 <= reward <= 1.0 for reward in arm["reward"])
+        assert name == "history" or set(arm["tokens_per_forward"]) == {1.0}
+    off, ours = (content["arms"][name] for name in ("none, keyed", "history"))
+    assert off["token_hash"] == ours["token_hash"] and off["reward"] == ours["reward"]
+    assert content["arms"]["stock"]["token_hash"] != off["token_hash"]
+    epoch = extent.problems // extent.batch
+    assert min(ours["tokens_per_forward"][epoch:]) > 1.5, (
+        "every problem has come before"
+    )
+    assert all(
+        len(ratios) == extent.epochs
+        for arm in content["of_stock"].values()
+        for ratios in arm.values()
+    )
+    assert content["equal"]["steps"] == extent.equal_steps
+    assert any(share is not None for share in content["claims"])
+
+
+def with_trl() -> dict[str, str]:
+    """The environment of a process that finds TRL."""
+    folder = Path(sys.prefix) / "hosts"
+    if not folder.is_dir():
+        pytest.skip(f"TRL is not in {folder}: make test puts it there")
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "MKL_CBWR": "AUTO,STRICT"}
+
+
+def test_a_training_says_what_it_lacks(run: Any, monkeypatch: Any) -> None:
+    for found, said in ((None, "no package trl"), (object(), "--tiny-math")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=found: found)
+        content = run.measured("train", TINY, None)
+        assert content["state"] == "failed" and said in content["why"]
+
+
 @pytest.mark.long
 @pytest.mark.engine
 def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
     assert set(written) == {"kernels", *WITH_ENGINES}, said
+    assert written["replay"]["drafted_steps"]
     for part, content in written.items():
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history"})
@@ -307,6 +359,29 @@ def test_the_checkpoints_of_a_parts_engines_go_with_its_process(
     assert not list(tmp_path.rglob("config.json"))
 
 
+def test_a_recorded_response_ends_where_it_begins_to_repeat_itself() -> None:
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 5000, 900)
+    assert replay.begin_of_loop(text) == 900
+    for period, rounds in ((1, 80), (7, 12), (40, 3), (256, 4)):
+        loop = np.tile(rng.integers(0, 5000, period), rounds)
+        looping = np.concatenate([text, loop, text[:50]])
+        assert replay.begin_of_loop(looping) == 900 + period, (period, rounds)
+    twice = np.concatenate([text, text[-100:], text[-100:]])
+    assert replay.begin_of_loop(twice) == 900
+    once = np.concatenate([text, text[-100:]])
+    assert replay.begin_of_loop(once) == 1000, "a stretch that is said again is no loop"
+
+
+def test_an_interruption_counts_as_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.0, 1.0, 2.0, 32.0, 33.0, 34.0]
+    timeline = [(seconds, i, i) for i, seconds in enumerate(times)]
+    monkeypatch.setattr(engines, "step_times", lambda *_, **__: timeline)
+    found = engines.undrafted_step_seconds(None, 1, 1, 5, 9)
+    assert found == pytest.approx((4 * 1.0 + 3.0) / 5)
+    assert engines.step_seconds(None, 1, 1, 5, 9) == pytest.approx(34 / 5)
+
+
 def test_undrafted_steps_are_few_behind_long_texts() -> None:
     plan = engines.Plan("7b")
     assert gate.gate_points(plan) == [
@@ -335,10 +410,11 @@ def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
     assert minutes["gate"] * 60 > 2 * (
         2 * 80 + len(gate.gate_points(engines.Plan("7b"))) * gate.ROUNDS_S
     )
-    assert sum(minutes.values()) <= 24 < run.ALL_S / 60
-    assert f"{sum(minutes.values()):g} minutes by the estimates" in table
+    together = sum(minutes[part] for part in run.ALL)
+    assert together <= 24 < run.ALL_S / 60
+    assert f"{together:g} minutes by the estimates" in table
     assert all(
-        each / (1 + (part == "gate")) < run.PART_S / 60
+        each / (1 + (part == "gate")) <= run.PART_S / 60
         for part, each in minutes.items()
     )
 
@@ -347,9 +423,10 @@ def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(
     run: Any,
 ) -> None:
     small = {"replay", "lossless"}
+    assert run.chosen(["train"], None) == [("train", "1.5b")]
     assert run.chosen([], None) == [
         (n, s)
-        for n in run.PARTS
+        for n in run.ALL
         for s in ("7b", "1.5b")
         if n == "gate" or (s == "1.5b") == (n in small)
     ]

@@ -15,10 +15,17 @@ from das_adapter.cli import main
 from das_adapter.engine.requests import LABEL
 from das_adapter.engine.responses import ResponseLog, response_log
 from das_adapter.protocol import metrics
-from das_adapter.protocol.decision_log import DecisionLog, StepRecord, read_responses
+from das_adapter.protocol.decision_log import (
+    CountsRecord,
+    DecisionLog,
+    StepRecord,
+    WeightSyncRecord,
+    read_responses,
+)
 from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY
 from das_adapter.protocol.label import Label
 from das_adapter.reports import run_logs
+from das_adapter.reports.compare import compare, sentences
 
 
 def request(tokens: list[int], seed: int | None = 7, **traits: Any) -> Any:
@@ -73,6 +80,30 @@ def test_engines_of_one_run_add_up_each_by_its_own_updates(tmp_path: Path) -> No
         for path in (one, tmp_path / "two")
     ]
     assert hashes[0] == hashes[1]
+
+
+def test_what_an_engine_claims_is_held_against_the_measured_ratio(
+    tmp_path: Path,
+) -> None:
+    for name in ("off", "drafting"):
+        for _ in range(2):
+            written(tmp_path / name, [request([1]), request([2])])
+    log = DecisionLog(str(tmp_path / "drafting"))
+    for version, of_rollout in enumerate(((0.1, 0.5), (0.1, None)), 1):
+        log.add(StepRecord(time.time(), 2, 4, 2, 1, 0.5, 0.4))
+        for of_stock in of_rollout:
+            log.add(CountsRecord({"of_stock": of_stock}))
+        log.add(WeightSyncRecord(version, None, 0.5, None))
+    log.flush()
+    runs = [run_logs.read(tmp_path / name) for name in ("off", "drafting")]
+    steps = runs[1].steps
+    assert [step.get("das/of_stock") for step in steps.values()] == [None, 0.5]
+    found = compare(*runs)
+    ratio = steps[2]["das/rollout_s"] / runs[0].steps[2]["das/rollout_s"]
+    assert found["claims"] == [None, pytest.approx(0.5 / ratio)]
+    (said,) = [text for text in sentences(found) if "das/of_stock" in text]
+    assert said.endswith("of 1 steps.")
+    assert compare(runs[1], runs[1])["claims"] == [], "neither is without drafts"
 
 
 def test_a_hash_is_that_which_hosts_log(tmp_path: Path) -> None:
