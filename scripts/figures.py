@@ -137,8 +137,34 @@ def _trainings() -> dict[str, Iterable[Any]]:
         "rollout time of off, by epoch": [
             " / ".join(f"{ratio:.2f}" for ratio in epochs) for epochs in ratios
         ],
+        "`das/of_stock` of measured: median; within 10 % / 20 %": [
+            _right_claims(claims_of(name)) for name in TRAININGS
+        ],
         "file": [f"`{name}`" for name in TRAININGS],
     }
+
+
+def claims_of(name: str) -> list[float]:
+    """Return what a training's steps said of their rollout time relative to stock's, as
+    a share of the measured ratio, where it was known.
+    """
+    content = result(name)
+    found = content.get("claims", content.get("comparison", {}).get("claims"))
+    if found is None:
+        history = content["comparison"].get("history", {})
+        found = history.get("claimed_of_measured", [])
+    return [share for share in found if share is not None]
+
+
+def _right_claims(shares: list[float]) -> str:
+    """Say how many of the claims are right; empty: there are none."""
+    if not shares:
+        return ""
+    near, nearly = (
+        sum(abs(share - 1) <= error for share in shares) for error in (0.1, 0.2)
+    )
+    middle = statistics.median(shares)
+    return f"{middle:.2f}; {near} / {nearly} of {len(shares)} steps"
 
 
 def _demo() -> dict[str, Iterable[Any]]:
