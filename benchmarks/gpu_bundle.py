@@ -4,9 +4,10 @@ in parts that are small enough to be carried one at a time.
     python benchmarks/gpu_bundle.py pack PARTS
     python benchmarks/gpu_bundle.py unpack PARTS SITE
 
-`pack` installs the packages of constraints/gpu.txt, leaves out of vLLM what the bench
-does not run, and of its libraries the machine code of other GPUs, and writes parts and
-a manifest. `unpack` writes a directory for PYTHONPATH. The machine's image has the
+`pack` installs the packages of constraints/gpu.txt (`--packages`: of another list,
+constraints/gpu-verl.txt for a training through veRL), leaves out what a bench does not
+run, and of vLLM's libraries the machine code of other GPUs, and writes parts and a
+manifest. `unpack` writes a directory for PYTHONPATH. The machine's image has the
 packages of constraints/gpu-image.txt.
 """
 
@@ -35,10 +36,12 @@ LEFT_OUT = (
     "vllm/third_party/deep_gemm",
     "vllm/third_party/fmha_sm100",
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    "ray/jars",
+    "ray/rllib",
     "bin",
 )
 """Of vLLM: its front end in Rust, kernels for FP8 and for Blackwell, and attention for
-GPUs before Hopper.
+GPUs before Hopper; of Ray: Java, and algorithms.
 """
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(36, 11, -1)),
@@ -114,10 +117,12 @@ def trim(library: Path, arch: int) -> int:
     return num_bytes
 
 
-def install(site: Path, python: str | None) -> None:
-    """Install the packages, without what they depend on."""
+def install(site: Path, packages: Path, python: str | None) -> None:
+    """Install a list of packages, without what they depend on; `python`: the version
+    that they are for, None: this one.
+    """
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-    command += ["--no-compile", "--target", str(site), "-r", str(PACKAGES)]
+    command += ["--no-compile", "--target", str(site), "-r", str(packages)]
     if python is not None:
         command += ["--only-binary=:all:", "--implementation=cp"]
         command += [f"--python-version={python}"]
@@ -181,15 +186,21 @@ def main() -> None:
 
 @main.command()
 @click.argument("parts", type=click.Path(path_type=Path))
+@click.option(
+    "--packages",
+    type=click.Path(exists=True, path_type=Path),
+    default=PACKAGES,
+    help="List of packages; default: constraints/gpu.txt.",
+)
 @click.option("--python", default="3.12", show_default=True, help="Of the machine.")
 @click.option("--arch", default=90, show_default=True, help="Of the GPU, times ten.")
 @click.option("--part-mib", default=45, show_default=True, help="Size of a part.")
-def pack(parts: Path, python: str, arch: int, part_mib: int) -> None:
+def pack(parts: Path, packages: Path, python: str, arch: int, part_mib: int) -> None:
     """Install the packages, trim them, and write PARTS."""
     this = ".".join(map(str, sys.version_info[:2]))
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
-        install(site, None if python == this else python)
+        install(site, packages, None if python == this else python)
         leave_out(site)
         saved = sum(trim(library, arch) for library in site.rglob("*.so"))
         click.echo(f"left out {saved / 2**20:.0f} MiB of code for other GPUs")
