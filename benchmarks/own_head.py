@@ -112,13 +112,16 @@ def policy_of(checkpoint: Path) -> Path:
 
 
 def arms_of(heads: dict[str, Path]) -> dict[str, list[str]]:
-    """Return the settings of each arm."""
+    """Return the settings of each arm. All draft in every step, whatever that costs on
+    a CPU.
+    """
     arms = {"history": [f"{DAS}.drafter=history"]}
     for name, head in heads.items():
         model = f"+{DAS}.draft.model={head}"
         arms[f"{name} head"] = [f"{DAS}.drafter=eagle3", model]
         arms[f"history and {name} head"] = [f"{DAS}.drafter=history+eagle3", model]
-    return arms
+    always = [f"+{DAS}.speculate=always", f"+{DAS}.budget=unlimited"]
+    return {name: [*settings, *always] for name, settings in arms.items()}
 
 
 def summary(arms: dict[str, Figures]) -> dict[str, Any]:
