@@ -59,6 +59,7 @@ COMMANDS = {
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
     "others.json": "benchmarks/others.py --traces TRACES --out OUT",
     "kernels.json": "benchmarks/kernels.py --out OUT",
+    "own_head.json": "benchmarks/own_head.py --out OUT",
     "long_responses.json": (
         f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
         " --lengths 6.6 1.32 --tokens 8192 --out OUT"

@@ -92,17 +92,21 @@ def run(script: Path | str, *arguments: Any) -> None:
     subprocess.run([sys.executable, str(script), *words], cwd=ROOT, check=True)
 
 
-def make_heads(checkpoint: Path, folder: Path) -> dict[str, Path]:
+def make_heads(checkpoint: Path, folder: Path, steps: int) -> dict[str, Path]:
     """Train a head on demonstrations, for the policy as it was before the run, and one
-    on the run's rollouts, for the policy as it is behind it; return where they are.
+    on the run's rollouts, for the policy as it is behind it, so many steps each; return
+    where they are.
     """
     rows = folder / "rows"
     program = Path(sys.executable).with_name("das-adapter")
     run(program, "history", "export", "--out", rows, checkpoint)
     script = TINY_MATH / "make_drafters.py"
-    run(script, folder / "general")
     policy = policy_of(checkpoint)
-    run(script, folder / "own", "--policy", policy, "--rows", rows)
+    for name, more in {
+        "general": [],
+        "own": ["--policy", policy, "--rows", rows],
+    }.items():
+        run(script, folder / name, "--steps", steps, *more)
     return {name: folder / name / "eagle3" for name in ("general", "own")}
 
 
@@ -119,7 +123,7 @@ def arms_of(heads: dict[str, Path]) -> dict[str, list[str]]:
     for name, head in heads.items():
         model = f"+{DAS}.draft.model={head}"
         arms[f"{name} head"] = [f"{DAS}.drafter=eagle3", model]
-        arms[f"history and {name} head"] = [f"{DAS}.drafter=history+eagle3", model]
+    arms["history and own head"] = [f"{DAS}.drafter=history+eagle3", model]
     always = [f"+{DAS}.speculate=always", f"+{DAS}.budget=unlimited"]
     return {name: [*settings, *always] for name, settings in arms.items()}
 
@@ -161,15 +165,21 @@ def summary(arms: dict[str, Figures]) -> dict[str, Any]:
     show_default=True,
     help="Steps of each arm behind it, on new problems.",
 )
+@click.option(
+    "--head-steps",
+    default=500,
+    show_default=True,
+    help="Training steps of a head.",
+)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(problems: int, steps: int, out: Path) -> None:
+def main(problems: int, steps: int, head_steps: int, out: Path) -> None:
     """Train the heads and all arms; what is known is written after each."""
     arms: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first, new = write_data(folder, problems, steps * BATCH)
         checkpoint = first_run(first, folder / "run", 2 * problems // BATCH)
-        heads = make_heads(checkpoint, folder)
+        heads = make_heads(checkpoint, folder, head_steps)
         for arm, settings in arms_of(heads).items():
             limit = f"trainer.total_training_steps={steps}"
             arms[arm] = train(new, [*settings, limit], policy_of(checkpoint))
@@ -177,6 +187,7 @@ def main(problems: int, steps: int, out: Path) -> None:
                 "provenance": provenance(),
                 "problems": problems,
                 "steps": steps,
+                "head_steps": head_steps,
                 "arms": summary(arms),
                 "figures": arms,
             }
