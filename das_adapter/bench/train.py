@@ -81,11 +81,11 @@ class Extent(NamedTuple):
 _WIDE = ("--width", "8", "--layers", "28", "--dtype", "bfloat16")
 _NARROW = ("--width", "1", "--layers", "4", "--dtype", "float32")
 EXTENTS = {
-    "1.5b": Extent(64, 8, 8, 8, 3, 768, 4, _WIDE),
+    "1.5b": Extent(32, 8, 8, 8, 3, 768, 4, _WIDE),
     "tiny": Extent(4, 2, 4, 8, 2, 96, 2, _NARROW),
 }
 """By shape. The wide policy has 1.35 billion parameters: 28 layers, 2048 wide."""
-PROMPT = 160
+PROMPT = 256
 """Tokens of a prompt, at most."""
 LEARNING_RATE = 2e-5
 DAS_CONFIG = "DAS_CONFIG"
