@@ -85,7 +85,6 @@ def values(content: Any, path: str) -> list[float]:
 
 TRAININGS = {
     "demo.json": "veRL, `make demo`",
-    "demo_not_strict.json": "veRL, `make demo` without `MKL_CBWR`",
     "epochs.json": "veRL, 100 problems",
     "nemo_rl.json": "NeMo-RL, 16 problems",
     "trl.json": "TRL, 16 problems",
