@@ -210,9 +210,13 @@ def _worst_later(found: Found) -> float:
     return float(max(later))
 
 
-def _farthest_claim(found: Found) -> float:
-    """Return how far the claims of all steps together are from what was measured."""
+def _farthest_claim(found: Found) -> float | None:
+    """Return how far the claims of all steps together are from what was measured; None:
+    no step had one.
+    """
     known = [share for share in found["claims"] if share is not None]
+    if not known:
+        return None
     return abs(_mean(known) - 1.0)
 
 

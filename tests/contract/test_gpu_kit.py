@@ -187,6 +187,17 @@ def with_trl() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths), "MKL_CBWR": "AUTO,STRICT"}
 
 
+def test_claims_that_no_step_made_are_not_judged() -> None:
+    (bar,) = [bar for bar in train.BARS if "das/of_stock" in bar.says]
+    for claims, verdict in (
+        ([None, None], "not run"),
+        ([None, 1.05], "kept"),
+        ([0.8, 0.9], "MISSED"),
+    ):
+        found = bar.verdict({"state": "done", "claims": claims})
+        assert found["verdict"] == verdict, claims
+
+
 def test_a_training_says_what_it_lacks(run: Any, monkeypatch: Any) -> None:
     for found, said in ((None, "no package trl"), (object(), "--tiny-math")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda _, found=found: found)
