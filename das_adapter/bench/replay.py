@@ -84,7 +84,7 @@ def measure(plan: Plan, traces: Path | None) -> Iterator[Found]:
     histories = _histories(plan, rollouts, earlier)
     misleading = {MISLEADING: wrong, MISLED: wrong}
     engines = (
-        (HISTORY, rollouts, histories),
+        (APART, rollouts, histories),
         (EAGER, alone, misleading),
     )
     with process(plan, IN_PROCESS) as stock:
@@ -153,7 +153,11 @@ def _longest(rollouts: Rollouts) -> list[Found]:
     return found
 
 
-EAGER = HISTORY | {"budget": "unlimited"}
+APART = HISTORY | {"history": {"others": "off"}}
+"""Drafts from a problem's own texts alone: those of other rollouts have other problems,
+and the same text.
+"""
+EAGER = APART | {"budget": "unlimited"}
 """Drafts whatever is found, until it is seen to cost time."""
 FIRST = "first"
 """An engine's first rollout: some kernels are compiled in it, and step times are not
