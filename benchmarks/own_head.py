@@ -14,19 +14,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from operator import eq
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 import pandas as pd
 import pipelines
 from pipelines import DAS, ROOT
 from provenance import provenance, save
 
 TINY_MATH = ROOT / "examples" / "tiny_math"
-sys.path.append(str(TINY_MATH))
+sys.path += [str(TINY_MATH), str(ROOT / "examples" / "verl")]
+from demo import num_equal, tokens_per_forward  # noqa: E402
 from prepare_data import make_rows  # noqa: E402
 
 BATCH = 4
@@ -135,19 +134,11 @@ def summary(arms: dict[str, Figures]) -> dict[str, Any]:
     first = next(iter(arms.values()))
     found = {}
     for name, figures in arms.items():
-        lengths = np.array(figures["response_length_mean"])
-        forwards = lengths / np.array(figures["tokens_per_forward"])
-        thirds = zip(
-            np.array_split(lengths, 3), np.array_split(forwards, 3), strict=True
-        )
+        (of_all_steps,) = tokens_per_forward(figures, 1)
         found[name] = {
-            "tokens_per_forward": float(lengths.sum() / forwards.sum()),
-            "by_third": [
-                float(length.sum() / forward.sum()) for length, forward in thirds
-            ],
-            "steps_with_same_tokens": sum(
-                map(eq, figures["token_hash"], first["token_hash"])
-            ),
+            "tokens_per_forward": of_all_steps,
+            "by_third": tokens_per_forward(figures, 3),
+            "steps_with_same_tokens": num_equal(figures, first, "token_hash"),
         }
     return found
 

@@ -13,7 +13,7 @@ from das_adapter.bench.engines import (
     apart,
     engine,
     stats_of,
-    step_seconds,
+    step_times,
 )
 
 SLEEPS = 3
@@ -86,7 +86,7 @@ def _measure(plan: Plan, weights: str) -> Found:
     seconds = []
     stats = []
     for turn in range(SLEEPS + 1):
-        step_seconds(llm, min(plan.batches), context, plan.steps, plan.vocabulary)
+        step_times(llm, min(plan.batches), context, plan.steps, plan.vocabulary)
         # a weight sync clears errors
         stats.append(stats_of(llm))
         if turn == SLEEPS:

@@ -495,10 +495,9 @@ def step_times(
     steps: int,
     vocabulary: int,
     **stock: Any,
-) -> list[tuple[float, int, int]]:
-    """Decode while all requests are writing, `steps` tokens from `FULL` on. Return when
-    the engine has brought tokens, on a clock of seconds, and how many the request with
-    the fewest and that with the most had then.
+) -> list[float]:
+    """Decode while all requests are writing, `steps` tokens from `FULL` on; return when
+    the engine has brought tokens, on a clock of seconds.
 
     Args:
         stock: as for `sampling`.
@@ -524,47 +523,15 @@ def step_times(
         fewest = min(num_written.values())
         if outputs and fewest >= FULL and most < last:
             most = max(num_written.values())
-            times.append((time.perf_counter(), fewest, most))
+            times.append(time.perf_counter())
     return times
 
 
-def step_seconds(
-    llm: Any,
-    batch: int,
-    context: int,
-    steps: int,
-    vocabulary: int,
-    **stock: Any,
-) -> float:
-    """Return the seconds that one token of each request takes, while all are writing:
-    `steps` tokens, less those by which the first is ahead of the last. Whatever the
-    engine's processes and runner are, a rollout waits for this. Arguments: those of
-    `step_times`.
-    """
-    times = step_times(llm, batch, context, steps, vocabulary, **stock)
-    if len(times) < 2:
-        return float("nan")
-    begin, _, first = times[0]
-    end, _, last = times[-1]
-    return (end - begin) / (last - first)
-
-
-def undrafted_step_seconds(
-    llm: Any,
-    batch: int,
-    context: int,
-    steps: int,
-    vocabulary: int,
-    **stock: Any,
-) -> float:
+def step_seconds(times: Sequence[float]) -> float:
     """Return the mean seconds of steps that bring each request one token, of which an
-    interruption counts as `INTERRUPTION` steps at most. Arguments: those of
-    `step_times`.
+    interruption counts as `INTERRUPTION` steps at most; `times`: of `step_times`.
     """
-    times = step_times(llm, batch, context, steps, vocabulary, **stock)
-    intervals = []
-    for (begin, _, _), (end, _, _) in itertools.pairwise(times):
-        intervals.append(end - begin)
+    intervals = [end - begin for begin, end in itertools.pairwise(times)]
     if not intervals:
         return float("nan")
     most_s = INTERRUPTION * statistics.median(intervals)

@@ -29,7 +29,8 @@ from das_adapter.bench.engines import (
     on_v1,
     process,
     stats_of,
-    undrafted_step_seconds,
+    step_seconds,
+    step_times,
 )
 
 Block = dict[str, Any] | None
@@ -280,7 +281,7 @@ def _start(plan: Plan, das: Block, memory_share: float) -> Found:
 
 def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
     llm = STARTED[-1]
-    return undrafted_step_seconds(
+    times = step_times(
         llm,
         batch,
         context,
@@ -288,6 +289,7 @@ def _seconds(plan: Plan, batch: int, context: int, steps: int) -> float:
         plan.vocabulary,
         logprobs=[0] * batch,
     )
+    return step_seconds(times)
 
 
 def _busy_share(plan: Plan, batch: int, context: int) -> float | None:

@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -167,7 +168,7 @@ def by_epoch(arms: dict[str, Found], extent: Extent) -> dict[str, Found]:
     epoch = extent.problems // extent.batch
     found: dict[str, Found] = {}
     for name, arm in arms.items():
-        found[name] = {"reward": _each(arm["reward"], epoch, _mean)}
+        found[name] = {"reward": _each(arm["reward"], epoch, statistics.mean)}
         for figure in ("rollout_s", "step_s"):
             sums = _each(arm[figure], epoch, sum)
             for other in ("stock", "none, keyed"):
@@ -183,10 +184,6 @@ def _each(
     """Combine the values of each epoch of so many steps; the last may be short."""
     begins = range(0, len(values), epoch)
     return [combine(values[begin : begin + epoch]) for begin in begins]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _claims_of(arms: dict[str, Found]) -> list[float | None]:
@@ -210,20 +207,21 @@ def _worst_later(found: Found) -> float:
     return float(max(later))
 
 
-def _farthest_claim(found: Found) -> float | None:
-    """Return how far the claims of all steps together are from what was measured; None:
-    no step had one.
+def _farthest_claim(found: Found) -> float:
+    """Return how far the claims of all steps together are from what was measured.
+
+    Raises:
+        ValueError: no step had one.
     """
     known = [share for share in found["claims"] if share is not None]
-    if not known:
-        return None
-    return abs(_mean(known) - 1.0)
+    return abs(statistics.mean(known) - 1.0)
 
 
 def _reward_apart(found: Found) -> float:
     """Return by how much the rewards of `history` and stock differ, over all steps."""
     arms = found["arms"]
-    return abs(_mean(arms["history"]["reward"]) - _mean(arms["stock"]["reward"]))
+    ours = statistics.mean(arms["history"]["reward"])
+    return abs(ours - statistics.mean(arms["stock"]["reward"]))
 
 
 BARS = (

@@ -384,13 +384,9 @@ def test_a_recorded_response_ends_where_it_begins_to_repeat_itself() -> None:
     assert replay.begin_of_loop(once) == 1000, "a stretch that is said again is no loop"
 
 
-def test_an_interruption_counts_as_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_counts_as_a_few_steps() -> None:
     times = [0.0, 1.0, 2.0, 32.0, 33.0, 34.0]
-    timeline = [(seconds, i, i) for i, seconds in enumerate(times)]
-    monkeypatch.setattr(engines, "step_times", lambda *_, **__: timeline)
-    found = engines.undrafted_step_seconds(None, 1, 1, 5, 9)
-    assert found == pytest.approx((4 * 1.0 + 3.0) / 5)
-    assert engines.step_seconds(None, 1, 1, 5, 9) == pytest.approx(34 / 5)
+    assert engines.step_seconds(times) == pytest.approx((4 * 1.0 + 3.0) / 5)
 
 
 def test_undrafted_steps_are_few_behind_long_texts() -> None:
@@ -608,11 +604,15 @@ class Writing:
 def test_a_step_is_timed_while_all_are_writing_and_no_seed_comes_twice() -> None:
     pytest.importorskip("vllm")
     engine = Writing()
-    seconds = [engines.step_seconds(engine, 3, 16, 20, 997) for _ in range(2)]
+
+    def seconds_of(batch: int) -> float:
+        return engines.step_seconds(engines.step_times(engine, batch, 16, 20, 997))
+
+    seconds = [seconds_of(3) for _ in range(2)]
     assert all(0.002 <= each < 0.02 for each in seconds)
     assert len(engine.seeds) == len(set(engine.seeds)) == 3 * 2
     # the first ends before the last begins
-    assert math.isnan(engines.step_seconds(engine, 30, 16, 20, 997))
+    assert math.isnan(seconds_of(30))
 
 
 def test_what_went_wrong_in_any_rollout_of_an_arm_is_told() -> None:
