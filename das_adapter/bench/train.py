@@ -14,7 +14,6 @@ import importlib.util
 import json
 import os
 import queue
-import socket
 import statistics
 import subprocess
 import sys
@@ -251,10 +250,7 @@ BARS = (
 
 def _environment(plan: Plan, das: Block) -> dict[str, str]:
     """Return the environment variables of an arm's process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = IN_PROCESS | {"MASTER_PORT": str(port), "TQDM_DISABLE": "1"}
+    environment = IN_PROCESS | {"TQDM_DISABLE": "1"}
     if das is not None:
         environment[DAS_CONFIG] = json.dumps(das)
     if plan.tiny:
@@ -382,11 +378,16 @@ class _Arm:
         num_bytes = tokens * cache_bytes(policy)
         if self._plan.tiny:
             num_bytes *= 2  # it is in float32
-        vllm_generation.LLM = functools.partial(
-            vllm_generation.LLM,
-            kv_cache_memory_bytes=num_bytes,
-            enforce_eager=self._plan.tiny,
-        )
+        stock = vllm_generation.LLM
+
+        def engine(**settings: Any) -> Any:
+            # any port that is free: TRL would give all arms the same one
+            os.environ["MASTER_PORT"] = "0"
+            settings["kv_cache_memory_bytes"] = num_bytes
+            settings["enforce_eager"] = self._plan.tiny
+            return stock(**settings)
+
+        vllm_generation.LLM = engine
         grpo_trainer.VLLMGeneration = Generation
         rows, reward = _task(_tiny_math(self._plan), extent)
         config = GRPOConfig(

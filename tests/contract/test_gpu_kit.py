@@ -109,7 +109,7 @@ def check(part: str, content: dict[str, Any], said: str) -> None:
     assert content["provenance"]["hardware"]["cpu"]
     verdicts = {v["bar"]: v for v in content["bars"]}
     assert verdicts
-    assert content["state"] == "done", content
+    assert content["state"] == "done", content.get("error", content.get("why"))
     assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), (
         verdicts
     )
