@@ -90,7 +90,7 @@ COMMANDS = {
     "training.json": "benchmarks/training.py --out OUT",
     "trl.json": (
         "PYTHONPATH=.venv/hosts examples/trl/grpo_tiny_math.py --problems 16 --epochs 6"
-        " --out FOLDER"
+        f" --policy {POLICY} --out FOLDER"
     ),
     "undrafted.json": (
         f"{_DRAFTERS} --arms stock stock:again stock:uncompiled off history:idle"
@@ -112,6 +112,11 @@ where it is written; FOLDER: a directory, in which it is written under its name 
 `summary.json`. TRACES, a directory of recorded rollouts, is an environment variable.
 NeMo-RL's needs NeMo-RL in PYTHONPATH, a GPU's a GPU.
 """
+COMMANDS |= {
+    f"{name}_intel.json": COMMANDS[f"{name}.json"]
+    for name in ("demo", "epochs", "nemo_rl")
+}
+"""Three trainings were measured on machines of two kinds."""
 
 
 def words(name: str) -> tuple[dict[str, str], list[str]]:

@@ -5,9 +5,11 @@ other pages, and charts of benchmarks/results/.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 import figures  # noqa: E402
 import release  # noqa: E402
+from stale import origin  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
@@ -28,17 +31,22 @@ PAGES = {
 BLUE, ORANGE, GREY = "#2a6f97", "#e07b1a", "#8fa3b3"
 
 
-EPOCHS: dict[str, list[float]] = {
-    label: figures.values(
-        figures.result(f"{name}.json"), "comparison.history.rollout_ratio_by_epoch"
-    )
-    for name, label in (
-        ("demo", "8 problems, 6 epochs (Intel Xeon)"),
-        ("epochs", "100 problems, 3 epochs (AMD EPYC)"),
-    )
-}
-"""Rollout time by epoch relative to the run with speculation off, of both trainings
-that the README shows.
+TRAININGS = {"demo": "8 problems", "epochs": "100 problems"}
+
+
+def _trainings() -> Iterator[tuple[str, list[float]]]:
+    """Yield for each training of the README its name with the processor, and its
+    rollout time by epoch relative to the run with speculation off.
+    """
+    for name, title in TRAININGS.items():
+        for file in (f"{name}.json", f"{name}_intel.json"):
+            processor = figures.processor(origin(figures.result(file)))
+            yield f"{title} ({processor})", figures.by_epoch(file)
+
+
+EPOCHS = dict(_trainings())
+"""Rollout time by epoch relative to the run with speculation off, of the trainings that
+the README shows.
 """
 
 
@@ -100,8 +108,10 @@ def _svg(draw: Any, description: str | None = None) -> bytes:
 def _epochs(axis: Any) -> None:
     axis.axhline(1, color=GREY)
     axis.annotate("without speculation", (1.05, 1.02), color=GREY)
-    for (label, ratios), colour in zip(EPOCHS.items(), (BLUE, ORANGE), strict=True):
-        axis.plot(range(1, len(ratios) + 1), ratios, "o-", color=colour, label=label)
+    styles = itertools.product((BLUE, ORANGE), ("o-", "o--"))
+    for (label, ratios), (colour, line) in zip(EPOCHS.items(), styles, strict=True):
+        places = range(1, len(ratios) + 1)
+        axis.plot(places, ratios, line, color=colour, label=label)
     axis.set(xlabel="epoch", ylabel="rollout time, relative", ylim=(0, 1.15))
     axis.legend(frameon=False, loc="lower left")
 

@@ -6,8 +6,9 @@ result: keys with dots between them, `*` for all entries. Several values are wri
 after the other, after `range` as the least and the greatest; `A of B` is a quotient,
 entry by entry. FORMAT is Python's, and may end with `M` (millions), `min` (of seconds),
 or, for a share of time, `x` (how many times as fast), `less` or `more`. FILE may also
-be `trainings`, which sums up several results. `<!-- table NAME -->` begins a table, of
-those in `TABLES`.
+be `trainings`, which sums up several results. `<!-- made FILE NAME -->…<!-- end -->` is
+the version of a package with which a result was made, or its `processor`. `<!-- table
+NAME -->` begins a table, of those in `TABLES`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ sys.path += [str(ROOT / "examples" / "verl"), str(ROOT / "benchmarks")]
 import demo  # noqa: E402
 from stale import origin  # noqa: E402
 
+from das_adapter.reports.compare import CLAIM_ERROR, num_near  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(
     r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end"
     r" -->)"
 )
+MADE = re.compile(r"(<!-- made (\S+) (\S+) -->).*?(<!-- end -->)")
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
     "": (lambda value: value, ""),
@@ -43,9 +47,11 @@ SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
 
 def update(text: str) -> str:
     """Return a page with its figures as the result files have them."""
+    text = MARKED.sub(_figure, text)
+    text = MADE.sub(_made, text)
     return TABLE.sub(
         lambda mark: mark[1] + _rows(TABLES[mark[2]]()) + mark[3],
-        MARKED.sub(_figure, text),
+        text,
     )
 
 
@@ -85,8 +91,11 @@ def values(content: Any, path: str) -> list[float]:
 
 TRAININGS = {
     "demo.json": "veRL, `make demo`",
+    "demo_intel.json": "veRL, `make demo`",
     "epochs.json": "veRL, 100 problems",
+    "epochs_intel.json": "veRL, 100 problems",
     "nemo_rl.json": "NeMo-RL, 16 problems",
+    "nemo_rl_intel.json": "NeMo-RL, 16 problems",
     "trl.json": "TRL, 16 problems",
 }
 """Trainings of which the rollout time was measured beside that without speculation."""
@@ -132,7 +141,7 @@ def _trainings() -> dict[str, Iterable[Any]]:
     ratios = [by_epoch(name) for name in TRAININGS]
     return {
         "training": TRAININGS.values(),
-        "processor": [_processor(of) for of in made.values()],
+        "processor": [processor(of) for of in made.values()],
         "rollout time of off, by epoch": [
             " / ".join(f"{ratio:.2f}" for ratio in epochs) for epochs in ratios
         ],
@@ -159,9 +168,8 @@ def _right_claims(shares: list[float]) -> str:
     """Say how many of the claims are right; empty: there are none."""
     if not shares:
         return ""
-    near, nearly = (
-        sum(abs(share - 1) <= error for share in shares) for error in (0.1, 0.2)
-    )
+    near = num_near(shares)
+    nearly = num_near(shares, 2 * CLAIM_ERROR)
     middle = statistics.median(shares)
     return f"{middle:.2f}; {near} / {nearly} of {len(shares)} steps"
 
@@ -448,11 +456,11 @@ def _results() -> dict[str, Iterable[Any]]:
     return {
         "result": [f"`{name}`" for name in made],
         "revision": [of.get("revision") or "not recorded" for of in made.values()],
-        "processor": [_processor(of) for of in made.values()],
+        "processor": [processor(of) for of in made.values()],
     }
 
 
-def _processor(provenance: dict[str, Any]) -> str:
+def processor(provenance: dict[str, Any]) -> str:
     """Return the short name of the processor on which a result was measured."""
     cpu = str(provenance.get("hardware", {}).get("cpu", "not recorded"))
     return cpu.removesuffix(" Processor").replace("(R)", "")
@@ -481,6 +489,19 @@ def _rows(columns: dict[str, Iterable[Any]]) -> str:
         .replace("| --- ", "|---")
         .replace("--- |", "---|")
     )
+
+
+def _made(mark: re.Match[str]) -> str:
+    """Return a mark with the processor, or the version of a package, of its result."""
+    begin, file, name, end = mark.groups()
+    names = TRAININGS if file == "trainings" else [file]
+    found = []
+    for made in map(origin, map(result, names)):
+        if name == "processor":
+            found.append(processor(made))
+        else:
+            found.append(made["versions"][name].removesuffix("+cpu"))
+    return begin + " or ".join(dict.fromkeys(found)) + end
 
 
 def _figure(mark: re.Match[str]) -> str:

@@ -127,13 +127,18 @@ def claims(
     return found
 
 
+def num_near(known: Sequence[float], error: float = CLAIM_ERROR) -> int:
+    """Return how many claims are within that error of the measured ratio."""
+    near = [share for share in known if abs(share - 1) <= error]
+    return len(near)
+
+
 def right_claims(found: Sequence[float | None]) -> str:
     """Say in how many steps `claims` were near the measured ratio."""
     known = [share for share in found if share is not None]
-    near = [share for share in known if abs(share - 1) <= CLAIM_ERROR]
     return (
-        f"{OF_STOCK} was within {CLAIM_ERROR:.0%} of the measured ratio in {len(near)}"
-        f" of {len(known)} steps"
+        f"{OF_STOCK} was within {CLAIM_ERROR:.0%} of the measured ratio in"
+        f" {num_near(known)} of {len(known)} steps"
     )
 
 

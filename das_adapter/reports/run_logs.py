@@ -112,26 +112,50 @@ def _of_responses(directory: Path) -> dict[int, dict[str, float]]:
         step = sum(at <= response.end for at in updated[response.engine])
         by_step[step].append(response)
     found = {step: _figures_of(by_step[step]) for step in sorted(by_step)}
-    for step, of_stock in _claims(directory, updated.values()).items():
+    for step, claim in _claims(directory, updated.values()).items():
         if step in found:
-            found[step]["das/of_stock"] = of_stock
+            rollout_s = found[step]["das/rollout_s"]
+            found[step]["das/of_stock"] = claim.of_rollout(rollout_s)
     return found
 
 
-def _claims(directory: Path, updated: Collection[list[float]]) -> dict[int, float]:
-    """Return what engines said of their decode steps relative to stock's, the highest
-    by the number of weight updates before; `updated`: their times, of each engine.
+class _Claim(NamedTuple):
+    """What an engine said of a rollout."""
+
+    of_stock: float
+    """Time of its decode steps relative to stock's."""
+    saved_s: float
+    """Seconds that drafts saved."""
+
+    def of_rollout(self, rollout_s: float) -> float:
+        """Return the time of the rollout relative to stock's, prompts and the host's
+        share included: it would have ended later by what drafts saved, which is no
+        larger share of it than of the decode steps.
+        """
+        bound_s = rollout_s * (1.0 / self.of_stock - 1.0)
+        least_s = min(0.0, bound_s)
+        most_s = max(0.0, bound_s)
+        saved_s = min(most_s, max(least_s, self.saved_s))
+        return rollout_s / (rollout_s + saved_s)
+
+
+def _claims(directory: Path, updated: Collection[list[float]]) -> dict[int, _Claim]:
+    """Return what engines said of their rollouts, that of the highest ratio by the
+    number of weight updates before; `updated`: their times, of each engine.
     """
-    found: dict[int, float] = {}
+    found: dict[int, _Claim] = {}
     for rollout in decision_log.read(directory):
         if not rollout.counts:
             continue
         of_stock = rollout.counts[-1].get("of_stock")
-        if of_stock is not None:
-            begin = rollout.steps[0].begin
-            counts = [sum(at <= begin for at in times) for times in updated]
-            step = max(counts, default=0)
-            found[step] = max(of_stock, found.get(step, 0.0))
+        if not of_stock:
+            continue
+        begin = rollout.steps[0].begin
+        counts = [sum(at <= begin for at in times) for times in updated]
+        step = max(counts, default=0)
+        saved = [counted.get("time_saved_s", 0.0) for counted in rollout.counts]
+        claim = _Claim(of_stock, sum(saved))
+        found[step] = max(claim, found.get(step, claim))
     return found
 
 

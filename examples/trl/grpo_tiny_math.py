@@ -45,7 +45,7 @@ from serving import (  # noqa: E402
 
 SERVER = (
     "--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32"
-    " --kv-cache-memory-bytes 67108864 --worker-extension-cls cpu_weights.Extension"
+    " --kv-cache-memory-bytes 268435456 --worker-extension-cls cpu_weights.Extension"
 ).split()
 COLOCATED = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

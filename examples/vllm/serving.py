@@ -67,6 +67,8 @@ def settings(block: dict[str, Any]) -> dict[str, str]:
         # equal logits whatever else is in the batch
         "MKL_CBWR": "AUTO,STRICT",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # two would wait for each other where other processes take a core
+        "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import figures
 import provenance
 import pytest
 import stale
+
+from das_adapter.reports.compare import CLAIM_ERROR, num_near
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("README", "start", "faq", "figures", "verl", "trl", "routing")
@@ -34,6 +37,12 @@ def test_figures_are_those_of_the_result_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_processors_are_those_of_the_result_files(page: Path) -> None:
+    text = figures.MADE.sub("", figures.TABLE.sub("", page.read_text()))
+    assert not re.findall(r"EPYC|Xeon", text), "write <!-- made FILE processor -->"
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
 def test_no_mark_of_a_figure_begins_a_line(page: Path) -> None:
     """A comment at the beginning of a line ends the paragraph."""
     assert not re.findall(r"^ *<!-- figure .*", page.read_text(), re.MULTILINE)
@@ -46,7 +55,10 @@ def test_no_mark_of_a_figure_begins_a_line(page: Path) -> None:
 )
 def test_no_ratio_stands_on_a_page_without_its_file(page: Path) -> None:
     text = re.sub(
-        r"<!-- (figure|table) .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL
+        r"<!-- (figure|made|table) .*?<!-- end -->",
+        "",
+        page.read_text(),
+        flags=re.DOTALL,
     )
     text = re.sub(
         r"(vLLM|Python|TRL|OpenRLHF) [\d.]+(( (to|or|and)|,) [\d.]+)*", "", text
@@ -58,11 +70,22 @@ def test_the_readmes_picture_shows_the_result_files() -> None:
     drawn = json.loads(
         re.search(r"<dc:description>(.*?)</dc:description>", PICTURE.read_text())[1]
     )  # type: ignore[index]
-    ratios = [
-        figures.values(figures.result(f"{name}.json"), BY_EPOCH)
-        for name in ("demo", "epochs")
-    ]
+    names = ("demo", "demo_intel", "epochs", "epochs_intel")
+    contents = [figures.result(f"{name}.json") for name in names]
+    ratios = [figures.values(content, BY_EPOCH) for content in contents]
     assert list(drawn.values()) == ratios, "run python scripts/reference.py"
+    for label, content in zip(drawn, contents, strict=True):
+        assert f"({figures.processor(stale.origin(content))})" in label
+
+
+@pytest.mark.parametrize("name", figures.TRAININGS)
+def test_claims_of_a_training_keep_their_bar(name: str) -> None:
+    """In the median `das/of_stock` is within a tenth of the measured ratio, and within
+    a fifth in four steps of five: each of these is measured once.
+    """
+    shares = figures.claims_of(name)
+    assert abs(statistics.median(shares) - 1) <= CLAIM_ERROR
+    assert num_near(shares, 2 * CLAIM_ERROR) >= 0.8 * len(shares)
 
 
 def test_a_figure_is_a_value_a_series_a_range_a_quotient_or_a_speed_up() -> None:

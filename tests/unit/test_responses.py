@@ -82,9 +82,13 @@ def test_engines_of_one_run_add_up_each_by_its_own_updates(tmp_path: Path) -> No
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.parametrize(("saved_s", "claimed"), [(1e6, 0.5), (0.0, 1.0)])
 def test_what_an_engine_claims_is_held_against_the_measured_ratio(
-    tmp_path: Path,
+    tmp_path: Path, saved_s: float, claimed: float
 ) -> None:
+    """It counts what drafts saved of the whole rollout, no larger share of it than of
+    the decode steps.
+    """
     for name in ("off", "drafting"):
         for _ in range(2):
             written(tmp_path / name, [request([1]), request([2])])
@@ -92,15 +96,15 @@ def test_what_an_engine_claims_is_held_against_the_measured_ratio(
     for version, of_rollout in enumerate(((0.1, 0.5), (0.1, None)), 1):
         log.add(StepRecord(time.time(), 2, 4, 2, 1, 0.5, 0.4))
         for of_stock in of_rollout:
-            log.add(CountsRecord({"of_stock": of_stock}))
+            log.add(CountsRecord({"of_stock": of_stock, "time_saved_s": saved_s / 2}))
         log.add(WeightSyncRecord(version, None, 0.5, None))
     log.flush()
     runs = [run_logs.read(tmp_path / name) for name in ("off", "drafting")]
     steps = runs[1].steps
-    assert [step.get("das/of_stock") for step in steps.values()] == [None, 0.5]
+    assert [step.get("das/of_stock") for step in steps.values()] == [None, claimed]
     found = compare(*runs)
     ratio = steps[2]["das/rollout_s"] / runs[0].steps[2]["das/rollout_s"]
-    assert found["claims"] == [None, pytest.approx(0.5 / ratio)]
+    assert found["claims"] == [None, pytest.approx(claimed / ratio)]
     (said,) = [text for text in sentences(found) if "das/of_stock" in text]
     assert said.endswith("of 1 steps.")
     assert compare(runs[1], runs[1])["claims"] == [], "neither is without drafts"
