@@ -65,8 +65,8 @@ def engine(job: dict[str, Any]) -> Any:
         max_model_len=longest,
         seed=0,
         max_num_seqs=64,
-        # as on a GPU; vLLM reads a prompt's last cached block anew for an EAGLE drafter
-        block_size=16,
+        # small: vLLM reads a prompt's last cached block anew for an EAGLE drafter
+        block_size=32,
         kv_cache_memory_bytes=640_000_000,
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(4096, longest),
@@ -148,7 +148,7 @@ def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     def rollout(
         batch: int, work: Work, ends: list[int] | None, most: int
     ) -> Generator[None, None, Rollout]:
-        core.scheduler.max_num_running_reqs = batch
+        core.scheduler.max_num_active_reqs = batch
         # a weight sync: what the last rollout wrote does not count
         rpc("refresh", version=1)
         llm.reset_prefix_cache()
